@@ -1,4 +1,4 @@
-"""Adapts any `DecoderOnlyLLM` to the interface of `PagedCausalLM`: one forward over any items, a handle a sequence."""
+"""Adapt any `DecoderOnlyLLM` to the interface of `PagedCausalLM`: one forward for all items, a handle per sequence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelCacheHandle:
 
 
 class AdaptedModel:
-    """The part of `PagedCausalLM` and its cache manager that `LlmExecutor` uses, over the model's own calls.
+    """The methods of `PagedCausalLM` and its cache manager that `LlmExecutor` uses, for any `DecoderOnlyLLM`.
 
     Attributes:
         is_native: whether the model's own `unified_forward` runs items; False once it raised UnsupportedError.
@@ -68,7 +68,7 @@ class AdaptedModel:
         self._model.set_lora_adapter_for_cache(cache_id, adapter)
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        """Run items. After an error, too, all of them count as run: the executor truncates or frees their sequences."""
+        """Run items. If a call raises, all items count as run: the executor truncates or frees their sequences."""
         try:
             # A model of another kind need not know VerifyLogits.
             if self.is_native and not any(isinstance(item.logits_policy, VerifyLogits) for item in items):
@@ -100,7 +100,7 @@ class AdaptedModel:
         return self._handles.setdefault(cache_id, ModelCacheHandle(cache_id))
 
     def _run_by_kind(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        """Run decode steps in one `decode_batch`, the others by a `prefill` or a `forward_verify` each."""
+        """Run all decode steps in one `decode_batch`, and each other item in its own `prefill` or `forward_verify`."""
         model, is_default = self._model, type(self._model).forward_verify is DecoderOnlyLLM.forward_verify
         steps = [
             (item.cache_id, item.q_tokens[0], item.pos_offset)
@@ -109,12 +109,12 @@ class AdaptedModel:
         ]
         decoded: Sequence[torch.Tensor] | torch.Tensor = model.decode_batch(steps) if steps else []
         if len(decoded) != len(steps):
-            raise PagedError(f"decode_batch gave {len(decoded)} rows of logits for {len(steps)} tokens")
+            raise PagedError(f"decode_batch returned {len(decoded)} rows of logits for {len(steps)} tokens")
         decoded_rows = iter(decoded)
         results: list[torch.Tensor | None] = []
         for item in items:
             if isinstance(item.logits_policy, VerifyLogits):
-                # The default decodes one by one and must be told the length; a model with its own keeps the length too.
+                # The default decodes token by token and needs the start; a model with its own call tracks it itself.
                 start = {"start_pos": item.pos_offset} if is_default else {}
                 results.append(model.forward_verify(item.cache_id, item.q_tokens, **start))
                 continue

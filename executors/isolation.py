@@ -1,4 +1,4 @@
-"""Isolation of errors: those of one request do not reach the others."""
+"""Isolation of errors between requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG = logging.getLogger("paged")
 
 
 def describe(error: BaseException) -> str:
-    """Return type and message of an error, even if its message cannot be read."""
+    """Return the type and message of an error, even if the message cannot be read."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException as other:
@@ -27,18 +27,18 @@ def describe(error: BaseException) -> str:
 
 
 def raise_exit(error: BaseException) -> None:
-    """Raise again what is meant for the process: Ctrl-C or an exit, which signals deliver to the main thread only.
+    """Re-raise errors meant for the process: Ctrl-C or an exit, which signals deliver to the main thread only.
 
-    Anything else belongs to the callee, even if it is no `Exception`, as `asyncio.CancelledError` or panics in Rust.
+    All others belong to the callee, even if they are no `Exception`, such as `asyncio.CancelledError` or a Rust panic.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit) and current_thread() is main_thread():
         raise error
 
 
 def for_future(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function for a coroutine; errors that a future cannot hold arrive as a PagedError.
+    """Call a function for a coroutine; raise errors that a future cannot hold as PagedError.
 
-    Those are StopIteration, with which the await would never end, and errors that would end the event loop or its task.
+    These are StopIteration, which would hang the await, and errors that would end the event loop or its task.
     """
     try:
         return call(*args, **kwargs)

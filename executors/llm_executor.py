@@ -1,4 +1,4 @@
-"""The executor of language models: checkpoints run in one forward a step, your own models by the calls they have."""
+"""The executor of language models: one forward per step for checkpoints, the model's own calls for other models."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ from paged.models.parallel.ranks import ParallelConfig
 from paged.models.registry import load_model
 from paged.seq_id import SeqId
 
-# Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
+# Widest point of a decoder layer: hidden state, residual, gate, up and their product. The last three are about 4 wide.
 ACTIVATIONS_PER_HIDDEN = 14
-# Weights from which a model on a CPU is packed as soon as it is loaded: below, that takes longer than a short text.
+# On a CPU, models with at least this many weight bytes are packed at load. For smaller ones, packing takes longer than
+# a short text.
 _PACKED_BYTES = 8 << 20
 
 
@@ -127,7 +128,7 @@ class LlmExecutor(UnifiedExecutor):
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """How the checkpoint's generation_config.json samples; where it says nothing, the defaults of SamplingParams.
+        """Return the sampling defaults of the checkpoint's generation_config.json, else those of SamplingParams.
 
         Raises:
             CheckpointError: a value there has another type or is out of range.
@@ -142,7 +143,7 @@ class LlmExecutor(UnifiedExecutor):
             UnsupportedError: this is rank 0.
         """
         if self._ranks.rank == 0:
-            raise UnsupportedError("serve: of ranks other than 0 alone, which drives")
+            raise UnsupportedError("serve: called on rank 0, expected another rank; rank 0 drives the others")
         try:
             follow(cast(PagedCausalLM, self.model))
         finally:
@@ -156,7 +157,7 @@ class LlmExecutor(UnifiedExecutor):
             yield
 
     def _alike(self, kind: Kind, *words: str) -> AbstractContextManager[None]:
-        """Return the context of a call that every rank makes by itself."""
+        """Return the context of a call that every rank makes on its own."""
         return nullcontext() if self._driver is None else self._driver.alike(kind, *words)
 
     def capabilities(self) -> ExecutorCapabilities:

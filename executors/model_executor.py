@@ -111,7 +111,7 @@ class ModelExecutor(ABC):
         return None
 
     def warmup(self) -> None:
-        """Do all that would slow the first calls. PAGED_JIT allows, warns of or refuses later compilations."""
+        """Prepare for full speed, such as by compiling. PAGED_JIT allows, warns of or refuses later compilations."""
         serving_begins()
 
     def shutdown(self) -> None:  # noqa: B027
@@ -155,8 +155,8 @@ def check_adapter(executor: ModelExecutor, name: object) -> None:
     if not isinstance(name, str) or not name:
         raise InvalidInputError(f"lora_adapter: {shown(name)}, expected the name of an adapter, or None")
     if not executor.capabilities().supports_lora:
-        raise UnsupportedError(f"lora_adapter: {name!r}, and {type(executor).__name__} takes no adapters")
+        raise UnsupportedError(f"lora_adapter: {name!r}, but {type(executor).__name__} takes no adapters")
     loaded = executor.list_loras() if isinstance(executor, LoraLoader) else ()
-    # Adapters of another's model are known to it alone, and then there is no snapshot.
+    # Without a snapshot, only the model itself knows its adapters.
     if name not in loaded and executor.lora_metrics_snapshot() is not None:
-        raise InvalidInputError(f"lora_adapter: {name!r}, which is not loaded; loaded are {list(loaded)}")
+        raise InvalidInputError(f"lora_adapter: {name!r} is not loaded, expected one of {list(loaded)}")

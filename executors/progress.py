@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal where tqdm is installed, else nothing."""
+"""Progress bars: on a terminal if tqdm is installed, else nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ProgressBar:
-    """The used part of tqdm's bar; does nothing itself."""
+    """The subset of tqdm's bar in use; this class does nothing."""
 
     def update(self, n: int, /) -> object: ...
 
@@ -19,10 +19,10 @@ class ProgressBar:
 
 
 def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> ProgressBar:
-    """A bar over `total` units of work, on stderr if that is a terminal: in a log it would be lines of noise."""
+    """Return a bar over `total` units of work on stderr, or one that does nothing unless stderr is a terminal."""
     stream = getattr(sys.stderr, "unescaped", sys.stderr)  # a bar moves the cursor
-    with suppress(ImportError, ValueError):  # closed
-        if shown and stream is not None and stream.isatty():  # None where the process was started without one
+    with suppress(ImportError, ValueError):  # tqdm is missing, or stderr is closed
+        if shown and stream is not None and stream.isatty():  # None if the process has no stderr
             from tqdm import tqdm
 
             is_scaled = unit == "B"
@@ -33,9 +33,9 @@ def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> Pro
 def tracked(
     items: Sequence[T], *, desc: str, unit: str, size: Callable[[T], int] = lambda _: 1, shown: bool = True
 ) -> Iterator[T]:
-    """Yield the items one by one, with a bar that counts the size of each: one, or bytes, of which the unit is "B"."""
+    """Yield the items with a bar that counts the size of each: 1, or bytes if the unit is "B"."""
     with closing(progress_bar(sum(map(size, items)), desc=desc, unit=unit, shown=shown and bool(items))) as bar:
         for item in items:
-            count = size(item)  # before it is packed, or what else the caller does with it
+            count = size(item)  # before the caller packs or drops it
             yield item
             bar.update(count)

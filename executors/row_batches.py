@@ -22,7 +22,7 @@ def is_decode_step(item: UnifiedBatchItem) -> bool:
 
 
 def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[object]) -> str | None:
-    """Return how results do not fit their items, or None: one for each item, and logits for each final one."""
+    """Return how results do not match their items, or None: one per item, and logits for each final one."""
     pairs = zip(items, results, strict=False)
     missing = [item.seq_id for item, result in pairs if item.is_final_chunk and result is None]
     if len(results) == len(items) and not missing:
@@ -56,15 +56,14 @@ def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
     """Turn consecutive tokens of one sequence into one item with the logits of every row.
 
     Raises:
-        InvalidInputError: as `decode_items`; an input has more than one row, or another sequence or position than the
-            one before it leads to.
+        InvalidInputError: as for `decode_items`; an input has more than one row, or does not continue the one before.
     """
     rows = [decode_items(one) for one in inputs]
     first = rows[0][0]
     for index, (one, row) in enumerate(zip(inputs, rows, strict=True)):
         if len(row) != 1 or row[0].seq_id != first.seq_id:
             raise InvalidInputError(
-                f"inputs[{index}]: sequences {[item.seq_id for item in row]}, expected {first.seq_id!r} alone"
+                f"inputs[{index}]: sequences {[item.seq_id for item in row]}, expected one: {first.seq_id!r}"
             )
         if one.position_ids is not None and row[0].pos_offset != first.pos_offset + index:
             raise InvalidInputError(

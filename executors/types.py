@@ -27,7 +27,7 @@ class ModelInfo:
         num_parameters: number of weights.
         max_sequence_length: longest sequence in tokens, prompt and output together.
         dtype, device: of the model's activations.
-        eos_token_ids: tokens that end an answer, as the checkpoint names them.
+        eos_token_ids: tokens that end an answer, from the checkpoint.
     """
 
     model_id: str
@@ -92,7 +92,7 @@ class ExecutorCapabilities:
 
 
 class ExecutorState(Enum):
-    """READY for a call, BUSY in one, FAILED after an error that is no `PagedError`, or SHUTDOWN for good."""
+    """READY for a call, BUSY in one, FAILED after an error that is no `PagedError`, or SHUTDOWN permanently."""
 
     READY = "ready"
     BUSY = "busy"

@@ -1,4 +1,4 @@
-"""Base of both executors: checks, conversion of rows to items, rollback and counts around one forward."""
+"""Base of both executors: checks, conversion of rows to items, rollback and counters around one forward."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class UnifiedExecutor(ModelExecutor):
             work = expected[1] if expected is not None and is_expected else self._prompts.work_of(batch)
             try:
                 results = self._forward_items(batch.items, work, is_checked=is_expected)
-            finally:  # where an error came before the forward could take it
+            finally:  # an error may come before the forward takes it
                 if expected is not None:
                     expected[0].cancel()
             if work.prefill_tokens:
@@ -166,7 +166,7 @@ class UnifiedExecutor(ModelExecutor):
             with self._all_or_nothing([item], ForwardWork(0, 0, len(inputs))):
                 logits = torch.cat([row for row in self._run([item]) if row is not None])
                 if logits.shape[0] != len(inputs):
-                    raise PagedError(f"the forward gave {logits.shape[0]} rows of logits for {len(inputs)} tokens")
+                    raise PagedError(f"the forward returned {logits.shape[0]} rows of logits for {len(inputs)} tokens")
                 rows = apply_policies(logits, [one.logits_policy for one in inputs])
             return [
                 DecodeOutput(logits=row.unsqueeze(0), kv_cache=one.kv_cache)
@@ -209,14 +209,14 @@ class UnifiedExecutor(ModelExecutor):
         with self._all_or_nothing(items, work, is_checked=is_checked):
             results = self._run(items)
             if (mismatch := results_mismatch(items, results)) is not None:
-                raise PagedError(f"the forward gave {mismatch}")
+                raise PagedError(f"the forward returned {mismatch}")
         return [row if item.is_final_chunk else None for item, row in zip(items, results, strict=True)]
 
     @contextmanager
     def _all_or_nothing(
         self, items: Sequence[UnifiedBatchItem], work: ForwardWork, *, is_checked: bool = False
     ) -> Iterator[None]:
-        """Check the items and count the work; if that or the forward inside raises, roll every cache back.
+        """Check the items and count the work; if the checks or the forward raise, roll every cache back.
 
         Args:
             is_checked: the items have been checked, and all their sequences exist.
@@ -253,8 +253,8 @@ class UnifiedExecutor(ModelExecutor):
                 return
             except BaseException as error:
                 raise_exit(error)
-                # How many tokens it holds is unknown now, so it is given up: its handle says so.
-                _LOG.warning("sequence %r is given up: %s", handle.cache_id, describe(error))
+                # Its number of tokens is unknown, so it is dropped and its handle becomes invalid.
+                _LOG.warning("sequence %r is dropped: %s", handle.cache_id, describe(error))
         quietly(self._sequences.free, handle)
 
     def _truncate(self, handle: KvCacheHandle, new_len: int) -> None:

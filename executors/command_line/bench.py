@@ -1,4 +1,4 @@
-"""`paged bench`: the benchmarks of `paged.bench`, each by its name, or several of them with a report."""
+"""`paged bench`: run one benchmark of `paged.bench`, or several with a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paged.executors.progress import tracked
 
 @dataclass(frozen=True)
 class Preset:
-    """module: of `paged.bench`, known by its name alone, as it imports this package. arguments: before the caller's."""
+    """module: within `paged.bench`, imported by name because it imports this package. arguments: before the user's."""
 
     module: str
     summary: str
@@ -30,38 +30,38 @@ PRESETS = {
         "kernels.run", "every kernel at small sizes, a minute", ("--small", "--repeats", "5", "--budget", "60")
     ),
     "kernels": Preset("kernels.run", "every kernel against its hardware limit"),
-    "attention": Preset("attention.run", "attention beside its peers"),
-    "moe": Preset("moe.run", "experts beside their peers"),
-    "cache": Preset("cache.run", "the cache's host time beside vLLM's"),
-    "engine": Preset("engine.run", "the engine beside transformers' continuous batching"),
-    "compile": Preset("compilation.compile", "every kernel compiled ahead of time, without a GPU"),
-    "schedule": Preset("attention.schedule", "how evenly attention's work fills a chip"),
-    "tune-attention": Preset("attention.tune", "attention's tiles beside one another", needs_gpu=True),
-    "tune-moe": Preset("moe.tune", "finds and writes the experts' tiles for a model", needs_gpu=True),
-    "report": Preset("report.build", "a page of tables of what the others wrote with --json"),
+    "attention": Preset("attention.run", "attention against other packages"),
+    "moe": Preset("moe.run", "mixture of experts against other packages"),
+    "cache": Preset("cache.run", "host time of the KV cache against vLLM's"),
+    "engine": Preset("engine.run", "the engine against transformers' continuous batching"),
+    "compile": Preset("compilation.compile", "compile every kernel ahead of time, without a GPU"),
+    "schedule": Preset("attention.schedule", "how evenly attention's work fills a GPU"),
+    "tune-attention": Preset("attention.tune", "time the tile sizes of attention", needs_gpu=True),
+    "tune-moe": Preset("moe.tune", "find the MoE tile sizes for a model and write them", needs_gpu=True),
+    "report": Preset("report.build", "a page of tables from results written with --json"),
 }
-# What `all` runs, by importance.
+# Presets that `all` runs, most important first.
 _ALL = ("attention", "moe", "kernels", "engine", "cache")
 
 DESCRIPTION = (
-    "Runs one benchmark; all that follows its name goes to it, and `paged bench PRESET --help` says what it takes. "
-    "Most take --json FILE, --only NAME and --repeats N. Without a preset it lists them; `all` runs "
+    "Run one benchmark. All arguments after its name go to it; `paged bench PRESET --help` lists them. "
+    "Most take --json FILE, --only NAME and --repeats N. Without a preset, list the presets. `all` runs "
     f"{', '.join(_ALL)} and writes a report."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The preset, and what goes to it."""
+    """Add the preset and its arguments."""
     parser.add_argument("--json", action="store_true", help="list the presets as JSON; after a preset: --json FILE")
     parser.add_argument("preset", nargs="?", choices=[*PRESETS, "all"], help="what to run", metavar="PRESET")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the preset", metavar="...")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the preset", metavar="...")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, or run one or all.
+    """List the presets, or run one or all.
 
     Raises:
-        UnsupportedError: the preset needs a GPU, or a package, that is not here.
+        UnsupportedError: the preset needs a GPU or a package that is missing.
     """
     if args.preset is None and args.json:
         print_json({name: asdict(preset) for name, preset in PRESETS.items()})
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.preset is None:
         for name, preset in PRESETS.items():
             print(f"{name:15} {preset.summary}{' (GPU)' if preset.needs_gpu else ''}")
-        print(f"{'all':15} {', '.join(_ALL)}, each in a process of its own, and a report")
+        print(f"{'all':15} {', '.join(_ALL)}, each in its own process, and a report")
         return 0
     if args.preset == "all":
         return _run_all(args.arguments)
@@ -78,12 +78,12 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         if not torch.cuda.is_available():
-            raise UnsupportedError(f"paged bench {args.preset} runs on a GPU alone, and torch sees none")
+            raise UnsupportedError(f"paged bench {args.preset} needs a GPU, and torch finds none")
     try:
         module = importlib.import_module(f"paged.bench.{preset.module}")
     except ImportError as error:
         raise UnsupportedError(f"paged bench {args.preset} needs {error.name}, which is not installed") from error
-    # Help and errors begin with the name of the command, which the parser takes from there.
+    # argparse takes the command's name for help and errors from sys.argv[0].
     before, sys.argv[0] = sys.argv[0], f"paged bench {args.preset}"
     try:
         return module.main([*preset.arguments, *args.arguments]) or 0
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_all(arguments: Sequence[str]) -> int:
-    """Run one after the other, each in a process of its own; the worst exit code, when all had their turn."""
-    parser = argparse.ArgumentParser(prog="paged bench all", description="Runs the benchmarks and writes a report.")
+    """Run the benchmarks in turn, each in its own process; return the worst exit code."""
+    parser = argparse.ArgumentParser(prog="paged bench all", description="Run the benchmarks and write a report.")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results; %(default)s")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeats", type=int, help="samples a case")
@@ -108,5 +108,5 @@ def _run_all(arguments: Sequence[str]) -> int:
 
 
 def _call(*arguments: str) -> int:
-    """Run a benchmark in a process; what a signal ended counts as failed, too."""
+    """Run a benchmark in a process and return its exit code; death by a signal counts as failure."""
     return abs(subprocess.run([sys.executable, "-m", "paged", "bench", *arguments], check=False).returncode)

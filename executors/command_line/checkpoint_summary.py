@@ -1,4 +1,4 @@
-"""What a checkpoint is and what it would take, from config.json and the headers of its weights alone."""
+"""Describe a checkpoint and its memory needs from config.json and the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import GPU_FRACTION, cache_config, model_config
 
-# Parameters, their bytes, those of K and V of a token, and tokens that fit beside the weights.
+# Parameters, their bytes, KV bytes per token, and the number of tokens that fit beside the weights.
 Needs = tuple[int, int, int, int | None]
 _NEEDS = ("parameters", "weight_bytes", "kv_bytes_per_token", "kv_tokens")
 _SIZES = ("num_layers", "num_attention_heads", "num_kv_heads", "head_dim", "vocab_size")
@@ -38,19 +38,19 @@ def summarize(
     block_size: int = 16,
     spreads: Sequence[Share] = (),
 ) -> dict[str, Any]:
-    """Read a folder in Hugging Face layout; a model that is not supported is described as far as that goes.
+    """Describe a folder in Hugging Face layout; an unsupported model is described as far as possible.
 
-    spreads: a rank of each way to share it.
+    spreads: one rank of each way to share the model.
 
-    Returns values by name, None where nothing says so. reason: why it is not supported, by the option's name. missing:
-    files. parameters: once loaded; of one that is not supported, elements stored. tensors: those by dtype.
-    stored_bytes: of the files that hold them. weight_bytes: once loaded, packed weights as they are packed and others
-    in `dtype`. kv_bytes_per_token: K and V of all layers that have some. kv_tokens: how many fit into `device_bytes`
-    beside the weights, in whole blocks, over all sequences. sliding_layers: those that see a window only. ranks: one of
-    each way to share it, of which `sent_bytes` is what it sends for a token whose logits are wanted.
+    Returns values by name, None if unknown. reason: why the model is not supported, with the option's name. missing:
+    absent files. parameters: count after loading; stored elements if unsupported. tensors: elements by dtype.
+    stored_bytes: size of the weight files. weight_bytes: size after loading, with packed weights packed and others in
+    `dtype`. kv_bytes_per_token: K and V of all layers. kv_tokens: tokens that fit into `device_bytes` beside the
+    weights, in whole blocks, over all sequences. sliding_layers: number of layers with a sliding window. ranks: these
+    values for each of `spreads`; `sent_bytes` is sent for each token with logits.
 
     Raises:
-        CheckpointError: config.json is missing or malformed, or a file of weights is.
+        CheckpointError: config.json or a weight file is missing or malformed.
     """
     hf = read_config(folder)
     stored: StoredTensors = {}
@@ -92,7 +92,7 @@ def summarize(
             named = {our_name(network_class, name): tensor for name, tensor in stored.items()}
             config = with_stored_experts(replace(config, quantization=as_stored(config.quantization, named)), named)
         if config.quantization is not None:
-            meta_network(network_class, config, config.dtype)  # its layers may be of sizes that cannot be packed so
+            meta_network(network_class, config, config.dtype)  # raises if a layer's sizes cannot be packed this way
     except PagedError as error:
         return summary | {"supported": False, "reason": str(error).removeprefix(f"{hf.source}: ")}
     dtype = config.dtype if dtype is None else dtype
@@ -142,10 +142,10 @@ def _needs(
 
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
-    """Parameters and their bytes once loaded: of plain weights those of one layer of every kind, times how many.
+    """Return parameters and bytes after loading; plain weights are counted on one layer of each kind, times its layers.
 
     Raises:
-        UnsupportedError: as loading it does.
+        UnsupportedError: loading would raise it.
     """
     if config.quantization is not None:
         return _size(network_class, config, dtype, share)

@@ -1,4 +1,4 @@
-"""The command line: `paged COMMAND`. A command's module is loaded when it is called, so that help takes no torch."""
+"""The command line: `paged COMMAND`. A command's module is imported when it runs, so that help needs no torch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paged.printable import one_line
 
 RECALL = Path(__file__).resolve().parents[2] / "models" / "recall"
 
-# command -> (module, what it does). A module has DESCRIPTION, add_arguments(parser) and run(args) -> exit code. Those
-# of benchmarks are known by their names alone, as `bench` imports this package.
+# command -> (module, summary). A module has DESCRIPTION, add_arguments(parser) and run(args) -> exit code. Benchmarks
+# are imported by name because `bench` imports this package.
 _COMMANDS = {
-    "bench": ("paged.executors.command_line.bench", "run a benchmark, or all of them"),
+    "bench": ("paged.executors.command_line.bench", "run one benchmark, or all"),
     "generate": ("paged.executors.command_line.generate", "answer prompts with a checkpoint"),
-    "info": ("paged.executors.command_line.info", "say what this machine has and what runs on it"),
-    "inspect": ("paged.executors.command_line.inspect", "describe a checkpoint, or draw a cache at work"),
+    "info": ("paged.executors.command_line.info", "show this machine's hardware, versions, backend and features"),
+    "inspect": ("paged.executors.command_line.inspect", "describe a checkpoint, or draw a KV cache"),
     "verify": ("paged.bench.verification.verify", "check every kernel on this machine against float64"),
 }
 _INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, where argparse prints the usage, 20 lines for `generate`, before it."""
+    """Report an error in one line; argparse would print the usage first, 20 lines for `generate`."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
@@ -42,9 +42,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    The exit code is 1 for an error or a result that is wrong, 2 for arguments that do not parse, 130 when interrupted.
-    An error is one line on stderr; Python's development mode (`python -X dev -m paged`) shows where one that has no
-    name of ours was raised.
+    The exit code is 1 for an error or a wrong result, 2 for arguments that do not parse, 130 after an interrupt.
+    An error is one line on stderr. Python's development mode (`python -X dev -m paged`) adds the traceback if the error
+    is not one of this package's.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         drop_unwritten()
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         drop_unwritten()
         return 0
     except OSError as error:  # a full disk
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start() -> int:
-    """`main` as a process of its own: an interrupt ends it at any moment with 130, also one that comes amid imports."""
+    """Run `main` as its own process; an interrupt at any moment, imports included, exits with 130."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
         return main()
@@ -81,7 +81,7 @@ def _leave(*_: object) -> NoReturn:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Raise it, but amid an import, which may catch it or make another error of it, leave at once."""
+    """Raise the interrupt. During an import, which could catch or replace it, exit at once."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _leave()
@@ -90,7 +90,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _failed(error: Exception) -> int:
-    with contextlib.suppress(OSError, AttributeError):  # stderr full or closed: the exit code has to do
+    with contextlib.suppress(OSError, AttributeError):  # stderr is full or closed: only the exit code remains
         reason = getattr(error, "strerror", None) or error
         if not isinstance(error, PagedError) and getattr(error, "filename", None) is not None:
             reason = f"{error.filename}: {reason}"  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def _failed(error: Exception) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Parse all commands, with the arguments of the one that is called."""
+    """Return the parser of all commands; only the called one has its arguments."""
     parser = _Parser(prog="paged", description="Paged attention and fused MoE in Triton.")
     parser.add_argument("--version", action="version", version=f"paged {paged.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

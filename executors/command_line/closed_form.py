@@ -1,4 +1,4 @@
-"""What `PagedAttentionExecutor` must answer, worked out from its formula without any attention code."""
+"""The expected answer of `PagedAttentionExecutor`, from its formula and without attention code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged.executors.paged_attention_executor import PagedExecutorConfig
 
 
 def expected_logits(config: PagedExecutorConfig, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [vocab_size] of the last of `tokens`, float64."""
+    """Return the logits [vocab_size] of the last of `tokens`, float64."""
     attend = _one_hot_attention if config.embedding == "one_hot" else _sinusoidal_attention
     logits = torch.zeros(config.vocab_size, dtype=torch.float64)
     for j, value in enumerate(attend(config, tokens)):
@@ -20,7 +20,7 @@ def expected_logits(config: PagedExecutorConfig, tokens: Sequence[int]) -> torch
 
 
 def _one_hot_attention(config: PagedExecutorConfig, tokens: Sequence[int]) -> list[float]:
-    """A weighted histogram of the tokens a head: in the query's, those equal to it count exp(1 / sqrt(head_dim))."""
+    """Histogram of the tokens for each head: in the query's head, tokens equal to it count exp(1 / sqrt(head_dim))."""
     width = config.num_kv_heads * config.head_dim
     indices = [token % width for token in tokens]
     group = config.num_heads // config.num_kv_heads

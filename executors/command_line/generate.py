@@ -1,4 +1,4 @@
-"""`paged generate`: prompts through a checkpoint, many at once."""
+"""`paged generate`: answer prompts with a checkpoint, many at once."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from paged.executors.text.chat_tokenizer import ChatTokenizer
 
 _MAX_COUNT = 100_000
-# A file may be /dev/zero; 64 MiB are more tokens than any context holds.
+# The file may be /dev/zero; 64 MiB hold more tokens than any context.
 _MAX_BYTES = 64 << 20
-# Of the engine's metrics.
+# Metrics of the engine to print.
 _COUNTS = "steps mixed_steps prefill_tokens decode_tokens draft_tokens accepted_tokens".split()
 Report = dict[str, Any]
 
 DESCRIPTION = (
-    "Answers all prompts at once: chunked prefill and decode steps share a forward. One prompt streams its answer. "
-    "Without a model it takes the bundled recall checkpoint; without prompts that checkpoint's own task, and checks "
-    "the answers."
+    "Answer all prompts at once: chunked prefill and decode steps share a forward. One prompt streams its answer. "
+    "Without a model, use the bundled recall checkpoint. Without prompts, that checkpoint answers its own task and "
+    "the answers are checked."
 )
 
 
 class Prompt(NamedTuple):
-    """expected: its answer, where the task tells."""
+    """expected: the right answer, if known."""
 
     text: str
     expected: str | None = None
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which checkpoint, in which dtypes and blocks, and how to print."""
+    """Add the arguments for the checkpoint, its dtypes, the block size and the output."""
     parser.add_argument(
         "model", nargs="?", default=str(RECALL), help="folder in Hugging Face layout, or OWNER/NAME on the Hub"
     )
@@ -58,71 +58,71 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         choices=["auto", "fp8", "fp8_e5m2", "int8"],
         default="auto",
-        help="auto: that of the weights",
+        help="auto: the dtype of the weights",
     )
-    parser.add_argument("--block-size", type=int, help="tokens a KV cache block; default: the device's")
+    parser.add_argument("--block-size", type=int, help="tokens per KV cache block; default: depends on the device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to run, how to choose tokens, and how to run it."""
+    """Add the arguments for prompts, sampling, model and engine."""
     add_model_arguments(parser)
 
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     prompts.add_argument("--prompts", metavar="FILE", help="one prompt a line; - for stdin")
-    prompts.add_argument("--chat", action="store_true", help="prompts are a user's messages, by the chat template")
-    prompts.add_argument("--system", metavar="TEXT", help="with --chat: what comes before")
+    prompts.add_argument("--chat", action="store_true", help="prompts are user messages for the chat template")
+    prompts.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     prompts.add_argument(
         "--parse-special",
         action="store_true",
-        help="special tokens that are written in a prompt count as such; without it they are plain text",
+        help="treat special tokens written in a prompt as special tokens, not as plain text",
     )
-    prompts.add_argument("--count", type=int, default=16, help="recall prompts to make when none are given")
+    prompts.add_argument("--count", type=int, default=16, help="number of recall prompts if none are given")
 
-    sampling, said = parser.add_argument_group("sampling"), "default: what generation_config.json says"
+    sampling, said = parser.add_argument_group("sampling"), "default: from generation_config.json"
     sampling.add_argument("-n", type=int, default=1, help="answers a prompt")
     sampling.add_argument("--max-new-tokens", type=int, default=32, metavar="N", dest="max_tokens")
-    sampling.add_argument("--temperature", type=float, help=f"0 takes the best token; {said}, else 0")
-    sampling.add_argument("--top-k", type=int, help=f"0 for all; {said}, else 0")
+    sampling.add_argument("--temperature", type=float, help=f"0 takes the most probable token; {said}, else 0")
+    sampling.add_argument("--top-k", type=int, help=f"0 keeps all tokens; {said}, else 0")
     sampling.add_argument("--top-p", type=float, help=f"{said}, else 1")
-    sampling.add_argument("--min-p", type=float, help=f"share of the best token's probability; {said}, else 0")
+    sampling.add_argument("--min-p", type=float, help=f"fraction of the highest probability; {said}, else 0")
     sampling.add_argument("--repetition-penalty", type=float, help=f"{said}, else 1")
     sampling.add_argument("--presence-penalty", type=float, default=0.0)
     sampling.add_argument("--frequency-penalty", type=float, default=0.0)
-    sampling.add_argument("--seed", type=int, default=0, help="of sampling, and of the recall prompts")
-    sampling.add_argument("--verbose", action="store_true", help="say on stderr where each value is from")
+    sampling.add_argument("--seed", type=int, default=0, help="seed of sampling and of the recall prompts")
+    sampling.add_argument("--verbose", action="store_true", help="print the source of each value on stderr")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end tokens")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after end tokens")
 
     model = parser.add_argument_group("model and cache")
     model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
-    model.add_argument("--num-blocks", type=int, help="KV cache blocks")
-    model.add_argument("--num-swap-blocks", type=int, default=0, help="blocks of host memory that may take a sequence")
+    model.add_argument("--num-blocks", type=int, help="number of KV cache blocks")
+    model.add_argument("--num-swap-blocks", type=int, default=0, help="blocks of host memory for preempted sequences")
     model.add_argument("--max-seq-len", type=int, help="longest sequence; default: the model's own limit")
     model.add_argument(
         "--lora",
         action="append",
         default=[],
         metavar="NAME=FOLDER",
-        help="answer with this adapter; given several times, every prompt is answered with each",
+        help="adapter to answer with; if given several times, each prompt is answered with each adapter",
     )
     model.add_argument("--max-lora-rank", type=int, default=64)
 
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--chunk-size", type=int, default=64, help="prompt tokens of one sequence a step")
-    engine.add_argument("--token-budget", type=int, default=256, help="tokens a step")
-    engine.add_argument("--max-num-seqs", type=int, default=256, help="sequences that run at the same time")
+    engine.add_argument("--chunk-size", type=int, default=64, help="prompt tokens per sequence and step")
+    engine.add_argument("--token-budget", type=int, default=256, help="tokens per step")
+    engine.add_argument("--max-num-seqs", type=int, default=256, help="largest number of running sequences")
     engine.add_argument(
         "--warmup",
         action="store_true",
         help="first compile kernels and capture CUDA graphs; on a CPU, record decode steps",
     )
-    engine.add_argument("--speculate", type=int, metavar="N", help="N drafts a step, looked up in the text itself")
-    engine.add_argument("--draft", metavar="MODEL", help="a smaller checkpoint makes the drafts, 4 unless --speculate")
+    engine.add_argument("--speculate", type=int, metavar="N", help="N drafts per step, from n-grams of the text")
+    engine.add_argument("--draft", metavar="MODEL", help="draft model; 4 drafts per step unless --speculate says N")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer, print; 1 where an answer is known to be wrong."""
+    """Answer the prompts and print; return 1 if an answer is known to be wrong."""
     from paged.executors.engine.config import EngineConfig
     from paged.executors.engine.engine import Engine
     from paged.executors.text.chat_tokenizer import ChatTokenizer
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         proposer=_proposer(args),
         seed=args.seed,
     )
-    # Every prompt with every adapter, or with none.
+    # Every prompt runs with every adapter, or without one.
     pairs = [(index, name) for index in range(len(prompts)) for name in (folders or [None])]
     outputs = [
         engine.add_request(ids[index], params, metadata={"lora_adapter": name} if name else None)
@@ -177,17 +177,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """`--prompt`s, then the lines of `--prompts`. Without any, the bundled checkpoint's own task; for another model
-    the lines of stdin, where that is no terminal.
+    """Return the `--prompt`s, then the lines of `--prompts`. Without any, return the bundled checkpoint's own task, or
+    for another model the lines of stdin unless it is a terminal.
 
     Raises:
         InvalidInputError: there are none, or the file cannot be read.
     """
     texts, is_recall = list(args.prompt), False
-    with contextlib.suppress(OSError, ValueError):  # no name of a file
+    with contextlib.suppress(OSError, ValueError):  # not a valid path
         is_recall = Path(args.model).resolve() == RECALL
     if args.system is not None and not args.chat:
-        raise InvalidInputError("--system: only with --chat")
+        raise InvalidInputError("--system: only allowed with --chat")
     if not 0 < args.count <= _MAX_COUNT:
         raise InvalidInputError(f"--count {args.count}: expected 1 to {_MAX_COUNT}")
     if args.prompts is not None:
@@ -204,11 +204,11 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def _lines(source: str) -> list[str]:
-    """Lines end at newlines alone: form feeds, U+2028 and so on are text. Blank ones are skipped."""
+    """Return the lines that are not blank. Only newlines end a line: form feeds, U+2028 and so on are text."""
     if source == "-" and sys.stdin is None:
         raise InvalidInputError("--prompts -: stdin is closed")
     try:
-        # As bytes: the stream lets some faults of UTF-8 pass.
+        # Read bytes: the text stream accepts some invalid UTF-8.
         with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
         text = data.decode("utf-8")
@@ -228,7 +228,7 @@ def _encode(tokenizer: ChatTokenizer, prompt: Prompt, args: argparse.Namespace) 
 
 
 def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
-    """What was given, else what the checkpoint says, else the command's own; with --verbose a table of these."""
+    """Take each value from the arguments, else the checkpoint, else a default; --verbose prints the sources."""
     from paged.executors.requests.sampling_params import CHECKPOINT_PARAMS, SamplingParams, sampling_defaults
     from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
 
@@ -246,7 +246,7 @@ def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
 
 
 def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:
-    """Adapters by name, from NAME=FOLDER each."""
+    """Return adapter folders by name, each from NAME=FOLDER."""
     folders: dict[str, str] = {}
     for argument in arguments:
         name, _, folder = argument.partition("=")
@@ -276,9 +276,9 @@ def _proposer(args: argparse.Namespace) -> Proposer | None:
 
 
 def _run(engine: Engine, outputs: Sequence[RequestOutput], *, is_streamed: bool, shows_bar: bool) -> tuple[int, float]:
-    """Step to the end, with the text or a bar as it comes; blocks in use at the most, and seconds."""
+    """Step to the end and show the text or a bar; return the peak of used blocks, and the seconds."""
     manager = engine.executor.kv_manager
-    assert manager is not None  # from_pretrained's models keep their KV in one
+    assert manager is not None  # models of from_pretrained have a cache manager
     peak_blocks, printed, start = 0, 0, time.perf_counter()
     bar = progress_bar(len(outputs), desc="generate", unit="prompt", shown=shows_bar and not is_streamed)
     with contextlib.closing(bar):
@@ -293,8 +293,8 @@ def _run(engine: Engine, outputs: Sequence[RequestOutput], *, is_streamed: bool,
 
 
 def _answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> list[Report]:
-    """The completions of a request that has ended. `expected` and `correct` are None unless the task tells what is
-    right; `logprobs` has, for every token, log probabilities by token id, the chosen one first.
+    """Return the completions of a finished request. `expected` and `correct` are None if the right answer is unknown.
+    `logprobs` holds, for each token, log probabilities by token id, the chosen token first.
     """
     return [
         {
@@ -314,8 +314,8 @@ def _answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> l
 def _summary_of(
     answers: Sequence[Report], engine: Engine, peak_blocks: int, seconds: float, num_prompts: int
 ) -> Report:
-    """What the engine measured in a run that has ended. Tokens are those that went through the model, drafts included;
-    blocks are of the KV cache, at the most.
+    """Return the engine's measurements of a finished run. Tokens are those that the model ran, drafts included;
+    peak_blocks is the most KV cache blocks in use.
     """
     metrics, manager = engine.metrics, engine.executor.kv_manager
     assert manager is not None
@@ -335,7 +335,7 @@ def _summary_of(
 def _print_answers(
     answers: Sequence[Report], summary: Report, executor: LlmExecutor, tokenizer: ChatTokenizer, *, is_streamed: bool
 ) -> None:
-    """Answers on stdout; what was done on stderr where the text was streamed, so that it can be piped on."""
+    """Print answers on stdout. If the text was streamed, print counts on stderr, so that stdout can be piped."""
     if is_streamed:
         print()
     elif summary["correct"] is None:
@@ -360,7 +360,7 @@ def _print_answers(
 
 
 def _print_task(answers: Sequence[Report]) -> None:
-    """A line an answer, with what is right."""
+    """Print one line per answer, with the expected one."""
     texts = [one_line(answer["text"].strip()) for answer in answers]
     width = max([len(text) for text in texts] + [6])
     print(f"{'tokens':>6}  {'prompt':48}  {'answer':{width}}")

@@ -1,4 +1,4 @@
-"""`paged info`: what this machine has, which backend runs here and why, and what is supported."""
+"""`paged info`: this machine's hardware, the backend that runs here and why, and the supported features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paged.printable import one_line
 if TYPE_CHECKING:
     import torch
 
-DESCRIPTION = "Device, versions, the backend that operations take and why, and what is supported on this machine."
+DESCRIPTION = "Show the device, versions, the backend of the operations and why, and the features of this machine."
 
 _PACKAGES = (
     "paged torch triton numba numpy safetensors tokenizers jinja2 tqdm huggingface-hub transformers prometheus-client "
@@ -25,12 +25,12 @@ _PACKAGES = (
 ).split()
 
 
-# A name, whether this machine has it, and why or what stands in.
+# Name, whether this machine has it, and the reason or the substitute.
 Feature = tuple[str, bool, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how to print, and no more."""
+    """Add the output format."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _version(package: str) -> str | None:
-    if package in ("paged", "torch"):  # which may not be installed, or whose metadata may not name the build
+    if package in ("paged", "torch"):  # paged may not be installed; torch's metadata may not name the build
         return str(importlib.import_module(package).__version__)
     try:
         return metadata.version(package)
@@ -111,9 +111,9 @@ def _backend(device: torch.device) -> tuple[str, str]:
     elif by_triton:
         reason = "TRITON_INTERPRET=1: the Triton kernels run in Triton's interpreter, slowly"
     elif not HAS_TRITON:
-        reason = "no GPU, and triton is not installed: operations of PyTorch"
+        reason = "no GPU, and triton is not installed: PyTorch operations"
     else:
-        reason = "no GPU: operations of PyTorch; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
+        reason = "no GPU: PyTorch operations; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
     return "triton" if by_triton else choice or "torch", reason
 
 
@@ -131,18 +131,18 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
     has_fp8 = on_gpu and has_native_e4m3(device)
     has_tma = on_gpu and arch in LARGE_SHARED_MEMORY
     tables = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []
-    has_loops = backend in ("torch", "numba") and os.environ.get("PAGED_BACKEND") != "torch" and has_numba()
+    has_kernels = backend in ("torch", "numba") and os.environ.get("PAGED_BACKEND") != "torch" and has_numba()
     where, by = (arch, arch) if on_gpu else ("no GPU that torch can use", "by PyTorch")
     return [
         ("bfloat16", has_bf16, "the interpreter multiplies its raw bits" if interpreted else by),
-        ("fp8 KV cache", backend != "none", "e4m3, converted by the chip" if has_fp8 else "e4m3, by arithmetic"),
+        ("fp8 KV cache", backend != "none", "e4m3, converted by the GPU" if has_fp8 else "e4m3, converted in software"),
         ("native fp8", has_fp8, f"{where}; from sm_89 on"),
         ("TMA and wgmma", has_tma, f"{where}; from sm_90 on"),
         ("CUDA graphs", on_gpu, where),
         (
-            "loops by numba",
-            has_loops,
-            "for models on a CPU; `pip install paged[cpu]` brings it",
+            "numba kernels",
+            has_kernels,
+            "models on a CPU; installed by `pip install paged[cpu]`",
         ),
-        ("tuned MoE tiles", bool(tables), ", ".join(tables) or "from the shape; `paged bench tune-moe` writes a table"),
+        ("tuned MoE tiles", bool(tables), ", ".join(tables) or "default tiles; `paged bench tune-moe` writes a table"),
     ]

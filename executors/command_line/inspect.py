@@ -1,4 +1,4 @@
-"""`paged inspect`: a checkpoint without loading it, or the block tables of a cache at work."""
+"""`paged inspect`: describe a checkpoint without loading it, or draw the block tables of a KV cache."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from paged.executors.llm_executor import LlmExecutor
 
 DESCRIPTION = (
-    "A checkpoint without loading it: whether it is supported, its sizes, the memory it takes and the tokens that fit "
-    "beside it; the exit code is 1 where it cannot run. With --cache a picture of a KV cache in which the model runs "
-    "sequences that share a prefix, fork, are swapped out and leave cached blocks behind."
+    "Describe a checkpoint without loading it: whether it is supported, its sizes, its memory and the tokens that fit "
+    "beside it. The exit code is 1 if it cannot run. With --cache, draw a KV cache in which the model runs "
+    "sequences that share a prefix, fork, are swapped out and leave cached blocks."
 )
-# Ranks that the table has a line for.
+# Numbers of ranks in the table.
 _SIZES = (2, 4, 8, 16, 32, 64)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-# What is printed of a summary, each with the value without which the line is left out.
+# Lines to print: label, the value that the line needs, and the text.
 _LINES = (
     ("folder", "folder", "{folder}"),
     ("architecture", "classes", "{classes} ({model_type})"),
@@ -39,40 +39,40 @@ _LINES = (
     ("stored", "elements", "{elements}"),
     ("dtype", "dtype", "{dtype}, KV cache {kv_cache_dtype}"),
     ("layers", "num_layers", "{num_layers}{windows}"),
-    ("heads", "num_attention_heads", "{num_attention_heads}, KV {num_kv_heads}, of {head_dim}"),
+    ("heads", "num_attention_heads", "{num_attention_heads}, KV {num_kv_heads}, head_dim {head_dim}"),
     ("experts", "num_experts", "{num_experts}"),
     ("vocabulary", "vocab_size", "{vocab_size}"),
     ("longest sequence", "max_seq_len", "{max_seq_len:,} tokens"),
     ("files", "stored_bytes", "{stored}"),
     ("weights", "weight", "{weight}"),
-    ("KV a token", "kv_bytes_per_token", "{kv_bytes_per_token:,} bytes"),
+    ("KV per token", "kv_bytes_per_token", "{kv_bytes_per_token:,} bytes"),
     ("KV cache", "fits", "{fits} in {device}, in blocks of {block_size}: {sequences} sequences of full length"),
 )
 _RANK_LINE = "{tensor_parallel_size:5} {weight:>12} {kv_bytes_per_token:>12,} {tokens:>12} {sent:>13} {rate:>12,}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which checkpoint, and what to show of it."""
+    """Add the arguments for the checkpoint and for what to show."""
     add_model_arguments(parser)
-    parser.add_argument("--device-memory", metavar="SIZE", help="as 141GB or 80GiB; default: this machine's GPU")
+    parser.add_argument("--device-memory", metavar="SIZE", help="141GB or 80GiB, say; default: this machine's GPU")
     spread = parser.add_argument_group("several processes")
-    spread.add_argument("--tensor-parallel", type=int, metavar="N", help="what each of N holds and sends")
-    spread.add_argument("--expert-parallel", action="store_true", help="whole experts in each")
-    spread.add_argument("--bandwidth", metavar="SIZE", default="50GB", help="that each sends a second; default: 50GB")
+    spread.add_argument("--tensor-parallel", type=int, metavar="N", help="memory and traffic of each of N ranks")
+    spread.add_argument("--expert-parallel", action="store_true", help="place whole experts on ranks")
+    spread.add_argument("--bandwidth", metavar="SIZE", default="50GB", help="bytes each rank sends per second; 50GB")
     cache = parser.add_argument_group("the picture")
     cache.add_argument("--cache", action="store_true", help="run a small workload and draw its cache")
-    cache.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG, too")
-    cache.add_argument("--columns", type=int, default=32, help="blocks a line")
+    cache.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
+    cache.add_argument("--columns", type=int, default=32, help="blocks per line")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was asked for; 1 where a checkpoint cannot run."""
+    """Print the description; return 1 if the checkpoint cannot run."""
     import torch
 
     if (args.block_size is not None and args.block_size < 1) or args.columns < 1:
         raise InvalidInputError(f"--block-size {args.block_size}, --columns {args.columns}: expected at least 1")
     if args.svg is not None and not args.cache:
-        raise InvalidInputError("--svg: only with --cache")
+        raise InvalidInputError("--svg: only allowed with --cache")
     if args.cache:
         return _draw(args)
     from paged.executors.command_line.checkpoint_summary import summarize
@@ -129,14 +129,13 @@ def _draw(args: argparse.Namespace) -> int:
 
 
 def _run_tour(executor: LlmExecutor) -> PagedKvCacheManager:
-    """Leave a cache with a block of every kind: a prompt that ends and stays cached; two questions
-    that share three blocks of instructions with it; a fork of one that has written since, and one that has not; a
-    sequence that is swapped out.
+    """Fill a cache with a block of every kind: a finished prompt that stays cached, two questions that share three
+    blocks of instructions with it, a fork that has written since, an idle fork, and a sequence that is swapped out.
     """
     from paged.batch import UnifiedBatch, UnifiedBatchItem
 
     manager = executor.kv_manager
-    assert manager is not None  # from_pretrained's models keep their KV in one
+    assert manager is not None  # models of from_pretrained have a cache manager
     size, vocab_size = manager.config.block_size, executor.info().vocab_size
 
     def ids(first: int, count: int) -> list[int]:
@@ -178,9 +177,9 @@ def _size(num_bytes: int | None) -> str | None:
 
 
 def _print_ranks(summary: dict[str, Any], bandwidth: int) -> None:
-    """What each of several ranks holds and sends, and how many tokens a second that allows at the most."""
+    """Print what each rank holds and sends, and the tokens per second that the bandwidth allows."""
     if summary["ranks"]:
-        print(f"\n{'ranks':>5} {'weights':>12} {'KV a token':>12} {'tokens':>12} {'sent a token':>13} {'tokens/s':>12}")
+        print(f"\n{'ranks':>5} {'weights':>12} {'KV per token':>12} {'tokens':>12} {'sent/token':>13} {'tokens/s':>12}")
     for rank in summary["ranks"]:
         if rank["reason"] is not None:
             print(f"{rank['tensor_parallel_size']:5} no: {one_line(rank['reason'])}")
@@ -191,7 +190,7 @@ def _print_ranks(summary: dict[str, Any], bandwidth: int) -> None:
 
 
 def _print(summary: dict[str, Any]) -> None:
-    window, longest, room = (summary[name] for name in ("sliding_layers", "max_seq_len", "kv_tokens"))
+    window, longest, capacity = (summary[name] for name in ("sliding_layers", "max_seq_len", "kv_tokens"))
     values = summary | {
         "classes": ", ".join(summary["architectures"]) or "none",
         "verdict": "yes" if summary["supported"] else f"no: {summary['reason']}",
@@ -199,12 +198,12 @@ def _print(summary: dict[str, Any]) -> None:
         "elements": ", ".join(f"{count:,} {dtype}" for dtype, count in summary["tensors"].items()),
         "head_dim": summary["head_dim"] or "unknown size",
         "windows": f", {window} with a sliding window" if window else "",
-        "fits": "" if room is None else f"{room:,} tokens",
-        "sequences": (room or 0) // longest if longest else 0,
+        "fits": "" if capacity is None else f"{capacity:,} tokens",
+        "sequences": (capacity or 0) // longest if longest else 0,
         **{name: _size(summary[f"{name}_bytes"]) for name in ("stored", "weight", "device")},
     }
     for name, needed, text in _LINES:
         if values[needed]:
             print(f"{name:17} {one_line(text.format_map(values))}")
-    if room is None:
+    if capacity is None:
         print(f"{'KV cache':17} give --device-memory to see how many tokens fit")

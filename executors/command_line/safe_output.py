@@ -1,4 +1,4 @@
-"""stdout and stderr of a command: what it prints can neither steer a terminal nor fail for a character."""
+"""Safe stdout and stderr of a command: output can neither control the terminal nor fail on a character."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paged.printable import printable
 
 
 class SafeStream:
-    """A text stream before another: escapes what steers a terminal or what the other's encoding lacks.
+    """A text stream that escapes terminal control characters, and characters outside the target's encoding.
 
-    Whether the other is a terminal makes no difference: what goes to a file or a pipe is shown by one later. unescaped:
-    the other, for a progress bar, which steers.
+    It escapes for files and pipes too, because their text may be shown on a terminal later. unescaped: the target, for
+    a progress bar, which moves the cursor.
     """
 
     def __init__(self, unescaped: TextIO) -> None:
@@ -34,7 +34,7 @@ class SafeStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush; raise again what `write` raised, which its caller may have dropped, as argparse does."""
+        """Flush; raise again an error of `write` that its caller, such as argparse, may have dropped."""
         if self._failure is not None:
             raise self._failure
         self.unescaped.flush()
@@ -49,18 +49,18 @@ class SafeStream:
 
 @contextlib.contextmanager
 def safe_output() -> Iterator[None]:
-    """Make both streams safe within; on leaving without an error all of stdout has been written.
+    """Make both streams safe in a block; leaving it without an error writes all of stdout.
 
     Raises:
-        OSError: stdout takes no more, as on a full disk; BrokenPipeError where its reader has gone.
+        OSError: stdout cannot be written, such as on a full disk; BrokenPipeError: its reader has closed it.
     """
     before = sys.stdout, sys.stderr
-    # None where the process was started without one; print() then prints nothing.
+    # None if the process has no such stream; print() then prints nothing.
     sys.stdout, sys.stderr = (stream and cast(TextIO, SafeStream(stream)) for stream in before)
     try:
         try:
             yield
-        except SystemExit:  # --help has printed something
+        except SystemExit:  # --help has printed
             _flush(sys.stdout)
             raise
         _flush(sys.stdout)
@@ -69,12 +69,12 @@ def safe_output() -> Iterator[None]:
 
 
 def drop_unwritten() -> None:
-    """Let what cannot be written go nowhere, so that the end of the process does not try again."""
+    """Redirect output that cannot be written to nowhere, so that the interpreter's exit does not try again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             _flush(stream)
         except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):  # closed, or no file
+            with contextlib.suppress(OSError, ValueError):  # closed, or not a file
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -85,8 +85,8 @@ def _flush(stream: TextIO | None) -> None:
 
 @contextlib.contextmanager
 def native_stderr_dropped() -> Iterator[None]:
-    """What is written to file descriptor 2 goes nowhere within: Rust reports a panic there, in 20 lines, before it
-    becomes the exception that is reported in one.
+    """Discard writes to file descriptor 2 in a block: Rust reports a panic there in 20 lines, before the exception that
+    is reported in one.
     """
     try:
         kept = os.dup(2)
@@ -104,7 +104,7 @@ def native_stderr_dropped() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object in ASCII, others escaped; numbers that JSON lacks, NaN and infinities, are null."""
+    """Print one JSON object in ASCII; NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(_finite(value), indent=1, allow_nan=False))
 
 

@@ -23,13 +23,12 @@ _LOG = logging.getLogger("paged")
 
 
 class Driver:
-    """Tells the other ranks of every step before this one makes it, and of moves of blocks before that.
+    """Sends each step to the other ranks before rank 0 runs it, and each move of blocks before the step that needs it.
 
-    So one cache manager decides for all. After a while without messages it asks whether all ranks are there.
-    Thread-safe.
+    One cache manager thus decides for all ranks. After an idle time it checks that all ranks are there. Thread-safe.
 
-    lock: held while a message and its work are under way, so that all ranks do everything in one order. The holder may
-    call the cache, so nothing that the cache calls may wait for it.
+    lock: held while a message is sent and its work runs, so that all ranks work in one order. The holder may call the
+    cache, so nothing that the cache calls may wait for the lock.
 
     Raises, in every method:
         RankFailedError: a rank has ended or does not answer.
@@ -39,7 +38,7 @@ class Driver:
         self._ranks, self._tensors = model.ranks, model.kv_manager.tensors
         self._channel = Channel(model.ranks)
         self.lock = RLock()
-        self._moves: deque[list[NDArray[Any]]] = deque()  # of which the others are yet to be told
+        self._moves: deque[list[NDArray[Any]]] = deque()  # not sent yet
         self._num_steps = 0
         self._last_sent = monotonic()
         self._stopped = Event()
@@ -55,7 +54,7 @@ class Driver:
             yield
 
     def stop(self) -> None:
-        """Let the others return from `serve`; a second call is harmless, and so is one after a rank has failed."""
+        """Let the other ranks return from `serve`; harmless when repeated, or after a rank has failed."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -80,13 +79,13 @@ class Driver:
                 self._compare()
 
     def _keep_move(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Send a move of blocks with the next message: no other rank uses the blocks before."""
+        """Queue a move of blocks for the next message: no other rank uses the blocks earlier."""
         numbers = [np.array(argument, np.int64) for argument in arguments]
         self._moves.append([np.frombuffer(name.encode(), np.uint8), *numbers])
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Fail all ranks if this one leaves work that they wait in."""
+        """Fail all ranks if this one raises during work in which they wait for it."""
         with self.lock:
             try:
                 yield
@@ -103,10 +102,10 @@ class Driver:
         self._last_sent = monotonic()
 
     def _compare(self) -> None:
-        """Check that all ranks are there and have had the same messages.
+        """Check that all ranks are there and have received the same messages.
 
         Raises:
-            PagedError: one had others.
+            PagedError: a rank has received other messages.
         """
         self._send(Kind.COMPARE, [])
         compare_states(self._channel, self._ranks.compare(self._channel.state))
@@ -124,7 +123,7 @@ class Driver:
 
 
 def compare_states(channel: Channel, states: list[Any]) -> None:
-    """Raise PagedError unless all ranks have had the same messages."""
+    """Raise PagedError unless all ranks have received the same messages."""
     others = [rank for rank, state in enumerate(states) if not state.equal(channel.state)]
     if others:
-        raise PagedError(f"ranks {others} have been told something else than this one")
+        raise PagedError(f"ranks {others} have received other messages than this rank")

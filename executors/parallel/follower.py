@@ -1,4 +1,4 @@
-"""The side of ranks other than 0, which repeat the steps of rank 0."""
+"""The ranks other than 0: they repeat the steps of rank 0."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paged.models.lora.checkpoint import adapter_files
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.fingerprint import checkpoint_parts
 
-# Calls that rank 0's cache tells of.
+# Moves of blocks that rank 0's cache sends.
 _MOVES = ("clear", "copy", "swap_in", "swap_out")
 
 
 def follow(model: PagedCausalLM) -> None:
-    """Run what rank 0 runs, until it shuts down.
+    """Repeat the work of rank 0 until it shuts down.
 
     Raises:
         RankFailedError: a rank has ended or does not answer.
@@ -39,7 +39,7 @@ def follow(model: PagedCausalLM) -> None:
 
 
 def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception | None:
-    """Load the same adapter on all ranks or on none; return the error in the latter case."""
+    """Load an adapter on all ranks or on none; return the error if it is none."""
     failure: Exception | None = None
     is_first, is_loaded = False, False
     try:
@@ -63,7 +63,7 @@ def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception
 
 
 def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]) -> bool:
-    """Do what a message asks; return whether another will come."""
+    """Run the work of a message; return whether another message follows."""
     ranks = model.ranks
     if kind is Kind.STEP:
         message = StepMessage.read(arrays, model.device)

@@ -1,4 +1,4 @@
-"""Messages of rank 0 to the other ranks: arrays in one broadcast, or in two if they are large."""
+"""Messages from rank 0 to the other ranks: arrays in one broadcast, or in two if they are large."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from paged.metadata import HostMetadata
 from paged.models.logits_policy import Draws
 from paged.models.parallel.ranks import Ranks
 
-# What comes with the first broadcast, room for a decode step of 64 sequences with 40 blocks each. Over 10 Gb/s it takes
-# 13 us; a second broadcast takes a round trip.
+# Bytes of the first broadcast: they hold a decode step of 64 sequences with 40 blocks each. Over 10 Gb/s it takes
+# 13 us; a second broadcast adds a round trip.
 _FIRST_BYTES = 1 << 14
-# Bytes of a message, and of the layouts of its arrays, which come next.
+# Bytes for the size of the message and of its array layouts, which follow.
 _SIZES = struct.Struct("=qq")
 
 
@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 
 class Channel:
-    """Messages from rank 0 to the others, which call `receive` whenever it calls `send`.
+    """Messages from rank 0 to the other ranks; each `send` there needs a `receive` on every other rank.
 
     state: int64 [2], the number of messages and a checksum of all their bytes: the same on every rank.
     """
@@ -84,9 +84,9 @@ class Channel:
 
 
 class StepMessage(NamedTuple):
-    """A step, the adapter slot of each row or None, and what to draw from its logits, or None for the logits.
+    """A step, the adapter slot of each row or None, and the draws from its logits, or None for the logits.
 
-    knows_ids: whether its token ids are valid; otherwise only the device knows them.
+    knows_ids: whether its token ids are valid; if not, only the device knows them.
     """
 
     step: ForwardStep

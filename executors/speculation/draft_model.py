@@ -30,14 +30,14 @@ class _DraftSequence:
 
 
 class DraftModel:
-    """A `Proposer` that runs a draft model over the target's vocabulary, for all completions in one forward.
+    """A `Proposer` that runs a draft model with the target's vocabulary, for all completions in one forward.
 
-    The draft model has K/V of its own. A sequence gets no drafts while it catches up, or if the cache has no blocks for
-    it; the output is the same.
+    The draft model has its own K/V. A sequence gets no drafts while it catches up, or if the cache has no free blocks.
+    The output does not depend on drafts.
 
     Args:
         num_tokens: most drafts for a sequence.
-        token_budget: tokens of a step for catching up with texts that the draft model has not seen.
+        token_budget: tokens per step for prefilling texts that the draft model has not seen.
 
     Raises:
         InvalidInputError: num_tokens is not positive.
@@ -61,13 +61,13 @@ class DraftModel:
         self._sequences: dict[SeqId, _DraftSequence] = {}
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        # The last draft is not run, so it may stand one beyond the longest sequence.
+        # The last draft is not run, so it may lie one position beyond the longest sequence.
         limits = [
             min(limit, self.num_tokens, self._longest + 1 - one.num_tokens)
             for one, limit in zip(completions, limits, strict=True)
         ]
         items, active = self._catch_up(completions, limits)
-        drafted = active  # each has one draft at least
+        drafted = active  # each has at least one draft
         drafts = torch.full((len(completions), self.num_tokens), NO_TOKEN, dtype=torch.int64, device=self._device)
         probs: torch.Tensor | None = None
         prepared: PreparedStep | None = None
@@ -75,8 +75,8 @@ class DraftModel:
         for position in range(self.num_tokens):
             answers = self._executor.unified_decode(UnifiedBatch(items)) if items else []
             if prepared is not None and not prepared.is_used:
-                raise PagedError("the draft model ran another step than the one that was prepared")
-            if not active:  # all are behind
+                raise PagedError("the draft model ran a step other than the prepared one")
+            if not active:  # all are catching up
                 break
             rows = row_matrix([row for row in answers if row is not None])
             tokens, shares = self._sampler.propose(rows, [completions[i] for i in active], drafts[index, :position])
@@ -102,7 +102,7 @@ class DraftModel:
             prepared = self._executor.prepare_step([self._sequences[one.seq_id].handle for one in completions])
         if prepared is None:
             return [self._item(one, [draft]) for one, draft in zip(completions, drafts.tolist(), strict=True)], None
-        prepared.use_ids(drafts.clamp(min=0))  # `_read` sees that one is none
+        prepared.use_ids(drafts.clamp(min=0))  # `_read` detects a missing token, -1
         return [self._item(one, [0]) for one in completions], prepared
 
     def _read(
@@ -114,7 +114,7 @@ class DraftModel:
         for row in drafted:
             completion, ids = completions[row], table[row][: limits[row]]
             if min(ids) < 0:
-                raise PagedError(f"the draft model gave no token for {completion!r}")
+                raise PagedError(f"the draft model returned no token for {completion!r}")
             sequence = self._sequences[completion.seq_id]
             sequence.length, sequence.drafts, known[row] = completion.num_tokens, ids, ids
         ran = [self._sequences[completions[row].seq_id] for row in drafted]
@@ -123,7 +123,7 @@ class DraftModel:
 
     def forget(self, completion: Completion) -> None:
         self._sequences.pop(completion.seq_id, None)
-        if self._manager.get_handle(_draft_id(completion.seq_id)) is not None:  # also one that was not noted yet
+        if self._manager.get_handle(_draft_id(completion.seq_id)) is not None:  # even if it was not recorded yet
             self._executor.release_cache(_draft_id(completion.seq_id))
         self._sampler.forget(completion)
 
@@ -170,7 +170,7 @@ class DraftModel:
         return found
 
     def _roll_back(self, sequence: _DraftSequence, completion: Completion) -> int:
-        """Roll back rejected drafts; return the number of tokens that remain."""
+        """Roll back rejected drafts; return the number of remaining tokens."""
         kept = sequence.length
         for draft, token in zip(sequence.drafts, completion.tokens_from(sequence.length), strict=False):
             if draft != token:
@@ -189,5 +189,5 @@ class DraftModel:
 
 
 def _draft_id(seq_id: SeqId) -> SeqId:
-    """Return an id for the draft sequence, because target and draft model may share a cache."""
+    """Return an id for the draft sequence; target and draft model may share a cache."""
     return f"draft of {seq_id}"

@@ -38,13 +38,13 @@ class Proposer(Protocol):
         """Drop the state of a completion that has finished or was preempted."""
 
     def make_room(self, manager: PagedKvCacheManager) -> bool:
-        """Free everything held in the target's cache; False if that is nothing."""
+        """Free everything held in the target's cache; return False if nothing was held."""
 
 
 def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:
-    """Draft for completions that decode, and set the drafts as their items' next tokens; None if there are none.
+    """Draft for decoding completions, and set the drafts as their items' next tokens; return None if there are none.
 
-    If a proposer raises or proposes invalid tokens, it is told to forget these completions; their output stays right.
+    If a proposer raises or proposes invalid tokens, it forgets these completions; the output does not change.
     """
     if proposer is None or not decodes:
         return None

@@ -1,4 +1,4 @@
-"""Speculative decoding without a draft model: drafts are what followed the last n-gram earlier in the text."""
+"""Speculative decoding without a draft model: the drafts followed the same n-gram earlier in the text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Text:
         self._ends: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens. N-grams that end with the newest token are not recorded yet, because they are looked up."""
+        """Add tokens. N-grams that end with the newest token are looked up, so they are recorded with the next one."""
         first = max(len(self.tokens), 1)
         self.tokens += tokens
         for end in range(first, len(self.tokens)):
@@ -63,7 +63,7 @@ class _Text:
                 self._ends[tuple(self.tokens[end - size : end])] = end
 
     def continuation(self, count: int) -> list[int]:
-        """Return the tokens that followed the longest n-gram at the end, where it stood in the text before."""
+        """Return the tokens that followed the longest n-gram at the end where it occurred before."""
         for size in range(min(self._max_ngram, len(self.tokens) - 1), 0, -1):
             end = self._ends.get(tuple(self.tokens[-size:]))
             if end is not None:

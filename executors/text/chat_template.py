@@ -1,4 +1,4 @@
-"""Chat templates: Jinja templates of a checkpoint that turn a conversation into the text its model was trained on."""
+"""Chat templates: a checkpoint's Jinja templates that turn a conversation into the text its model was trained on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paged.models.loading.checkpoint_files import is_there, read_text
 from paged.models.loading.hf_config import HfConfig
 from paged.printable import one_line
 
-# The longest template of those known has 30,000 characters, and no checkpoint has more than a handful.
+# The longest known template has 30,000 characters, and no checkpoint has more than a handful.
 _LONGEST, _MOST_TEMPLATES = 1 << 20, 32
-# What a template may write: its own words, and the conversation some times over, indented JSON included.
+# Limit of a template's output: its own text, and the conversation several times, with indented JSON.
 _OWN_CHARACTERS, _GROWTH = 1 << 19, 16
 _QUOTED = re.compile(r"""(['"])((?:(?!\1)[^\\\n])+)\1""")
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A checkpoint's templates by name, `default` and perhaps `tool_use`, and the special tokens they may write.
+    """A checkpoint's templates by name (`default`, often `tool_use`), and the special tokens they may write.
 
     Templates come from the makers of checkpoints. They run in Jinja's sandbox, on copies of plain JSON values, in a
     process with limited time and memory (see `template_sandbox`).
@@ -43,7 +43,7 @@ class ChatTemplate:
         """Read chat_template.jinja and additional_chat_templates, or else tokenizer_config.json.
 
         Raises:
-            CheckpointError: a file is unreadable, or a template in it is not a text.
+            CheckpointError: a file is unreadable, or a template in it is not a str.
         """
         file = folder / "tokenizer_config.json"
         hf = HfConfig.read(folder, file.name) if is_there(file) else HfConfig({}, str(file))
@@ -61,7 +61,7 @@ class ChatTemplate:
         return cls(templates, _special_tokens(hf), str(folder))
 
     def literals(self) -> set[str]:
-        """Return every quoted text in any of the templates."""
+        """Return every quoted string of the templates."""
         return {match[2] for text in self.templates.values() for match in _QUOTED.finditer(text)}
 
     def render(
@@ -79,7 +79,7 @@ class ChatTemplate:
                 `tool_calls`. An entry that is None counts as absent.
             add_generation_prompt: whether to end with the beginning of an answer.
             tools: JSON schemas of functions; they select the template named `tool_use` if there is one.
-            variables: others that the template reads, such as `enable_thinking`; special tokens can be replaced.
+            variables: other variables of the template, such as `enable_thinking`; they may replace special tokens.
 
         Raises:
             InvalidInputError: the checkpoint has no template, the template refuses the messages or exceeds its limits,
@@ -98,10 +98,10 @@ class ChatTemplate:
         values = {**self._special_tokens, "documents": None, **variables, "messages": messages, "tools": tools}
         values["add_generation_prompt"] = add_generation_prompt
         try:
-            # Through JSON, so that a template meets no object with methods of its own.
+            # JSON values only: a template must not see objects with methods of their own.
             written = json.dumps(values)
             values = json.loads(written)
-        except Exception as error:  # of an object among them, too
+        except Exception as error:  # a value's own methods may raise anything
             raise InvalidInputError(f"messages: {one_line(error, 200)}, expected JSON values") from error
         found = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
         if found.error is None:
@@ -113,7 +113,7 @@ class ChatTemplate:
 
 
 def _templates_within(hf: HfConfig) -> dict[str, str]:
-    """tokenizer_config.json holds one template, or a list of named ones."""
+    """Return the templates of tokenizer_config.json: one, or a list of named ones."""
     if not isinstance(hf.values.get("chat_template"), list):
         template = hf.text("chat_template", "")
         return {"default": template} if template else {}
@@ -122,7 +122,7 @@ def _templates_within(hf: HfConfig) -> dict[str, str]:
 
 
 def _special_tokens(hf: HfConfig) -> dict[str, str]:
-    """bos_token, eos_token and so on, each a text or an object with the text as its content."""
+    """Return bos_token, eos_token and so on, each stored as a text or as an object with the text as its content."""
     tokens = {key: value for key, value in hf.values.items() if key.endswith("_token")}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
     return {key: value for key, value in tokens.items() if isinstance(value, str)}

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to token ids and back, conversations to prompts, and the end tokens."""
+"""A checkpoint's tokenizer: text to token ids and back, conversations to prompts, and end tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 T = TypeVar("T")
-# The largest of those known, for a vocabulary of 262,144, has 33 MB and 2 million values.
+# The largest known file, for a vocabulary of 262,144, has 33 MB and 2 million values.
 _MAX_BYTES, _MAX_VALUES = 64 << 20, 8_000_000
 
 
 class ChatTokenizer:
-    """The tokenizer, chat template and end tokens of a checkpoint; an `Engine` takes it as its tokenizer.
+    """Tokenizer, chat template and end tokens of a checkpoint; pass it to an `Engine` as its tokenizer.
 
     Attributes:
         tokenizer: the `tokenizers.Tokenizer`.
@@ -59,11 +59,11 @@ class ChatTokenizer:
         return "default" in self.template.templates
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Return the token ids of a text, with the special tokens that the tokenizer puts around a text.
+        """Return the token ids of a text, with the special tokens that the tokenizer adds around it.
 
         Args:
-            parse_special: whether special tokens written in the text count, so that it can end a turn or begin
-                another's. Otherwise they are plain text.
+            parse_special: whether special tokens written in the text count, such as one that ends a turn. Otherwise
+                they are plain text.
 
         Raises:
             InvalidInputError: it is not a str, holds half of a surrogate pair, or the tokenizer fails.
@@ -71,7 +71,7 @@ class ChatTokenizer:
         encoding = self._encoded(text, add_special_tokens=True)
         if parse_special or not self._special.found(text, encoding):
             return list(encoding.ids)
-        ids, mask = encoding.ids, encoding.special_tokens_mask  # 1 where one is around the text
+        ids, mask = encoding.ids, encoding.special_tokens_mask  # 1 for tokens added around the text
         before, after = mask.index(0), len(mask) - mask[::-1].index(0)
         return [*ids[:before], *_named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
 
@@ -115,7 +115,7 @@ class ChatTokenizer:
         if not isinstance(text, str):
             raise InvalidInputError(f"text: {type(text).__name__}, expected str")
         if not text.isascii() and (half := re.search("[\ud800-\udfff]", text)) is not None:
-            raise InvalidInputError(f"text: {half[0]!r} at {half.start()} is half of a character, expected whole ones")
+            raise InvalidInputError(f"text: {half[0]!r} at {half.start()} is half of a surrogate pair, expected both")
         return _named(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), "text")
 
     @cached_property
@@ -124,10 +124,10 @@ class ChatTokenizer:
 
 
 def _named(call: Callable[[], T], what: str, named: type[PagedError] = InvalidInputError) -> T:
-    """Return the result of a call of the tokenizer.
+    """Call the tokenizer and return the result.
 
     Raises:
-        `named`: the tokenizer raises something, or panics.
+        `named`: the tokenizer raises or panics.
     """
     try:
         return call()
@@ -135,7 +135,7 @@ def _named(call: Callable[[], T], what: str, named: type[PagedError] = InvalidIn
         raise
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is no Exception
         raise named(f"{what}: the tokenizer fails ({type(error).__name__}: {one_line(error, 500)})") from error
 
 
@@ -147,11 +147,11 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     text = read_text(file, _MAX_BYTES, _MAX_VALUES)
 
     def load() -> Tokenizer:
-        # Before it is loaded, as what normalizes texts normalizes the added tokens then.
+        # Checked before loading, because loading runs the normalizer on the added tokens.
         if (reason := excess(json.loads(text))) is not None:
             raise CheckpointError(f"{file}: {reason}")
         tokenizer = Tokenizer.from_str(text)
-        # As in transformers: they are for training on batches. A file may ask for texts of 10**12 tokens.
+        # As transformers does: both serve batches in training, and a file may ask to pad texts to 10**12 tokens.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer

@@ -7,19 +7,19 @@ from typing import Protocol
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
 
-# Tokens that may wait for the end of a character. One of UTF-8 has 4 bytes, so whatever waits for longer is no text.
+# Tokens that may wait for the end of a character. A UTF-8 character has at most 4 bytes, so longer waits are no text.
 _MAX_PENDING = 16
 _CHARACTER_BYTES = 4
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer for the engine; those of `tokenizers` and of transformers have it."""
+    """The tokenizer interface of the engine; tokenizers of `tokenizers` and transformers have it."""
 
     def decode(self, token_ids: list[int], /) -> str: ...
 
 
 class Detokenizer:
-    """Returns the text of new tokens after that of the tokens before, in linear time.
+    """Returns the text that new tokens add, in linear time.
 
     A token's text may depend on the one before it (a leading space), and a character may take several tokens. So the
     text is the difference between two decodings of the last few tokens, and waits for the end of an unfinished
@@ -47,11 +47,11 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(token_ids)
         if not isinstance(text, str):
-            raise InvalidInputError(f"tokenizer: decode gave {shown(text)}, expected a text")
+            raise InvalidInputError(f"tokenizer: decode returned {shown(text)}, expected a str")
         return text
 
     def _finished(self, token_ids: list[int], end: int, after: str) -> tuple[int, str]:
-        """Return the end and text of the most tokens that end with a whole character, or of all if none do."""
+        """Return the end and text of the longest prefix of tokens without a cut character, or of all if none."""
         for cut in range(end - _CHARACTER_BYTES + 1, end - 2 * _CHARACTER_BYTES, -1):
             text = self._decode(token_ids[self._context : cut])
             if after.startswith(text):

@@ -1,4 +1,4 @@
-"""Special tokens in texts: those that a chat template writes count, those in a user's text do not."""
+"""Special tokens in texts: a chat template may write them, a user's text may not."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 Span = tuple[int, int, int]
-"""Begin, end and token id of a special token within a text."""
+"""Begin, end and token id of a special token in a text."""
 
 
 class CharacterEscapes:
-    """Characters of special tokens in users' texts, each replaced by a private one of its own, and back.
+    """A reversible map from special tokens' characters in users' texts to private characters.
 
-    Rendered with the escaped texts, a conversation holds as special tokens those alone that its template wrote, and
-    every character of a user's that could be of one is known, whatever the template does to it: trims, splits, joins.
+    In a conversation rendered with escaped texts, only the template's special tokens remain. Every escaped character
+    can be restored, even if the template trims, splits or joins texts.
     """
 
     def __init__(self, pattern: re.Pattern[str], taken: Iterable[str], spared: Iterable[str] = ()) -> None:
-        """pattern: what is escaped, by its first character; but for what its group `kept` matches. taken: characters
-        that stand for themselves. spared: texts that are not touched.
-        """
+        """pattern: matches characters to escape; matches of its group `kept` stay. taken: characters already in use.
+        spared: texts that are not escaped."""
         self._pattern = pattern
         self._spared = frozenset(spared)
         self._stand_ins: dict[str, str] = {}
@@ -35,7 +34,7 @@ class CharacterEscapes:
         self._free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
     def escape(self, value: Any) -> Any:
-        """A JSON value with the characters of all its texts replaced."""
+        """Return a JSON value with the characters of all its texts escaped."""
         if isinstance(value, str):
             return value if value in self._spared else self._pattern.sub(self._stand_in, value)
         if isinstance(value, dict):
@@ -43,11 +42,11 @@ class CharacterEscapes:
         return [self.escape(item) for item in value] if isinstance(value, list) else value
 
     def restore(self, text: str) -> str:
-        """The text with its own characters again, one for one, so that offsets stay."""
+        """Return the text with the original characters, one for one, so that offsets stay."""
         return text.translate({ord(stand_in): char for char, stand_in in self._stand_ins.items()})
 
     def undo_json(self, text: str) -> str:
-        """The text with stand-ins for those that a template wrote as JSON in ASCII, two escapes each."""
+        """Return the text with private characters for those that a template wrote as ASCII JSON, two escapes each."""
         for stand_in in self._stand_ins.values():
             text = text.replace(json.dumps(stand_in)[1:-1], stand_in)
         return text
@@ -62,7 +61,7 @@ class CharacterEscapes:
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and encoding of texts without making any."""
+    """Finds a tokenizer's special tokens in texts, and encodes texts without them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -70,14 +69,14 @@ class SpecialTokens:
         self._contents = {token_id: token.content for token_id, token in added.items() if token.special}
         self._others = [token.content for token in added.values() if not token.special and token.content]
         self._normalizes = any(token.special and token.normalized for token in added.values())
-        # The model's own word for what it does not know, or what the last private character becomes, which no
-        # vocabulary holds: Unigram does not tell, and a normalizer may drop the character.
+        # Token for unknown text: the model's own, or the result of encoding the last private character, which is in no
+        # vocabulary. Unigram does not name its own, and a normalizer may drop the character.
         self._unknown: set[int | None] = set(tokenizer.encode("\U0010fffd", add_special_tokens=False).ids)
         if (unknown := getattr(tokenizer.model, "unk_token", None)) is not None:
             self._unknown.add(tokenizer.token_to_id(unknown))
 
     def found(self, text: str, encoding: Encoding) -> list[Span]:
-        """Find the special tokens that the text itself became, except the one for unknown text."""
+        """Return the special tokens that the text itself became, except the one for unknown text."""
         if self._contents.keys().isdisjoint(encoding.ids):
             return []
         rows = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)
@@ -90,21 +89,21 @@ class SpecialTokens:
         ]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode a text without any special tokens, in it or around it.
+        """Encode a text as plain text, without special tokens in it or around it.
 
         Raises:
-            InvalidInputError: it holds a special token of one character, which the model itself takes for one.
+            InvalidInputError: it holds a special token of one character that is also in the model's vocabulary.
         """
         encoding = self._strict.encode(text, add_special_tokens=False)
         spans = self.found(text, encoding)
         if not spans:
             return list(encoding.ids)
-        # The model's own vocabulary has them too, as that of Unigram often has: then their parts are encoded.
+        # The model's own vocabulary holds them too, as Unigram's often does: encode their parts.
         ids, start = [], 0
         for begin, end, token_id in spans:
             if end - begin < 2:
                 raise InvalidInputError(
-                    f"text: {text[begin:end]!r} at {begin} is special token {token_id} and cannot be written otherwise"
+                    f"text: {text[begin:end]!r} at {begin} is special token {token_id} and cannot be encoded as text"
                 )
             ids += self.encode_plain(text[start : begin + 1])
             start = begin + 1
@@ -118,21 +117,21 @@ class SpecialTokens:
         render: Callable[[Callable[[Any], Any]], str],
         literals: Iterable[str],
     ) -> list[int]:
-        """Token ids of a rendered conversation, in which the template's special tokens count and users' do not.
+        """Return token ids of a rendered conversation; special tokens count if the template wrote them, not users.
 
-        Where users' texts hold none, which is nearly always, these are the ids of `encoding`, that of the whole text.
+        If users' texts hold none, the common case, these are the ids of `encoding`, which is of the complete text.
 
         Args:
             given: the users' texts, a JSON value.
-            render: renders with what a function makes of the users' texts.
-            literals: texts that the template may look for in them.
+            render: renders the conversation with a function applied to the users' texts.
+            literals: texts that the template may search for in them.
         """
         spans = self.found(text, encoding)
         if not spans:
             return list(encoding.ids)
         characters = {*map(chr, range(32)), *json.dumps(given, ensure_ascii=False)}  # JSON escapes the first 32
         literals = list(literals)
-        # Words among those found, of which users' texts may be parts: by letters, if that is nothing to the template.
+        # Special tokens made of word characters: escape single letters if the template does not mind.
         words = {content for _, _, one in spans if not any(map(_is_sign, content := self._contents[one]))}
         for letters in [{char for word in words for char in word if not char.isspace()}, set[str]()][not words :]:
             pattern = self._pattern(characters, literals, letters)
@@ -150,7 +149,7 @@ class SpecialTokens:
                 break
         if revealed == text and all(other[begin:end] == text[begin:end] for begin, end, _ in spans):
             return list(encoding.ids)
-        # Where the template decides by such characters, it may have written another text.
+        # A template that tests such characters may have written another text.
         templates_own = self.found(other, self._tokenizer.encode(other, add_special_tokens=False))
         if [token for _, _, token in templates_own] == [token for _, _, token in spans]:
             return list(encoding.ids)
@@ -162,7 +161,7 @@ class SpecialTokens:
 
     @cached_property
     def _strict(self) -> Tokenizer:
-        """The same tokenizer, which takes special tokens in a text for text. Made when a text holds one."""
+        """The same tokenizer, but special tokens in a text are plain text. Made when a text first holds one."""
         from tokenizers import Tokenizer
 
         strict = Tokenizer.from_str(self._tokenizer.to_str())
@@ -170,10 +169,10 @@ class SpecialTokens:
         return strict
 
     def _pattern(self, characters: Iterable[str], literals: Iterable[str], letters: set[str]) -> re.Pattern[str]:
-        """What is escaped: every character that is no letter, digit, underscore or space and stands in a special
-        token, since parts of one may come from several texts; a special token without any as a whole, and `letters`.
-        Texts that templates look for, `</think>` as an example, are kept, unless they could be a part of a special
-        token.
+        """Return the pattern of characters to escape: each character of a special token except letters, digits,
+        underscores and spaces, because texts may be joined to one; special tokens of word characters only, as a whole;
+        and `letters`. Texts that templates search for, such as `</think>`, are kept unless they could be part of a
+        special token.
         """
         signs = letters | {char for content in self._contents.values() for char in content if _is_sign(char)}
         words = {
@@ -182,7 +181,7 @@ class SpecialTokens:
             if content.strip() and not any(_is_sign(char) for char in content)
         }
         if self._normalizes and (normalizer := self._tokenizer.normalizer) is not None:
-            # Characters that the tokenizer takes for one of these.
+            # Characters that the tokenizer normalizes to one of these.
             signs |= {char for char in characters if signs & set(normalizer.normalize_str(char))}
         wanted = {
             text
@@ -196,7 +195,7 @@ class SpecialTokens:
 
 
 def _touch(text: str, special: str) -> bool:
-    """Whether one holds the other, or an end of one is a beginning of the other."""
+    """Return whether one text contains the other, or an end of one is a beginning of the other."""
     if text in special or special in text:
         return True
     ends = range(1, min(len(text), len(special)))

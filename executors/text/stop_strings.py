@@ -1,4 +1,4 @@
-"""The first of several strings in a text that grows."""
+"""Search for stop strings in a growing text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class StopReader:
     The start of the held text only moves forward, so each character is tried as the start of a string once.
 
     Attributes:
-        held: the end of the text, which may begin a stop string and is not to be shown yet.
+        held: the end of the text that may begin a stop string, so it is not shown yet.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -22,8 +22,8 @@ class StopReader:
     def read(self, added: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Add text; return the characters that can be shown now, and the stop string that ended them, if any.
 
-        The first string to be complete counts; of several that are complete at the same character, the longest.
-        `may_stop=False` skips those that are complete within `added`.
+        The first string to complete wins; if several complete at the same character, the longest. `may_stop=False`
+        skips those that complete within `added`.
         """
         text, before = self.held + added, len(self.held)
         if self._firsts.isdisjoint(text):
@@ -39,7 +39,7 @@ class StopReader:
         return text[:shown], None
 
     def _begins(self, text: str, start: int) -> bool:
-        """Return whether the text from there on is a proper prefix of a string."""
+        """Return whether the text from `start` is a proper prefix of a stop string."""
         if text[start] not in self._firsts:
             return False
         end = text[start:]

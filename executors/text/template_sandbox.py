@@ -1,9 +1,8 @@
-"""The process in which chat templates run: renders what comes on stdin, under limits that the system enforces.
+"""The process that renders chat templates from stdin, under limits that the system enforces.
 
-Jinja's sandbox keeps a template from other objects, not from work without end: of its loops it limits `range` alone,
-and one expression, `'a' * 10**9`, `x.center(10**9)`, a comparison of lists that hold each other twice, forty deep, runs
-in C to its end, where neither a count of iterations nor a deadline between parts is looked at. So the limits
-are those of a process, and the process lasts, since starting one takes 150 ms and a rendering 1.
+Jinja's sandbox protects other objects, but does not bound work. It limits only `range`. One expression, such as
+`'a' * 10**9`, `x.center(10**9)` or a comparison of lists that contain each other, runs in C to its end, past any
+counter or deadline. So a process carries the limits. It is kept: starting one takes 150 ms, and rendering takes 1 ms.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 CPU_S = 2
-"""Seconds of processor time for one rendering, rounded down to a whole second of the process: at least 1."""
+"""Seconds of CPU time for one rendering. The process rounds its time down to a whole second, so at least 1."""
 MEGABYTES = 192
-"""Memory of the process, the 20 that it takes by itself included; what a conversation takes comes on top."""
+"""Memory of the process in MB, including about 20 for itself; the conversation's own memory is added."""
 
 
 def serve() -> None:
-    """Answer requests until stdin ends; each is a line of JSON in ASCII, and so is its answer."""
+    """Answer requests until stdin ends; each request and each answer is one line of ASCII JSON."""
     for data in sys.stdin.buffer:
         _limit(len(data))
         try:
             request = json.loads(data)
             reply = _answer(request["template"], request["values"], request["limit"])
         except MemoryError:
-            # What is left of the heap is unknown: the next one is rendered by a new process.
+            # The heap's state is unknown now: a new process renders the next template.
             reply = {"error": f"it takes more than {MEGABYTES} MB of memory", "is_last": True}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
@@ -40,13 +39,13 @@ def serve() -> None:
 
 
 def _limit(request_bytes: int) -> None:
-    """Limit processor time from now on, and memory. Where a system lacks such limits, the caller's deadline remains."""
+    """Limit CPU time from now on, and memory. On a system without such limits, the caller's deadline remains."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         usage = resource.getrusage(resource.RUSAGE_SELF)
         spent = int(usage.ru_utime + usage.ru_stime)
-        # The signal that ends the process would leave a core.
+        # Without this, the signal that ends the process would write a core dump.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         memory = (MEGABYTES << 20) + 8 * request_bytes
         for kind, soft in ((resource.RLIMIT_CPU, spent + CPU_S), (resource.RLIMIT_DATA, memory)):
@@ -55,7 +54,7 @@ def _limit(request_bytes: int) -> None:
 
 
 def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
-    """text: what the template writes; or error: why not. is_syntax: no messages would do."""
+    """Return {text} or {error}; is_syntax: the template fails for all messages."""
     import jinja2
 
     try:
@@ -64,7 +63,7 @@ def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
         return {"error": f"line {error.lineno}: {error.message}", "is_syntax": True}
     except MemoryError:
         raise
-    except Exception as error:  # of Python's compiler, for a template that nests too deeply
+    except Exception as error:  # Python's compiler raises for templates nested too deeply
         return {"error": f"{type(error).__name__}: {str(error)[:2000]}", "is_syntax": True}
     values["messages"] = [{k: v for k, v in message.items() if v is not None} for message in values["messages"]]
     parts, length = [], 0
@@ -76,20 +75,20 @@ def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
                 return {"error": f"it writes more than {limit} characters"}
     except MemoryError:
         raise
-    except Exception as error:  # a template may raise whatever an expression can
+    except Exception as error:  # an expression in a template may raise anything
         return {"error": str(error)[:2000] or type(error).__name__}
     return {"text": "".join(parts)}
 
 
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
-    """Compile with what templates count on, in the sandbox that transformers takes too."""
+    """Compile a template with the functions that templates expect, in the same sandbox as transformers."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what is trained on: here nothing."""
+        """{% generation %} marks text to train on; it changes nothing here."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -101,7 +100,7 @@ def compile_template(source: str) -> Template:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        """Jinja's own escapes what HTML would take for markup."""
+        """Dump JSON without HTML escapes, which Jinja's own filter adds."""
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(

@@ -1,6 +1,6 @@
-"""Limits on how much longer a tokenizer may make a text, because that text is built in this process.
+"""Limits on how much longer a tokenizer may make a text, because this process builds that text.
 
-A tokenizer.json is a program: forty replacements of `a` by `aa` make 10**12 characters of one, which ends the process.
+A tokenizer.json is a program: forty replacements of `a` by `aa` turn one character into 10**12.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 import re
 from typing import Any
 
-# Those of known models reach 36: a table of Unicode forms with 18 characters for one, and a space put before.
+# Known models reach 36: a table of Unicode forms with 18 characters for one, and a space added in front.
 _MOST_GROWTH = 128
-# Special tokens that a template puts around a text; known are up to 4.
+# Special tokens that a template puts around a text; known models have up to 4.
 _MOST_AROUND = 1000
-# Of one word that WordPiece looks up part by part, in time that grows with its square; and of affixes, which are put
-# to every word. Known are 200 and 4.
+# Characters of a word, which WordPiece splits in quadratic time, and of affixes, which are added to every word. Known
+# models have 200 and 4.
 _LONGEST_WORD, _LONGEST_AFFIX = 1000, 1000
 _MAY_MATCH_NOTHING = re.compile(r"[*?|^$]|\{0|\{,|\\[bBAzZGKXyY]|^$")
 _STEPS = ("normalizers", "pretokenizers", "decoders", "processors")
@@ -44,7 +44,7 @@ def excess(values: Any) -> str | None:
 
 
 def _gap(vocab: Any) -> str | None:
-    """How sparse the ids of a vocabulary are: to write it out takes a loop over all ids up to the largest."""
+    """Return how sparse a vocabulary's ids are, or None: saving it loops over all ids up to the largest."""
     if not isinstance(vocab, dict):
         return None
     largest = max((token_id for token_id in vocab.values() if isinstance(token_id, int)), default=0)
@@ -52,8 +52,8 @@ def _gap(vocab: Any) -> str | None:
 
 
 def _growth(step: Any) -> float:
-    """The factor by which one component makes a text longer at the most; those in a sequence multiply. Components are
-    known by what they hold, as their type may be left out.
+    """Return the largest factor by which a component lengthens a text; factors of a sequence multiply. The fields of a
+    component identify it, because its type may be missing.
     """
     if not isinstance(step, dict):
         return 1.0
@@ -64,9 +64,9 @@ def _growth(step: Any) -> float:
         growth *= _replacement_growth(step["pattern"], len(step["content"]))
     if step.get("prepend") is not None:
         growth *= 1 + len(step["prepend"])
-    if step.get("type") == "ByteLevel" or "trim_offsets" in step:  # a character for every byte
+    if step.get("type") == "ByteLevel" or "trim_offsets" in step:  # one character per byte
         growth *= 4
-    if step.get("type") in ("BPEDecoder", "CTC") or "suffix" in step:  # an empty suffix is found between all characters
+    if step.get("type") in ("BPEDecoder", "CTC") or "suffix" in step:  # an empty suffix matches between all characters
         growth *= 2
     if step.get("precompiled_charsmap") is not None:
         growth *= _longest_form(base64.b64decode(step["precompiled_charsmap"]))
@@ -78,12 +78,12 @@ def _growth(step: Any) -> float:
 def _replacement_growth(pattern: dict[str, str], content: int) -> float:
     if "Regex" not in pattern:
         return max(1.0, content / max(1, len(pattern["String"])))
-    # What may match nothing is found between all characters, which stay.
+    # A pattern that may match nothing matches between all characters, which stay.
     return 1.0 + content if _MAY_MATCH_NOTHING.search(pattern["Regex"]) else max(1.0, content)
 
 
 def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
-    """How often a template of what stands around a text repeats the text."""
+    """Return how often a post-processing template repeats the text."""
     if isinstance(single, str):
         return single.count("$")
     names = [part["SpecialToken"]["id"] for part in single if "SpecialToken" in part]
@@ -92,6 +92,6 @@ def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
 
 
 def _longest_form(charsmap: bytes) -> float:
-    """The longest of a table of normal forms: a trie after its size in bytes, then strings that end with a 0 byte."""
+    """Return the longest form in a table of normal forms: a trie after its size in bytes, then 0-terminated strings."""
     start = 4 + int.from_bytes(charsmap[:4], "little")
     return max([1, *(len(form.decode(errors="replace")) for form in charsmap[start:].split(b"\0"))])

@@ -25,7 +25,7 @@ def test_every_preset_has_a_module(
     assert callable(importlib.import_module(f"paged.bench.{PRESETS[name].module}").main)
     if PRESETS[name].needs_gpu and not torch.cuda.is_available():
         assert cli.main(["bench", name]) == 1
-        assert f"UnsupportedError: paged bench {name} runs on a GPU alone" in capsys.readouterr().err
+        assert f"UnsupportedError: paged bench {name} needs a GPU" in capsys.readouterr().err
 
 
 def test_arguments_go_to_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

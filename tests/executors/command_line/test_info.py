@@ -27,6 +27,6 @@ def test_backend_and_its_reason(run: Callable[..., dict[str, Any]], monkeypatch:
         supported = {feature["name"]: feature["supported"] for feature in found["features"]}
         assert supported["bfloat16"] == (name != "triton"), "not in the interpreter"
         assert not supported["native fp8"]
-        assert supported["loops by numba"] == (name in ("torch", "numba") and backend != "torch" and has_numba())
+        assert supported["numba kernels"] == (name in ("torch", "numba") and backend != "torch" and has_numba())
     assert found["versions"]["paged"] == paged.__version__
     assert found["device"]["cpu_threads"] == torch.get_num_threads()

@@ -98,9 +98,9 @@ def test_other_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     change(copytree(llama, tmp_path / "other"))
-    with pytest.raises(InvalidInputError, match=rf"^{named}: ranks \[1\] were given others than"):
+    with pytest.raises(InvalidInputError, match=rf"^{named}: ranks \[1\] have other values than"):
         _order_other(followers, monkeypatch, llama, tmp_path / "other")
-    assert ": ranks [0] were given others than" in followers.answers(2)[0]
+    assert ": ranks [0] have other values than" in followers.answers(2)[0]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_other_options(
 def test_what_ranks_choose_by_themselves(followers: Followers, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions, and a block size that depends on the device."""
     monkeypatch.setattr(fingerprint.paged, "__version__", "0.0.0")
-    with pytest.raises(InvalidInputError, match=r"^paged: ranks \[1\] were given others than '0.0.0'"):
+    with pytest.raises(InvalidInputError, match=r"^paged: ranks \[1\] have other values than '0.0.0'"):
         followers.order(llama, 2, {}, OPTIONS)
     followers.answers(2)
     monkeypatch.undo()
@@ -147,7 +147,7 @@ def test_other_adapters(followers: Followers, llama: Path, tmp_path: Path, monke
             other = copytree(adapter, tmp_path / str(number))
             change(other)
             monkeypatch.setattr(llm_executor, "load_adapter", partial(_load_other, load, other))
-            with pytest.raises(InvalidInputError, match=r"ranks \[1\] were given others"):
+            with pytest.raises(InvalidInputError, match=r"ranks \[1\] have other values"):
                 spread.load_lora("one", adapter)
             assert spread.list_loras() == ()
         monkeypatch.setattr(llm_executor, "load_adapter", load)
@@ -227,7 +227,7 @@ def test_another_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatch) 
     began = monotonic()
     with (
         Followers(0).invite(llama, 2, {}, {}),
-        pytest.raises(RankFailedError, match="not all processes came in 1 s"),
+        pytest.raises(RankFailedError, match="not all processes joined in 1 s"),
     ):
         LlmExecutor.from_pretrained(llama, parallel=ParallelConfig(tensor_parallel_size=2, timeout_s=1.0))
     monkeypatch.delenv("MASTER_ADDR", raising=False)
