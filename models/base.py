@@ -64,7 +64,7 @@ class DecoderOnlyLLM(ABC):
 
     @abstractmethod
     def release(self, cache_id: SeqId) -> None:
-        """Forget a sequence; an unknown one is no error."""
+        """Forget a sequence; does nothing if it does not exist."""
 
     def cache_metrics_snapshot(self) -> Any | None:
         """Return metrics of the KV cache, or None."""
@@ -78,7 +78,7 @@ class DecoderOnlyLLM(ABC):
         """Choose a loaded adapter for a sequence, or None for the base model.
 
         Raises:
-            UnsupportedError: an adapter is named, and this model takes none.
+            UnsupportedError: an adapter is given, but this model takes none.
         """
         if adapter is not None:
             raise UnsupportedError(
@@ -86,7 +86,7 @@ class DecoderOnlyLLM(ABC):
             )
 
     def prepare(self) -> None:  # noqa: B027
-        """Warm up: do now what would slow the first request."""
+        """Warm up: do everything now that would slow the first request."""
 
     def kv_capacity(self) -> int:
         """Return the number of tokens that the KV cache can hold, over all sequences."""
@@ -151,7 +151,7 @@ def _counted(method: Callable[..., Any], count: Callable[..., dict[SeqId, int]])
     @wraps(method)
     def run(model: object, *args: Any, **named: Any) -> Any:
         lengths = _lengths(model)
-        # From the lengths before the call: a method may run others that are counted, or its base class's own.
+        # From the lengths before the call: a method may call other counted methods, or its base class's.
         after = count(lengths, *args, **named)
         result = method(model, *args, **named)
         for cache_id, length in after.items():
@@ -164,7 +164,7 @@ def _counted(method: Callable[..., Any], count: Callable[..., dict[SeqId, int]])
     return run
 
 
-# What a call of each method leaves of the sequences it names. Parameters that a class adds are none of theirs.
+# Change of a sequence's length by each method. Parameters that a subclass adds are ignored.
 _COUNTS: Mapping[str, Callable[..., dict[SeqId, int]]] = {
     "prefill": lambda before, cache_id, tokens, **_: {cache_id: before.get(cache_id, 0) + len(tokens)},
     "decode": lambda before, cache_id, token, pos, **_: {cache_id: pos + 1},

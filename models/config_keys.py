@@ -13,8 +13,8 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import ACTIVATIONS
 from paged.models.loading.hf_config import HfConfig
 
-# From the parameters of the configurations in transformers 5.23 that belong to decoders, and of well-known models that
-# bring their own code. What concerns training, outputs beside the logits, or token ids is not here.
+# From decoders' configurations in transformers 5.23, and of well-known models with their own code. Keys of training,
+# outputs beside the logits and token ids are left out.
 # Off where null, false, 0 or empty.
 _SWITCHES = (
     # biases
@@ -25,18 +25,18 @@ _SWITCHES = (
     *("use_sliding_window", "sliding_window_pattern", "interleaved_sliding_window"),
     *("attention_window_size", "window_size", "local_attention", "global_attn_every_n_layers", "attention_types"),
     *("index_topk", "index_n_heads", "index_head_dim", "num_kv_shared_layers"),
-    # positions
+    # positions and rotation
     *("alibi", "use_alibi", "rope_local_base_freq", "layer_rope_theta", "compress_rope_theta"),
     *("rotary_value", "use_mem_rope", "mrope_section", "use_mrope"),
     *("use_learned_position_embeddings", "learned_pos_emb", "use_dynamic_ntk", "use_logn_attn", "nope_layer_interval"),
     *("no_rope_layer_interval", "attn_temperature_tuning", "log_scaling_n_floor"),
-    # norms, the residual stream and what is cut off
+    # norms, the residual stream and caps
     *("use_sandwich_norm", "gated_norm_rank", "use_post_norm"),
     *("use_parallel_residual", "parallel_attn", "apply_residual_connection_post_layernorm", "rescale_every"),
     *("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "gate_soft_cap"),
     *("mlp_gate_softcap", "mlp_up_softcap", "moe_router_logit_softcapping", "router_logit_softcapping"),
     *("clip_qkv", "swiglu_limit", "swiglu_alpha", "activation_sparsity_pattern", "use_attention_gate"),
-    # heads and layers of other kinds
+    # other kinds of heads and layers
     *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "multi_query", "attention_k_eq_v"),
     *("swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "num_attention_heads_per_layer"),
     *("global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input", "laurel_rank"),
@@ -49,13 +49,13 @@ _SWITCHES = (
     *("num_dense_layers", "mlp_only_layers", "moe_layers", "moe_latent_size", "zero_expert_num", "use_expert_bias"),
     *("is_moe", "enable_moe_block", "use_double_wide_mlp", "moe_apply_router_weight_on_input"),
     *("moe_normalize_expert_weights",),
-    # weights that are packed
+    # packed weights
     *("quantization", "compression_config"),
-    # multipliers that are no plain factor of 1
+    # multipliers that are not plain factors of 1
     *("scale_embedding", "rescale_embeddings", "scale_depth", "dim_model_base", "mup_enabled", "mlp_multipliers"),
     *("normalize_embedding", "embedding_normalization", "attention_multiplier"),
 )
-# Nothing where null or 1.
+# Neutral if null or 1.
 _FACTORS = (
     *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "lm_head_multiplier"),
     *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "logits_mup_width_multiplier"),
@@ -68,7 +68,7 @@ _FACTORS = (
 
 
 def _is_interleaved(config: DecoderConfig) -> bool:
-    """Whether all layers that rotate do so in pairs of neighbours."""
+    """Return whether every layer that rotates does so in neighbouring pairs."""
     return all(layer.rope.interleaved for layer in config.attention if layer.rope is not None)
 
 
@@ -76,8 +76,8 @@ def _of_experts(field: str) -> Callable[[DecoderConfig], Any]:
     return lambda config: next((getattr(moe, field) for moe in config.moe if moe is not None), None)
 
 
-# What says in other words, and often only for the authors' own code, what the configuration computes anyway, or that
-# there is none of it: key -> what the configuration has.
+# Keys that only repeat a property of the configuration, often for the authors' own code: key -> that property. A value
+# that is false, 0 or empty is neutral too.
 _STATED: dict[str, Callable[[DecoderConfig], Any]] = {
     **dict.fromkeys(
         ("use_qk_norm", "qk_norm", "qk_layernorm", "qk_ln"), lambda config: config.attention[0].qk_norm is not None
@@ -101,7 +101,7 @@ def _says(stated: Callable[[DecoderConfig], Any], value: Any, config: DecoderCon
     return not value or (type(value) is type(stated(config)) and value == stated(config))
 
 
-# Key -> whether a value that is not null leaves what is computed as the configuration says.
+# Key -> whether a value other than null agrees with the configuration.
 _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     **dict.fromkeys(_SWITCHES, lambda value, _: not value),
     **{key: partial(_says, stated) for key, stated in _STATED.items()},
@@ -122,7 +122,7 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     **dict.fromkeys(("scoring_func", "score_function", "expert_selection_fn"), lambda value, _: value == "softmax"),
     "topk_method": lambda value, _: value == "greedy",
     **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights", "is_causal"), lambda value, _: value is True),
-    # Empty, or an entry for each layer that says what the configuration says.
+    # Empty, or an entry for each layer that agrees with the configuration.
     "layer_types": lambda value, config: (
         value in ([], ["full_attention" if one is None else "sliding_attention" for one in config.windows])
     ),
@@ -134,7 +134,7 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     "sliding_window": lambda value, config: type(value) is int and value >= config.max_position_embeddings,
 }
 COMPUTATION_KEYS = frozenset(_NEUTRAL)
-# Of training, outputs beside the logits, token ids and files.
+# Keys of training, outputs beside the logits, token ids and files.
 _INERT = re.compile(
     r"_.*|.*(_dropout|_pdrop|dropout_p|dropout|_token_id|_token_index|_loss_coef|jitter_noise|initializer\w*)"
     r"|architectures|auto_map|cache_implementation|id2label|label2id|model_max_length|output_\w+|pretraining_tp"
@@ -144,25 +144,25 @@ _INERT = re.compile(
 
 
 def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
-    """Check that no key which the family did not read changes what is computed.
+    """Raise if a key that the family did not read would change the computation.
 
     hf: after the family has read it as `config`.
 
     Raises:
-        UnsupportedError: there is such a key, and its value is not neutral.
+        UnsupportedError: the value of such a key is not neutral.
     """
     for key in unread_keys(hf, config):
         raise UnsupportedError(f"{hf.source}: {key} = {shown(hf.values[key])} is not supported for this architecture")
 
 
 def unread_keys(hf: HfConfig, config: DecoderConfig) -> list[str]:
-    """Return the unread keys that change what is computed; hf as in `refuse_unread`."""
+    """Return the unread keys whose values would change the computation; hf as in `refuse_unread`."""
     keys = sorted(hf.values.keys() & COMPUTATION_KEYS - hf.read_keys)
     return [key for key in keys if not _is_neutral(key, hf.values[key], config, hf)]
 
 
 def unknown_keys(hf: HfConfig) -> list[str]:
-    """The keys that mean nothing here, and may mean something to the architecture; hf as in `refuse_unread`."""
+    """Return the keys that this package does not know and that may matter to the architecture; hf as above."""
     unknown = hf.values.keys() - COMPUTATION_KEYS - hf.read_keys
     return sorted(key for key in unknown if not _INERT.fullmatch(key))
 

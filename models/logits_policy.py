@@ -1,4 +1,4 @@
-"""From logits to the answer that each item asked for."""
+"""From logits to the answer that each item's policy asks for."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.sample_tokens import sample_tokens
 from paged.staging import to_device
 
-# More than there are tokens.
+# More than any vocabulary's size.
 _ALL = int(np.iinfo(np.int64).max)
 
 
 class Draws(NamedTuple):
-    """Arguments of `sample_tokens` for rows of which only tokens are wanted, with its shapes and dtypes."""
+    """Arguments of `sample_tokens`, with its shapes and dtypes, for rows that only need tokens."""
 
     keys: NDArray[np.int64]
     temperature: NDArray[np.float32]
@@ -30,7 +30,7 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[DrawToken]) -> Draws:
-        """Return the draws that policies ask for."""
+        """Return the draws of the policies."""
         return cls(
             np.array([row.key for row in rows], np.int64).reshape(-1, 2),
             np.array([row.temperature for row in rows], np.float32),
@@ -41,7 +41,7 @@ class Draws(NamedTuple):
 
     @property
     def num_candidates(self) -> int:
-        """Number of best tokens of a row that decide what the filters keep; 0 without filters."""
+        """Number of best tokens that decide a row's filters; 0 without filters."""
         needed = np.where(self.top_k < _ALL, self.top_k, np.where(self.top_p < 1, _ALL, self.min_p > 0))
         return int(needed[self.temperature > 0].max(initial=0))
 
@@ -78,7 +78,7 @@ def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> li
     """Return for each policy its row of `logits` [n, V], or its token; policies of a kind run in one call.
 
     Raises:
-        InvalidInputError: a token mask or repetition penalty does not fit.
+        InvalidInputError: a token mask or repetition penalty has a wrong shape or value.
     """
     answers = list(logits)
     drawn = {row: policy for row, policy in enumerate(policies) if isinstance(policy, DrawToken)}

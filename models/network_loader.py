@@ -1,4 +1,4 @@
-"""Make a network with weights from a checkpoint's configuration and headers."""
+"""Build a network with weights from a checkpoint's configuration and headers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _KV = re.compile(r"self_attn\.[kv]_")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\.")
 _STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.gate_up_proj")
-# The text part of a model that reads more, as published and as transformers 5 writes it, and the other parts.
+# Prefixes of a multimodal model's text part, as published and as transformers 5 writes them, and of its other parts.
 _TEXT_PART = re.compile(r"^(?:model\.language_model\.|language_model\.(?=lm_head\.)|language_model\.model\.)")
 _OTHER_PARTS = (
     *("vision_tower.", "vision_model.", "multi_modal_projector."),
@@ -60,10 +60,10 @@ def load_network(
 ) -> Llama:
     """Load a network with the weights of a folder; with several ranks, this rank's part.
 
-    Headers are compared with the configuration first. Until they agree, no memory is allocated by their sizes.
+    Headers are compared with the configuration first, so that wrong sizes allocate no memory.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, there twice, or of another shape or dtype; or a file is
+        CheckpointError: a tensor is missing, unexpected, stored twice, or has another shape or dtype; or a file is
             missing, unreadable, truncated or outside of the folder.
         UnsupportedError: the network cannot be spread over this number of ranks.
     """
@@ -72,12 +72,12 @@ def load_network(
     config = replace(with_stored_experts(config, stored), quantization=as_stored(config.quantization, stored))
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
-        config = replace(config, tie_word_embeddings=False)  # the weights are right, as in transformers
+        config = replace(config, tie_word_embeddings=False)  # the weights decide, as in transformers
     whole = meta_network(network_class, config, dtype)
     stored = without_zero_biases(stored, whole.weight_slots())
     check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
     network, parts = rank_network(whole, config, dtype, share)
-    # As to_empty, whose empty_like of a meta tensor imports sympy: 0.25 s.
+    # Like to_empty, but its empty_like of a meta tensor imports sympy, which takes 0.25 s.
     network._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
     network.join(ranks)
     if network is not whole:
@@ -90,15 +90,15 @@ def load_network(
 
 
 def with_stored_experts(config: DecoderConfig, names: Iterable[str]) -> DecoderConfig:
-    """The same with each layer's experts one by one or stacked, as they are among tensors of these names (see
-    `our_name`); those with biases are always stacked."""
+    """Return the configuration with each layer's experts separate or stacked, as in the tensors of these names (see
+    `our_name`); experts with biases are always stacked."""
     stacked = {int(match[1]) for match in map(_STACKED.fullmatch, names) if match}
     moe = (one and replace(one, stacked=one.bias or layer in stacked) for layer, one in enumerate(config.moe))
     return replace(config, moe=tuple(moe))
 
 
 def our_name(network_class: type[Llama], name: str) -> str:
-    """Under which the family knows a tensor of a checkpoint."""
+    """Return the family's name of a checkpoint's tensor."""
     name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
     for theirs, ours in network_class.renames.items():
         name = re.sub(theirs, ours, name)
@@ -108,11 +108,11 @@ def our_name(network_class: type[Llama], name: str) -> str:
 def meta_network(
     network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share | None = None
 ) -> Llama:
-    """Return a network without memory, or one rank's part of it.
+    """Return a network without memory; with a share, one rank's part.
 
     Raises:
-        CheckpointError: a weight has too many bytes to count, or no whole number of groups or words.
-        UnsupportedError: projections of the same input are packed in several ways.
+        CheckpointError: a weight is too large, or its size is not a multiple of groups or words.
+        UnsupportedError: projections of the same input have different formats.
     """
     try:
         with torch.device("meta"):
@@ -128,7 +128,7 @@ def meta_network(
 def rank_network(
     whole: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share
 ) -> tuple[Llama, dict[str, Read]]:
-    """Return a rank's part of a network without memory, and what it reads of which tensors.
+    """Return a rank's network without memory, and the parts of tensors that it reads.
 
     Raises:
         UnsupportedError: it cannot be spread over this number of ranks.
@@ -147,15 +147,15 @@ def rank_network(
             if layout.in_blocks and any(size % FP8_BLOCK for size in sizes):
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} would be cut within a block of 128")
             if layout.has_order and own.in_features != packed.in_features:
-                raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} has columns in an order of its own")
+                raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} has reordered columns")
     return network, share.parts(config, whole.weight_slots(), network.weight_slots())
 
 
 def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path) -> StoredTensors:
     """Return the tensors of a folder that the network uses, by the family's names.
 
-    Dropped are parts of multimodal models that are not text, layers that predict tokens further ahead, and keys and
-    values of layers that read another layer's.
+    Left out are other parts of multimodal models, layers that predict tokens further ahead, and keys and values of
+    layers that read another layer's.
 
     Raises:
         CheckpointError: two tensors have one name, or a header cannot be read.
@@ -173,17 +173,17 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
             left.add(tensor.name)
             continue
         if name in found:
-            raise CheckpointError(f"{tensor.name}: the same as {found[name].name}, in {tensor.file}")
+            raise CheckpointError(f"{tensor.name}: the same tensor as {found[name].name}, in {tensor.file}")
         found[name] = tensor
     if left:
         _log.warning(
-            "%s: %d tensors are not loaded, as text does not take them, %s the first", folder, len(left), min(left)
+            "%s: %d tensors are not loaded, because text does not need them; first: %s", folder, len(left), min(left)
         )
     return found
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
-    """Return whether a tensor belongs to a multi-token-prediction layer, or to keys and values that are not used."""
+    """Return whether a tensor belongs to a multi-token-prediction layer, or to unused keys and values."""
     match = _LAYER.match(name)
     if match is None:
         return False
@@ -194,7 +194,7 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
 
 
 def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: Path) -> None:
-    """Check the numbers of layers and experts before modules are made for each of them."""
+    """Check the numbers of layers and experts before their modules are made."""
     layers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
     if config.num_layers > len(layers):
         first = next(layer for layer in range(config.num_layers) if layer not in layers)

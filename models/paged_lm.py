@@ -1,4 +1,4 @@
-"""A decoder over a paged KV cache: every way to run it is one forward over a mix of chunks and decode steps."""
+"""A decoder over a paged KV cache: every method runs one forward over a mix of chunks and decode steps."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps
 from paged.seq_id import SeqId
 from paged.staging import to_device
 
-# Around a step: lets the other ranks run theirs. The step, its rows' adapters, and what is drawn from its logits.
+# Wraps a step so that the other ranks run it too. Arguments: the step, its rows' adapters, and its draws.
 Lead = Callable[[ForwardStep, NDArray[np.int32] | None, Draws | None], AbstractContextManager[None]]
 
 
 class PagedCausalLM(DecoderOnlyLLM):
     """A network and the KV caches of its sequences, in one manager, by cache_id.
 
-    If a forward fails, every sequence is as before; one that began with it does not exist. Logits are float32, on the
+    If a forward fails, every sequence is rolled back; one that began with it is gone. Logits are float32, on the
     network's device.
 
     Attributes:
-        lead: called around each step if other ranks run it, too; None on one rank.
+        lead: wraps each step if other ranks run it too; None on one rank.
         num_graph_replays: number of forwards that ran as one of `graphs`.
 
     Raises, in every method that runs tokens:
         InvalidInputError: no tokens, ids outside of the vocabulary, a position that is not the sequence's length, or a
-            sequence that is twice in a batch.
+            sequence that occurs twice in a batch.
         OutOfBlocksError, SequenceTooLongError: the cache is full, or a sequence grows too long; nothing was run.
     """
 
@@ -80,7 +80,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             vocab_size=network.config.vocab_size,
             max_seq_len=max_seq_len,
         )
-        # Rotations of the positions that a cache has room for: 10 million positions of a small model are 2.5 GB.
+        # Only positions that the cache can hold: for 10 million positions of a small model the table takes 2.5 GB.
         network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
         cache = kv_manager.config
         num_blocks, weight_bytes = cache.num_blocks // len(cache.tables), self.parameter_bytes()
@@ -145,8 +145,8 @@ class PagedCausalLM(DecoderOnlyLLM):
     def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
         """Prepare a forward over one more token of each sequence before the tokens are known.
 
-        The next forward uses it if it is that one; otherwise it cancels it first, see `PreparedStep.cancel`. Returns
-        None if the cache has no capacity for it.
+        The next forward uses it if it is that step, else cancels it first, see `PreparedStep.cancel`. Returns None if
+        the cache is full.
         """
         prepared = self._preparer.prepare(handles)
         if prepared is not None:
@@ -161,7 +161,7 @@ class PagedCausalLM(DecoderOnlyLLM):
     def prepare(self, track: Track = untracked) -> None:
         """Warm up: compile and launch every kernel that a step can need, and capture `graphs`; on a CPU, `pack` first.
 
-        track: iterates over what is packed, compiled and captured, and may show progress.
+        track: iterates over the work of packing, compiling and capturing, and may show progress.
         """
         self.graphs.clear()
         self.pack(track)
@@ -183,7 +183,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             self.network.pack(track)
 
     def prepare_adapters(self, track: Track = untracked) -> None:
-        """Warm up steps with adapters, once an adapter is loaded; capture their graphs if there are graphs."""
+        """Warm up steps with adapters after an adapter is loaded; also capture their graphs if there are graphs."""
         self._launch_all(run_adapted_steps, track)
         self.graphs.capture_adapted(self._track_graphs(track))
 
@@ -192,7 +192,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         return partial(track, desc="CUDA graphs" if on_gpu else "recorded steps", unit="graph" if on_gpu else "step")
 
     def _launch_all(self, run: Callable[..., None], track: Track) -> None:
-        if self.device.type == "cuda":  # nothing else is compiled
+        if self.device.type == "cuda":  # a CPU compiles nothing else
 
             def ticking(kernels: Sequence[Any]) -> Iterator[Any]:
                 for kernel in track(kernels, desc="kernels", unit="kernel"):
@@ -200,7 +200,7 @@ class PagedCausalLM(DecoderOnlyLLM):
                     self.ranks.tick()
 
             steps = partial(run, self.network, self.kv_manager, longest=self.graphs.longest)
-            with self.ranks.apart():  # another may have more to compile
+            with self.ranks.apart():  # ranks may compile for different times
                 compile_all(steps, ticking)
             steps()
 
@@ -224,7 +224,7 @@ class PagedCausalLM(DecoderOnlyLLM):
     def truncate_kv(self, cache_id: SeqId, new_len: int) -> None:
         handle = self.kv_manager.get_handle(cache_id)
         if handle is None:
-            raise InvalidInputError(f"cache_id: {cache_id!r} names no sequence")
+            raise InvalidInputError(f"cache_id: {cache_id!r} is not a sequence")
         self.kv_manager.truncate(handle, new_len)
 
     def release(self, cache_id: SeqId) -> None:
@@ -264,10 +264,9 @@ class PagedCausalLM(DecoderOnlyLLM):
     ) -> torch.Tensor:
         """Run one forward and return the logits of the wanted rows, float32 [num_rows, vocab_size].
 
-        With `draws` return the drawn tokens, int64 [num_rows]. On a rank other than the first, only its part is
-        computed.
+        With `draws`, return the drawn tokens, int64 [num_rows]. Ranks other than the first return only their part.
 
-        shape: that of the graph that runs it. row_slots: as `LoraAdapters.row_slots` returns them.
+        shape: shape of the graph that runs the step. row_slots: from `LoraAdapters.row_slots`.
         """
         if shape is not None:
             logits = self.graphs.logits(step, shape, row_slots)
@@ -289,12 +288,12 @@ class PagedCausalLM(DecoderOnlyLLM):
             return draw_tokens(self.ranks, logits, self.network.rows.start, *rest, num_candidates=count)
         rows = self._rows_of_ranks
         padded = functional.pad(logits, (0, rows - logits.shape[1])) if logits.shape[1] < rows else logits
-        # In the type that the head has computed them in.
+        # Send the dtype that the head computes.
         return self.ranks.gather(padded.to(self.dtype)).float()[:, : self._config.vocab_size]
 
     @property
     def _rows_of_ranks(self) -> int:
-        """Rows of the vocabulary that every rank has; the last may have fewer."""
+        """Rows of the vocabulary on each rank; the last may have fewer."""
         return -(-self._config.vocab_size // self.ranks.size)
 
     def _num_candidates(self, draws: Draws) -> int | None:

@@ -34,7 +34,7 @@ from paged.models.parallel.fingerprint import checkpoint_parts, program_parts
 from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
 
-# As config.json names them.
+# Keys are names in `architectures` of config.json.
 ARCHITECTURES: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
     **DENSE,
@@ -43,7 +43,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Gemma4ForCausalLM": Gemma4,
 }
 
-# Models of text and more, whose text_config says by its model_type which of the above their text part is, or else this.
+# Multimodal models. The model_type of their text_config names one of the families above; otherwise this default does.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
@@ -51,12 +51,12 @@ WRAPPERS = {
     "Mistral3ForConditionalGeneration": "mistral",
 }
 
-# On a CPU: room for this many sequences of full length, as long as that takes no more than this many bytes.
+# On a CPU, the cache's default size: this many sequences of full length, but at most this many bytes.
 _CPU_SEQUENCES = 4
 _CPU_BYTES = 1 << 30
-# Keys of config.json in a message.
+# Limit of config.json keys in a message.
 _MAX_KEYS = 8
-# On a GPU: the rest of the memory is for activations.
+# On a GPU, fraction of the memory for weights and cache; the rest is for activations.
 GPU_FRACTION = 0.9
 
 
@@ -73,7 +73,7 @@ def load_model(
         path: the folder.
         parallel: how to spread the model over processes; None for this process alone. Each process makes this call,
             reads only its part of the weights, and then runs the model as `LlmExecutor.serve` describes.
-        track: iterates over the weights, and may show progress; on rank 0 alone.
+        track: iterates over the weights and may show progress; called on rank 0 only.
         options: fields of `LoadOptions`.
 
     Raises:
@@ -155,7 +155,7 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
-    """Return the cache configuration of a model; layers are grouped by the shape of their K/V and their window.
+    """Return the cache configuration of a model; layers are grouped by K/V shape and window.
 
     fields: other fields of PagedKvCacheConfig.
     """
@@ -175,17 +175,17 @@ def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
     """Return `model_config` of a checkpoint folder.
 
     Raises:
-        CheckpointError, UnsupportedError: as there; or config.json is missing.
+        CheckpointError, UnsupportedError: as `model_config`; or config.json is missing.
     """
     return model_config(read_config(folder))
 
 
 def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
-    """Return the class that runs a checkpoint and its configuration; of multimodal checkpoints, of their text part.
+    """Return a checkpoint's network class and configuration; for a multimodal checkpoint, those of its text part.
 
     Raises:
         CheckpointError: a value is malformed.
-        UnsupportedError: the architecture is not supported, a key of `hf` asks for something unsupported, or model_type
+        UnsupportedError: the architecture is not supported, a key of `hf` needs something unsupported, or model_type
             names another family.
     """
     hf = _text_part(hf)
@@ -197,14 +197,14 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
-    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # of callers' families, too
+    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # callers may register families
     config = family.read_config(hf)
     refuse_unread(hf, config)
     return family, config
 
 
 def _text_part(hf: HfConfig) -> HfConfig:
-    """Return config.json of a text model, or the part of a multimodal one that describes its text model."""
+    """Return config.json of a text model, or the section for the text part of a multimodal one."""
     names = hf.items("architectures", str)
     wrapper = next((name for name in names if name in WRAPPERS), None)
     if wrapper is None:
@@ -214,7 +214,7 @@ def _text_part(hf: HfConfig) -> HfConfig:
     known = {family.model_type: name for name, family in ARCHITECTURES.items()}
     if text is None or model_type not in known:
         raise UnsupportedError(f"{hf.source}: architectures {shown(names)} with the text_config of {shown(model_type)}")
-    # What is said of the weights as a whole counts; without a word the head is tied, but where it has weights.
+    # Settings of the complete model take precedence. If none ties the head, it is tied unless it has weights.
     whole = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
     tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
     own = {"architectures": [known[model_type]], "model_type": model_type}
@@ -222,20 +222,20 @@ def _text_part(hf: HfConfig) -> HfConfig:
 
 
 def _lacking(hf: HfConfig) -> str:
-    """What of a config.json, or of its text_config, goes beyond a Llama, for a message."""
+    """Return, for a message, the keys of a config.json or its text_config that a Llama does not have."""
     hf = (hf.section("text_config") or hf).overridden({})
     hf.defaults = DEFAULTS[Llama.model_type]
     try:
         keys = unread_keys(hf, Llama.read_config(hf))
     except PagedError as error:
         return f"; read as a Llama: {str(error).removeprefix(f'{hf.source}: ')}"
-    kinds = {"beyond a Llama": keys, "not known here": unknown_keys(hf)}
+    kinds = {"unlike a Llama": keys, "unknown here": unknown_keys(hf)}
     texts = [
         f"; {kind}: " + ", ".join(f"{shown(key)[1:-1]} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS])
         for kind, keys in kinds.items()
         if keys
     ]
-    return "".join(texts) or "; its keys are a Llama's: what differs is in the architecture's code alone"
+    return "".join(texts) or "; its keys are a Llama's: only the architecture's code differs"
 
 
 def _num_blocks(cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int) -> int:

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: one launch instead of about ten a layer, for batches padded to a few shapes.
+"""CUDA graphs of steps: one launch instead of about ten per layer, for batches padded to a few shapes.
 
 On a CPU, recordings of numba kernels take their place: steps without the Python between the kernels.
 """
@@ -26,36 +26,36 @@ from paged.models.lora.adapters import LoraAdapters
 from paged.staging import staged_size, to_device
 
 Begin = Callable[[], Callable[[], None]]
-"""Plans a step over tensors that stay where they are, and returns a function that runs it."""
+"""Plans a step over tensors at fixed addresses, and returns a function that runs it."""
 Record = Callable[[Begin], tuple[Callable[[], None], str]]
-"""Runs a step, and returns what repeats its work on whatever its tensors then hold. Where that plans and runs it again,
-beside it the name of an operation that cannot be recorded."""
+"""Runs a step; returns a function that repeats its work on the tensors' new contents. If that function plans and runs
+the step again, also returns the name of the operation that could not be recorded."""
 
 _LOG = logging.getLogger("paged")
-# Padding costs little while a step is bound by reading the weights: below 64 rows at most 7 are padding, then 15.
+# Padding is cheap while reading the weights limits a step: at most 7 rows below 64, then 15.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
-# Of decode steps on a CPU, where rows cost what they compute. A recording keeps what lies between the operations, of a
-# model of 10M parameters 0.1 MB a row, 21 MB in all. It saves 2 ms a step, which of larger models is nothing.
+# Sizes of decode steps on a CPU, where each row costs time. A recording keeps all intermediate tensors: for a model of
+# 10M parameters 0.1 MB per row, 21 MB in all. It saves 2 ms per step, which is nothing for larger models.
 RECORDED_SIZES = (*range(1, 9), *range(12, 33, 4))
 _MOST_RECORDED_BYTES = 512 << 20
-# The newest token and 7 drafts. Attention has tiles for 16, 32 and 64 rows of a sequence, tokens times the heads of a
-# group; with 4 or 8 heads the one for 8 tokens is that of 5 as well.
+# The newest token and 7 drafts. Attention has tiles for 16, 32 and 64 rows of a sequence, tokens times heads of a
+# group. With 4 or 8 heads, 5 tokens take the same tile as 8.
 _VERIFIED_TOKENS = 8
-# Entries of a row of the block table come in lines of 64 bytes, so that every row is aligned.
+# Rows of the block table are padded to 64 bytes, so that every row is aligned.
 _TABLE_LINE = 16
 
 
 def graph_sizes(
     choice: bool | Sequence[int] | None, device: torch.device, num_blocks: int, *, weight_bytes: int = 0
 ) -> tuple[int, ...]:
-    """Return the numbers of tokens to capture, rising; none above the number of sequences that `num_blocks` can hold.
+    """Return the numbers of tokens to capture, ascending; at most the number of sequences that `num_blocks` can hold.
 
-    choice: the sizes; True for DEFAULT_SIZES, False for none; None for DEFAULT_SIZES on a GPU, and for RECORDED_SIZES
-    on a CPU if the weights are few. A GPU with PAGED_BACKEND=torch gets none, because PyTorch implementations wait for
-    the device.
+    choice: the sizes; True for DEFAULT_SIZES, False for none; None for DEFAULT_SIZES on a GPU, and on a CPU for
+    RECORDED_SIZES if the model is small. A GPU with PAGED_BACKEND=torch gets none, because PyTorch implementations
+    synchronise with the device.
 
     Raises:
-        InvalidInputError: a size is no positive integer.
+        InvalidInputError: a size is not a positive integer.
     """
     sizes = as_graphs("cuda_graphs", choice)
     on_gpu = device.type == "cuda"
@@ -70,11 +70,11 @@ def graph_sizes(
 
 @dataclass(frozen=True, order=True)
 class GraphShape:
-    """Upper bounds of the steps that one graph runs; of two that fit a step the lesser is faster.
+    """Upper bounds of the steps that one graph runs; a smaller shape is faster.
 
     Attributes:
-        longest_query: most tokens of one sequence.
-        num_tokens: most tokens, which is also the most sequences.
+        longest_query: largest number of tokens of one sequence.
+        num_tokens: largest number of tokens, and of sequences.
         is_adapted: whether steps have adapters.
     """
 
@@ -89,7 +89,7 @@ def graph_shapes(sizes: Sequence[int], *, is_adapted: bool) -> list[GraphShape]:
     Every size has a graph of decode steps. Sizes at least twice as large as the next one also have graphs of draft
     verification (up to 8 tokens a sequence) and of queries of any length, such as short prompts beside decodes.
 
-    sizes: rising. is_adapted: graphs of steps with adapters, which have the fewer sizes for decode steps, too.
+    sizes: ascending. is_adapted: graphs of steps with adapters; these have the fewer sizes for decode steps, too.
     """
     coarse: list[int] = []
     for size in reversed(sizes):
@@ -106,12 +106,12 @@ class StepGraphs:
     """Replays steps of few tokens from graphs over static inputs.
 
     A graph holds the forward from token ids to the head's product. It is planned for the longest possible sequence, so
-    it serves all lengths. Rows beyond the batch are padding: their K/V go nowhere, and no sequence has them as queries.
+    it serves all lengths. Rows beyond the batch are padding: their K/V are not stored, and no sequence queries them.
 
-    A graph knows weights and caches by their addresses: capture again after one is replaced. Graphs of steps with
-    adapters hold the memory of all adapters that can be loaded, and the adapter of each row is an input.
-    `capture_adapted` makes them once a first adapter is loaded. If another adapter then changes more layers, they are
-    unused until it is called again.
+    A graph contains the addresses of weights and caches: capture again after one is replaced. Graphs of steps with
+    adapters reserve the memory of all adapters that can be loaded; the adapter of each row is an input.
+    `capture_adapted` makes them after the first adapter is loaded. If another adapter then changes more layers, they
+    are unused until it is called again.
 
     num_unrecorded: number of shapes that the last `capture` could not record on a CPU.
     """
@@ -128,8 +128,8 @@ class StepGraphs:
     ) -> None:
         """Store the options; `capture` captures and allocates.
 
-        sizes: numbers of tokens, rising. recorded_only: keep only graphs of decode steps, and only if a `Recording` can
-        repeat them.
+        sizes: numbers of tokens, ascending. recorded_only: keep only graphs of decode steps, and only if a `Recording`
+        can repeat them.
         """
         self._network = network
         self._adapters = adapters
@@ -145,7 +145,7 @@ class StepGraphs:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the graphs and give their memory back."""
+        """Drop the graphs and free their memory."""
         self._record: Record | None = None
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._num_adapted_layers = 0
@@ -154,7 +154,7 @@ class StepGraphs:
         self.num_unrecorded = 0
 
     def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
-        """Capture a graph for every shape, the largest first; on an error there are none. Needs no cache blocks.
+        """Capture a graph for every shape, the largest first; after an error there are none. Needs no cache blocks.
 
         track: iterates over the shapes, and may show progress.
         """
@@ -180,7 +180,7 @@ class StepGraphs:
             raise
 
     def capture_adapted(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
-        """Capture the graphs of steps with adapters, once others are captured and a layer has adapters."""
+        """Capture the graphs of steps with adapters, if others are captured and a layer has adapters."""
         if self._record is None or self._recorded_only or self._num_adapted_layers == self._adapters.num_layers:
             return
         self._capture(self._record, track(graph_shapes(self._sizes, is_adapted=True)))
@@ -200,12 +200,12 @@ class StepGraphs:
         return next(fitting, None)
 
     def load(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> None:
-        """Fill the static inputs for a step on the graph of `shape`; the tokens may change before `logits`.
+        """Fill the static inputs for a step on the graph of `shape`; tokens may still change before `logits`.
 
-        adapters: as `LoraAdapters.row_slots` returns them.
+        adapters: from `LoraAdapters.row_slots`.
         """
         tables = step.host.block_tables[:, :, : self._table_width]
-        # Of the table's rows as much goes as the batch has: all of 256 rows for 40,000 tokens are 2.6 MB a step.
+        # Copy only the batch's rows of the table: all 256 rows for 40,000 tokens are 2.6 MB per step.
         rows = self._padded((step.token_ids, *step.host.arrays[:-1]), shape, adapters)
         *_, there = to_device((*rows, tables), self._device, out=self._inputs)
         self._table[:, : tables.shape[1], : tables.shape[2]].copy_(there)
@@ -226,22 +226,22 @@ class StepGraphs:
         return rows.to(torch.float32, copy=True)
 
     def _capture(self, record: Record, shapes: Iterable[GraphShape]) -> None:
-        self._loaded = None  # each begins with padding in the static inputs
+        self._loaded = None  # each capture starts with padding in the static inputs
         with torch.no_grad():
             for shape in shapes:
                 replay, obstacle = record(self._forward(shape))
                 if obstacle:
                     if not self.num_unrecorded:
-                        text = "steps of %d tokens are not recorded, and take longer: they run %s"
+                        text = "steps of %d tokens are not recorded and will be slower: they run %s"
                         _LOG.warning(text, shape.num_tokens, obstacle)
                     self.num_unrecorded += 1
                     if self._recorded_only:
                         continue
                 self._replays[shape] = replay
-        self._replays = dict(sorted(self._replays.items()))  # where `shape_of` comes to the least one first
+        self._replays = dict(sorted(self._replays.items()))  # `shape_of` takes the first that fits, the smallest
 
     def _forward(self, shape: GraphShape) -> Begin:
-        """Return the planned forward of one shape over the static inputs, which are padding so far."""
+        """Return the planned forward of one shape over the static inputs, which hold padding."""
         padding = self._padded(self._no_sequences, shape, None)
         input_ids, *rest = to_device(padding, self._device, out=self._inputs)
         tensors, lora = (*rest[:4], self._table[:, : shape.num_tokens]), rest[4:]
@@ -263,7 +263,7 @@ class StepGraphs:
     ) -> list[NDArray[Any]]:
         """Pad token ids, positions, slots, lengths and query offsets to the graph's tokens and sequences.
 
-        Padding has no query, no key and no slot for K/V. For adapters, the rows they change follow.
+        Padding has no query, no key and no slot for K/V. With adapters, the rows that they change are appended.
         """
         *rows, offsets = arrays
         size = shape.num_tokens
@@ -283,10 +283,10 @@ def _extended(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
 
 
 class CudaGraphRecorder:
-    """Makes CUDA graphs of functions; all share one memory pool, because they run one after the other.
+    """Captures CUDA graphs of functions; all share one memory pool, because they run one after another.
 
-    Record the largest function first, so that the others find their memory there. The next graph overwrites anything
-    that a function returns or keeps: write results to tensors made outside.
+    Record the largest function first, so that the others reuse its memory. The next graph overwrites everything that a
+    function returns or keeps: write results to tensors made outside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -300,11 +300,11 @@ class CudaGraphRecorder:
 
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        # Kernels are compiled and loaded, and workspaces made, while nothing is captured: none of it can be done then.
+        # Compile and load kernels and allocate workspaces before the capture, which allows none of it.
         with torch.cuda.stream(self._stream):
             run()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads of the process do with the device meanwhile is their own matter.
+        # thread_local: other threads of the process may use the device.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         current.wait_stream(self._stream)
@@ -312,7 +312,7 @@ class CudaGraphRecorder:
 
 
 def graph_recorder(device: torch.device) -> Record:
-    """Return the recorder for a device; on a CPU it records only steps of numba kernels, and runs others as usual."""
+    """Return the recorder for a device; on a CPU it records only steps of numba kernels, and runs others directly."""
     if device.type == "cuda":
         return CudaGraphRecorder(device).record
     return _record if records_loops(device) else _call
@@ -328,11 +328,11 @@ def _record(begin: Begin) -> tuple[Callable[[], None], str]:
         begin()()
 
     run = begin()
-    run()  # which binds the operations: that reads values, and a repetition need not
+    run()  # binds the operations; binding reads values, repeating does not
     recording = Recording(run)
 
     def repeat() -> None:
-        if not recording.repeat():  # an error, which is raised where it is found anew
+        if not recording.repeat():  # an error: the run below raises it
             run_anew()
 
     return run_anew if recording.obstacle else repeat, recording.obstacle

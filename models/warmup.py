@@ -1,6 +1,6 @@
-"""Warm-up: forwards over padding that launch every kernel a model's steps can need.
+"""Warm-up: forwards over padding that launch every kernel of a model's steps.
 
-A kernel that is not compiled yet takes seconds, in which no sequence gets a token.
+Compiling a kernel takes seconds, in which no sequence gets a token.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from paged.models.loading.weights import Track, untracked
 from paged.models.parallel.draw import CANDIDATES
 from paged.staging import to_device
 
-# Where an adapter's rows are twice as many blocks, half as many splits are enough, and one is from 512 blocks on.
+# Adapter rows take twice as many blocks, so half as many splits are enough; from 512 blocks on, one is.
 _MOST_BLOCKS = 512
-# Tuned tables of experts end here.
+# Tuned MoE tables end here.
 _MOST_TOKENS = 4096
-# Operations that numba's loops stand in for, of every network and of those with experts.
+# Modules of numba kernels, for every network and for those with experts.
 _LOOPS = (
     "attention.numba_ops.few_queries",
     "cache.numba_ops.qk_norm_rope_and_cache",
@@ -42,14 +42,14 @@ _LOOPS = (
 _EXPERT_LOOPS = ("moe.numba_ops.fused_moe", "moe.numba_ops.route_tokens")
 
 
-# The largest piece that glibc's threshold follows is one of 32 MiB with what it adds.
+# glibc's threshold follows freed pieces up to 32 MiB, its own overhead included.
 _LARGEST_FREED = (32 << 20) - (64 << 10)
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep up to 64 MiB of freed CPU memory, by freeing one piece of nearly 32 MiB.
 
-    Otherwise pages go back to the system after each step: 4 % of the time of prompts through a mixture of experts.
+    Otherwise freed pages go back to the system after each step, which takes 4 % of the time of MoE prompts.
     """
     torch.empty(_LARGEST_FREED, dtype=torch.uint8)
 
@@ -71,7 +71,7 @@ def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> 
     kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
     if tiles.multiplies(dtype) and (has_experts or has_mkl(dtype) or dtype == torch.bfloat16):
         kernels.append(tiles.kernel_of(dtype))
-    late = [kernel for kernel in kernels if "address" not in vars(kernel)]  # is kept once it is known
+    late = [kernel for kernel in kernels if "address" not in vars(kernel)]  # a compiled kernel has its address
     for kernel in track(late, desc="numba kernels", unit="kernel"):
         _ = kernel.address
 
@@ -79,7 +79,7 @@ def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> 
 def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """Run padding steps of every size that selects tiles, choose tokens in every way, and copy a block.
 
-    longest: tokens of the longest sequence. Needs and changes no cache block, and waits for no result.
+    longest: tokens of the longest sequence. Needs and changes no cache block, and does not synchronise.
     """
     for num_tokens in _step_sizes(network, longest):
         _run(network, kv_manager, num_tokens, longest=longest)
@@ -91,9 +91,9 @@ def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) 
 
 
 def run_packed(network: Llama, longest: int) -> None:
-    """Multiply with packed weights of every kind by every tile for up to `longest` rows.
+    """Multiply packed weights of every kind with every tile for up to `longest` rows.
 
-    The steps of `run_steps` are not enough: in small layers tiles depend on many more rows.
+    `run_steps` is not enough: in small layers, tiles depend on many more rows.
     """
     dtype = next(network.parameters()).dtype
     kinds = {}
@@ -109,7 +109,7 @@ def run_packed(network: Llama, longest: int) -> None:
 
 
 def run_adapted_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
-    """Run padding steps of every size that adapters add."""
+    """Run padding steps of every additional size that adapters need."""
     for num_blocks, size in product(ROW_COUNTS, (FEW_ROWS, MANY_ROWS)):
         if num_blocks <= _MOST_BLOCKS:
             rows = torch.full((num_blocks, size), -1, dtype=torch.int32, device=kv_manager.device)
@@ -134,10 +134,10 @@ def _run(
     longest: int,
     lora: LoraBatch | None = None,
 ) -> None:
-    """Run a forward of padding as if the tokens were one sequence's, with tiles for `longest` keys."""
+    """Run a forward of padding, as one sequence, with tiles for `longest` keys."""
     num_tables = len(kv_manager.config.tables)
     ids, slots = np.zeros(num_tokens, np.int64), np.full((num_tables, num_tokens), -1, np.int64)
-    none = np.zeros(2, np.int32)  # offsets: there is no query, so that all rows are padding
+    none = np.zeros(2, np.int32)  # offsets without a query: all rows are padding
     tables = np.zeros((num_tables, 1, 1), np.int32)
     input_ids, *rest = to_device((ids, ids, slots, none[:1], none, tables), kv_manager.device)
     metadata = AttentionMetadata.over(rest, max_seqlen_q=num_tokens, max_seqlen_k=longest)

@@ -36,7 +36,7 @@ class ParallelLayer(DecoderLayer):
 
 
 class Cohere2(Llama):
-    """Three of four layers have a window and rotary embeddings; every fourth has neither."""
+    """Three of four layers have a window and rotate; every fourth has neither."""
 
     model_type = "cohere2"
     layer_class = ParallelLayer

@@ -1,4 +1,4 @@
-"""What keys that a config.json leaves out stand for: by family, as transformers 5.23 has it."""
+"""Values for keys that a config.json omits: by family, as in transformers 5.23."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISTRAL = (32_000, 4096, 14_336, 32, 32, 8, None, 131_072)
 _OLMO = (50_304, 4096, 11_008, 32, 32, None, None, 2048, 1e-5)
 _QWEN = (151_936, 4096, 22_016, 32, 32, 32)
 _GLM = (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072, 1.5625e-7, 1e4)
-# By model_type the values of _KEYS. None: as many KV heads as heads, and the hidden size divided by these.
+# model_type -> values of _KEYS. None: num_key_value_heads is the number of heads; head_dim is hidden size / heads.
 _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "cohere2": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 1e4),
     "gemma2": (256_000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-6, 1e4),
@@ -57,7 +57,7 @@ _GRANITE = dict.fromkeys("attention_multiplier embedding_multiplier residual_mul
 _GRANITE_MOE = {**_GRANITE, "num_experts": 8, "num_experts_per_tok": 2}
 _HALF_ROTATES = {"attention_bias": True, "partial_rotary_factor": 0.5}
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
-# By model_type other keys, without those that null, false or nothing stand for.
+# model_type -> other keys, except those whose default is null, false or empty.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {
         "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "sliding_window": 4096,

@@ -1,4 +1,4 @@
-"""Families without experts that differ from Llama only in fields of `decoder_config`."""
+"""Families without experts; they differ from Llama only in fields of `decoder_config`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged.models.layers.rope import rope_config, rope_section, ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
 NO_BIAS = {"qkv_bias": False, "o_bias": False}
-# OLMo 2 (OLMo Team, 2024): norms behind attention and MLP alone, and over all query and key heads.
+# OLMo 2 (OLMo Team, 2024): norms only after attention and MLP, and over all query and key heads together.
 _OLMO: dict[str, Any] = {
     "before_attention": None,
     "after_attention": "post_attention_layernorm",
@@ -22,8 +22,8 @@ _OLMO: dict[str, Any] = {
 
 
 def _gemma2(hf: HfConfig) -> dict[str, Any]:
-    """Gemma 2 (Gemma Team, 2024): norms on both sides of attention and MLP, soft caps of scores and logits; beginning
-    with the first, every second layer has a window."""
+    """Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP, soft caps of scores and logits, a window in
+    every second layer from the first on."""
     window = hf.optional_integer("sliding_window")
     return {
         **gemma_fields(hf),
@@ -34,8 +34,8 @@ def _gemma2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _gemma3(hf: HfConfig) -> dict[str, Any]:
-    """Gemma 3 (Gemma Team, 2025), text alone: most layers have a window and one rotation, every sixth sees everything
-    and has another."""
+    """Gemma 3 (Gemma Team, 2025), text only: every sixth layer sees all tokens; the others have a window and another
+    rotation."""
     windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
     ropes = ropes_by_kind(hf, hf.number("rope_local_base_freq"))
     return {
@@ -48,7 +48,7 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
 
 
 def gemma_fields(hf: HfConfig) -> dict[str, Any]:
-    """What all Gemmas have."""
+    """Return the fields that all Gemma families share."""
     return {
         "logits_softcap": hf.softcap("final_logit_softcapping"),
         "activation": ACTIVATIONS[hf.choice("hidden_activation", *ACTIVATIONS)],
@@ -71,7 +71,7 @@ def _glm(hf: HfConfig) -> dict[str, Any]:
 
 
 def _glm4(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4-0414 (GLM Team, 2025): GLM-4 with norms behind attention and MLP, too."""
+    """GLM-4-0414 (GLM Team, 2025): GLM-4 with additional norms after attention and MLP."""
     return {**_glm(hf), "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
 
 
@@ -81,7 +81,7 @@ def _granite(hf: HfConfig) -> dict[str, Any]:
 
 
 def granite_fields(hf: HfConfig) -> dict[str, Any]:
-    """Return the multipliers."""
+    """Return the fields of Granite's multipliers."""
     return {
         "softmax_scale": hf.number("attention_multiplier"),
         "embedding_scale": hf.number("embedding_multiplier"),
@@ -91,18 +91,18 @@ def granite_fields(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mistral(hf: HfConfig) -> dict[str, Any]:
-    """Mistral (Jiang et al., 2023): all layers see the last `sliding_window` tokens; null there means all of them."""
+    """Mistral (Jiang et al., 2023): all layers have the window `sliding_window`; if it is null, they see all tokens."""
     return {"window": hf.optional_integer("sliding_window"), **NO_BIAS}
 
 
 def _ministral(hf: HfConfig) -> dict[str, Any]:
-    """Ministral 8B (Mistral AI, 2024): Mistral whose layers have a window or none."""
+    """Ministral 8B (Mistral AI, 2024): Mistral with a window in some layers only."""
     window = hf.optional_integer("sliding_window")
     return {"window": layer_windows(hf, window, lambda layer: window is not None), **NO_BIAS}
 
 
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
-    """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position beyond the first training's."""
+    """Ministral 3 (Mistral AI, 2025): queries grow with the log of their position beyond the pre-training length."""
     rope = rope_section(hf)
     growth = QueryGrowth(
         rope.number("llama_4_scaling_beta", may_be_zero=True),
@@ -113,16 +113,16 @@ def _ministral3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _olmo3(hf: HfConfig) -> dict[str, Any]:
-    """OLMo 3 (OLMo Team, 2025): OLMo 2 with windows in three of four layers, whose rotation is not scaled."""
+    """OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers; these do not scale their rotation."""
     windows = periodic_windows(hf, 4)
     ropes = ropes_by_kind(hf, hf.defaults["rope_theta"])
     return {"window": windows, "rope": by_window(windows, *ropes), **_OLMO}
 
 
 def _phi3(hf: HfConfig) -> dict[str, Any]:
-    """Phi-3 (Abdin et al., 2024) and Phi-4: QKV is one tensor in a checkpoint, and so are gate and up.
+    """Phi-3 (Abdin et al., 2024) and Phi-4: checkpoints store QKV as one tensor, and gate and up as one.
 
-    A part of each head rotates; longrope scaling is possible.
+    Only part of each head rotates; longrope scaling is possible.
     """
     return {
         "window": hf.optional_integer("sliding_window"),
@@ -134,31 +134,31 @@ def _phi3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2(hf: HfConfig) -> dict[str, Any]:
-    """Qwen2 and Qwen2.5 (Yang et al., 2024): always biases before attention; windows in some layers."""
+    """Qwen2 and Qwen2.5 (Yang et al., 2024): biases before attention; a window in some layers."""
     hf.value("attention_bias")
     return {"window": _qwen_windows(hf), "qkv_bias": True, "o_bias": False}
 
 
 def _qwen3(hf: HfConfig) -> dict[str, Any]:
-    """Qwen3 (Yang et al., 2025): a norm of every query and key head, and the windows of Qwen2."""
+    """Qwen3 (Yang et al., 2025): a norm of every query and key head; windows as in Qwen2."""
     return {"window": _qwen_windows(hf), "qk_norm": "head"}
 
 
 def _qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
-    """`layer_types` or `max_window_layers` say which layers have a window, if `use_sliding_window` lets any."""
+    """Return each layer's window by `layer_types` or `max_window_layers`, if `use_sliding_window` is true."""
     window = window_if_used(hf)
     first = 0 if window is None else hf.integer("max_window_layers", least=0)
     return layer_windows(hf, window, lambda layer: window is not None and layer >= first)
 
 
 def window_if_used(hf: HfConfig) -> int | None:
-    """`sliding_window`, which means nothing unless `use_sliding_window` is true."""
+    """Return `sliding_window` if `use_sliding_window` is true, else None."""
     hf.value("sliding_window")
     return hf.optional_integer("sliding_window") if hf.flag("use_sliding_window") else None
 
 
 def _smollm3(hf: HfConfig) -> dict[str, Any]:
-    """SmolLM3 (Hugging Face, 2025): every fourth layer rotates nothing; those are the ones that may have a window."""
+    """SmolLM3 (Hugging Face, 2025): every fourth layer does not rotate; only these may have a window."""
     rotates, rope, window = rotating_layers(hf), rope_config(hf), window_if_used(hf)
     return {
         "rope": tuple(rope if one else None for one in rotates),
@@ -167,7 +167,7 @@ def _smollm3(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-# As config.json names them in `architectures`.
+# Keys are names in `architectures` of config.json.
 DENSE = {
     "Gemma2ForCausalLM": family("gemma2", _gemma2),
     "Gemma3ForCausalLM": family("gemma3_text", _gemma3),

@@ -1,4 +1,4 @@
-"""Families with experts that differ from Llama only in fields of `decoder_config` and names of weights."""
+"""Families with experts; they differ from Llama only in fields of `decoder_config` and names of weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from paged.models.layers.decoder_config import (
 from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig
 
-# What the clamped SwiGLU of `fused_moe`, and weights of the chosen experts that sum to 1, have built in.
+# Constants of `fused_moe`'s clamped SwiGLU, and renormalised weights of the chosen experts.
 _GPT_OSS_BUILT_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu", "norm_topk_prob": True}
-# What transformers has built in for MiniMax-M2, and published configurations say.
+# Constants of MiniMax-M2 in transformers, repeated by published configurations.
 _MINIMAX_BUILT_IN = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
 }
-# As published; experts and router are under those of transformers' own names, too.
+# Published names; transformers' own names for experts and router are accepted too.
 _GRANITE_RENAMES = {
     r"\.block_sparse_moe\.input_linear\.weight$": ".mlp.experts.gate_up_proj",
     r"\.block_sparse_moe\.output_linear\.weight$": ".mlp.experts.down_proj",
@@ -41,7 +41,7 @@ _MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
 
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4.5 to 4.7 (GLM Team, 2025): experts by sigmoid and a bias, out of the best groups, beside shared ones;
+    """GLM-4.5 to 4.7 (GLM Team, 2025): sigmoid routing with a bias, experts from the best groups, shared experts; the
     first layers are dense."""
     size, num_dense = hf.integer("moe_intermediate_size"), hf.integer("first_k_dense_replace", least=0)
     moe = moe_config(
@@ -69,7 +69,7 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
 def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
     """gpt-oss (OpenAI, 2025): attention with sinks, experts with biases.
 
-    Every second layer, from the first on, has a window.
+    Every second layer from the first on has a window.
     """
     for key, known in _GPT_OSS_BUILT_IN.items():
         hf.choice(key, known)
@@ -77,7 +77,7 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
     is_mxfp4 = packing is not None and packing.text("quant_method", "") == "mxfp4"
     moe = moe_config(
         hf,
-        # Softmax over the chosen logits is that over all of them, divided by its sum over the chosen.
+        # Softmax over the chosen logits equals softmax over all, divided by its sum over the chosen.
         renormalize=True,
         bias=True,
         interleaved=True,
@@ -95,27 +95,27 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
         "o_bias": has_bias,
         "sinks": True,
         "activation": "swiglu_oai",
-        # The published config.json names none, and of all types bfloat16 holds unpacked MXFP4 exactly.
+        # The published config.json has no dtype. bfloat16 holds unpacked MXFP4 exactly.
         "dtype": weights_dtype(hf, "bfloat16"),
         "moe": moe,
     }
 
 
 def _granite_moe(hf: HfConfig) -> dict[str, Any]:
-    """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, maybe beside a shared MLP."""
+    """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, and optionally a shared MLP."""
     shared_size = hf.integer("shared_intermediate_size", 0, least=0)
     moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
     return {"moe": moe, "fused_mlp": True, **granite_fields(hf)}
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
-    """Llama 4 (Meta, 2025), text only: each token takes one expert, if there are any, as in all but Llama Guard 4.
+    """Llama 4 (Meta, 2025), text only: each token takes one expert; Llama Guard 4 has no experts.
 
-    Layers that rotate see only their chunk and have norms of heads without weights. In the others queries grow.
+    Layers that rotate see only their chunk and normalise heads without weights. In the other layers queries grow.
     """
     rotates, rope = rotating_layers(hf), rope_config(hf, interleaved=True)
     growth = QueryGrowth(hf.number("attn_scale"), hf.integer("floor_scale"), offset=1)
-    tuning = hf.value("attn_temperature_tuning")  # published as a number, too
+    tuning = hf.value("attn_temperature_tuning")  # published as a number or a bool
     growth_elsewhere = growth if tuning else None
     norm = "unit" if hf.flag("use_qk_norm") else None
     layers, has_list = range(count_layers(hf)), hf.value("moe_layers") is not None
@@ -134,7 +134,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
             router_name="router",
             transposed=True,
         )
-    # `layer_types` say which layers have chunks, and where there are none, those do that rotate.
+    # `layer_types` name the layers with chunks; if absent, these are the layers that rotate.
     most = hf.integer("max_position_embeddings")
     size = hf.optional_integer("attention_chunk_size") or most
     chunks = layer_windows(hf, size, lambda layer: rotates[layer] == 1, "chunked_attention")
@@ -150,7 +150,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
-    """Mixtral (Jiang et al., 2024): experts in every layer with weights that sum to 1; by default no window."""
+    """Mixtral (Jiang et al., 2024): experts in every layer with weights that sum to 1; no window by default."""
     hf.choice("norm_topk_prob", True)
     return {
         "window": hf.optional_integer("sliding_window"),
@@ -163,7 +163,7 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
 def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
     """MiniMax-M2 (MiniMax, 2025): sigmoid routing with a bias and weights that sum to 1.
 
-    Norms over all query and key heads; a part of each head rotates.
+    Norms span all query and all key heads; only part of each head rotates.
     """
     for key, known in _MINIMAX_BUILT_IN.items():
         hf.choice(key, known)
@@ -187,8 +187,8 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): beside the experts stands an MLP for all tokens, behind a
-    gate; windows are in every second of first layers."""
+    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens; among the first
+    layers, every second has a window."""
     window, most = window_if_used(hf), hf.integer("max_window_layers", least=0)
     return {
         "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < most),
@@ -204,19 +204,19 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen3 (Yang et al., 2025) with experts in place of most layers' MLP; all layers share one window."""
+    """Qwen3 MoE (Yang et al., 2025): experts instead of most layers' MLP; all layers have the same window."""
     return {"window": window_if_used(hf), "qk_norm": "head", "moe": _qwen_experts(hf)}
 
 
 def _qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
-    """In every decoder_sparse_step-th layer but mlp_only_layers."""
+    """Return experts for every decoder_sparse_step-th layer except mlp_only_layers."""
     step, dense = hf.integer("decoder_sparse_step"), set(hf.items("mlp_only_layers", int))
     moe = moe_config(hf, size_key="moe_intermediate_size", renormalize=hf.flag("norm_topk_prob"), **fields)
     layers = range(count_layers(hf))
     return tuple(moe if layer not in dense and (layer + 1) % step == 0 else None for layer in layers)
 
 
-# As config.json names them in `architectures`.
+# Keys are names in `architectures` of config.json.
 EXPERTS = {
     "Glm4MoeForCausalLM": family("glm4_moe", _glm4_moe),
     "GptOssForCausalLM": family("gpt_oss", _gpt_oss),

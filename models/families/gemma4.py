@@ -1,7 +1,7 @@
 """Gemma 4 (Gemma Team, 2026), text only.
 
-It has two head sizes, layers that read other layers' keys and values, experts beside the MLP, and an input of each
-layer's own.
+It has two head sizes, layers that read other layers' keys and values, experts beside the MLP, and a separate input for
+each layer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SIZES = ("head_dim", "num_key_value_heads")
 
 
 class _Experts(nn.Module):
-    """Experts that read the residual stream beside the MLP; they and their router have a norm of it each."""
+    """Experts beside the MLP that read the residual stream; the experts and their router each have their own norm."""
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _Experts(nn.Module):
 
 
 class _OwnInput(nn.Module):
-    """A layer's own input, gated by the residual stream, projected and normalised."""
+    """A layer's separate input: gated by the residual stream, projected and normalised."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _OwnInput(nn.Module):
 
 
 class Gemma4Layer(DecoderLayer):
-    """A layer whose whole output, residual stream included, is multiplied by its own factor."""
+    """A layer that multiplies its complete output, residual stream included, by a factor."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         moe = config.moe[index]
@@ -100,7 +100,7 @@ class Gemma4Layer(DecoderLayer):
         outputs: OutputRows | None,
         own: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """own: this layer's input beside the residual stream, [num_tokens, layer_input_size]."""
+        """own: this layer's separate input, [num_tokens, layer_input_size]."""
         hidden, residual = super().forward(hidden, residual, positions, metadata, outputs)
         assert residual is not None
         residual.add_(hidden)
@@ -127,7 +127,7 @@ class Gemma4Layer(DecoderLayer):
 
 
 class _LayerInputs(nn.Module):
-    """The own inputs of all layers: looked up by token, plus a projection of its embedding."""
+    """The separate inputs of all layers: an embedding of the token plus a projection of its hidden state."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _LayerInputs(nn.Module):
         self.norm = RmsNorm(self.size, config.norms)
 
     def forward(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_layers, size]."""
+        """Return [num_tokens, num_layers, layer_input_size]."""
         looked_up = functional.embedding(input_ids, self.embedding).mul_(self.size**0.5)
         projected = self.projection(hidden).mul_(self.projection_scale).unflatten(-1, (-1, self.size))
         both: torch.Tensor = self.norm(projected)[0].add_(looked_up.view(projected.shape))
@@ -153,7 +153,7 @@ class _LayerInputs(nn.Module):
 
 
 class Gemma4(Llama):
-    """Layers without a window have another head size, and their keys may be their values."""
+    """Layers without a window have another head size, and may use their keys as values."""
 
     model_type = "gemma4_text"
     layer_class = Gemma4Layer
@@ -173,9 +173,9 @@ class Gemma4(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        hf.choice("use_bidirectional_attention", "vision")  # between parts of a picture, and there are none
+        hf.choice("use_bidirectional_attention", "vision")  # only between parts of a picture, which do not occur
         windows = layer_windows(hf, hf.integer("sliding_window"), lambda layer: (layer + 1) % 6 != 0)
-        windows = (*windows[:-1], None)  # the last layer sees everything whatever its type, as in transformers
+        windows = (*windows[:-1], None)  # the last layer has no window whatever its type, as in transformers
         ropes = ropes_by_kind(hf, hf.number("rope_theta"))
         k_eq_v = hf.flag("attention_k_eq_v")
         layers = [_layer(hf, index, sees_all=window is None, k_eq_v=k_eq_v) for index, window in enumerate(windows)]
@@ -218,26 +218,26 @@ class Gemma4(Llama):
 def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, ...]:
     """Return for each layer the one whose keys and values it reads, or None for its own.
 
-    For the last `num_kv_shared_layers` it is the last layer before them with the same window.
+    One of the last `num_kv_shared_layers` reads the last layer before them with the same window.
 
     Raises:
-        CheckpointError: there is no such layer.
+        CheckpointError: there is no layer to read.
     """
     first = len(windows) - hf.integer("num_kv_shared_layers", 0, least=0, most=len(windows) - 1)
     latest = {window: layer for layer, window in enumerate(windows[:first])}
     if unknown := [layer for layer, window in enumerate(windows) if window not in latest]:
         raise CheckpointError(
-            f"{hf.source}: no layer has keys and values for layer {unknown[0]}, one of the last that "
-            "num_kv_shared_layers lets read another's"
+            f"{hf.source}: no layer has keys and values for layer {unknown[0]}, one of the last num_kv_shared_layers, "
+            "which read another layer's"
         )
     return tuple(None if layer < first else latest[window] for layer, window in enumerate(windows))
 
 
 def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfig:
-    """Read the head sizes of a layer, from transformers' `per_layer_config` or those of all global layers.
+    """Return a layer's head sizes, from transformers' `per_layer_config` or from the fields of global layers.
 
     Raises:
-        UnsupportedError: another value is set for the layer.
+        UnsupportedError: per_layer_config sets another value.
     """
     heads = hf.integer("num_global_key_value_heads", hf.integer("num_key_value_heads"))
     everywhere = hf.integer("global_head_dim"), heads
@@ -245,7 +245,7 @@ def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfi
     if overrides is None:
         own = dict(zip(_SIZES, everywhere if k_eq_v else everywhere[:1], strict=False)) if sees_all else {}
     else:
-        # transformers pads the numbers of layers with zeros.
+        # transformers pads layer numbers with zeros.
         keys = [key for key in overrides.values if key.isdecimal() and int(key) == index]
         section = overrides.section(keys[0]) if keys else None
         own = dict(section.values) if section is not None else {}

@@ -30,17 +30,17 @@ from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
 
-# What tells layers apart beside their tensors.
+# Properties other than tensors that tell layers apart.
 _CONSTANT = (bool, int, float, str, type(None), AttentionConfig, MoeConfig)
 
-# Modules of Gemma 4 here that a checkpoint has no name for.
+# Modules of Gemma 4 whose names do not appear in a checkpoint.
 _OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?)\b")
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP on one residual stream, each between the norms that the configuration names.
+    """Attention and MLP on one residual stream, each with the norms that the configuration names.
 
-    ranks: processes that hold a part of both each; their results are added.
+    ranks: processes that each hold a part of both; their results are added.
     """
 
     ranks = Ranks()
@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def ffn(self) -> GatedMlp | SparseMoe:
-        """The MLP or experts, by their name in a checkpoint, by which adapters find it."""
+        """The MLP or experts; the attribute has their checkpoint name, so that adapters find it."""
         return cast("GatedMlp | SparseMoe", getattr(self, self.mlp_name))
 
     def forward(
@@ -105,7 +105,7 @@ class DecoderLayer(nn.Module):
 
 
 def rows_of(tensor: torch.Tensor, outputs: OutputRows | None) -> torch.Tensor:
-    """Return the rows of a tensor with which a layer continues behind its attention."""
+    """Return the rows of a tensor that the layer computes after its attention."""
     return tensor if outputs is None else tensor[outputs.rows]
 
 
@@ -117,7 +117,7 @@ def _enter(
         hidden, residual = norm(hidden, residual)
         return hidden, residual
     residual = hidden if residual is None else residual.add_(hidden)
-    return residual.clone(), residual  # an MLP may write over what it gets
+    return residual.clone(), residual  # an MLP may overwrite its input
 
 
 class Llama(nn.Module):
@@ -206,11 +206,11 @@ class Llama(nn.Module):
             if k_scale is not None and v_scale is not None:
                 layer.self_attn.k_scale, layer.self_attn.v_scale = held.of(k_scale), held.of(v_scale)
         share_bound(self)
-        # Rounded to the type of the weights, to 34 from 33.94 in bfloat16 for Gemma 3's 1,152: so it was trained.
+        # Rounded to the weights' dtype, as in training: 33.94 becomes 34 in bfloat16 for Gemma 3 with 1,152.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Give every layer k_scale and v_scale of the cache it reads; a missing one stands for 1."""
+        """Give every layer k_scale and v_scale of the cache that it reads; a missing scale is 1."""
         for layer, source in zip(self.layers, self.config.cache_layers, strict=True):
             found = scales[source]
             layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
@@ -300,7 +300,7 @@ class Llama(nn.Module):
 def family(
     model_type: str, fields: Callable[[HfConfig], Mapping[str, Any]], renames: Mapping[str, str] = Llama.renames
 ) -> type[Llama]:
-    """Return a family that differs from Llama only in `fields` of `decoder_config` and in names of weights."""
+    """Return a family that differs from Llama only in `fields` of `decoder_config` and in weight names."""
 
     class Family(Llama):
         @classmethod
@@ -312,7 +312,7 @@ def family(
 
 
 def share_bound(network: nn.Module) -> None:
-    """Let modules with alike weights, caches and numbers share their `Bound`s, so that the first binds for the others.
+    """Let modules with equal weights, caches and sizes share their `Bound`s, so that each is bound once.
 
     Call it once weights and caches are at their final addresses.
     """
@@ -331,7 +331,7 @@ def _likeness(module: nn.Module) -> Iterator[Hashable]:
             yield name, layout(value)
         elif isinstance(value, ExpertLinear):
             yield name, layout(*value)
-        elif isinstance(value, dict) and not name.startswith("_"):  # parts of a product, not what nn.Module keeps
+        elif isinstance(value, dict) and not name.startswith("_"):  # parts of a product, not nn.Module's own dicts
             yield name, *value.items()
         elif isinstance(value, _CONSTANT):
             yield name, value

@@ -1,4 +1,4 @@
-"""Attention of a decoder's layer over a paged KV cache."""
+"""A decoder layer's attention over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paged.models.loading.weights import WeightSlots
 
 
 class HeldCaches:
-    """A model's caches as separate tensors on the same memory, as compilers run them best.
+    """A model's caches as separate tensors on the same memory, which suits compilers.
 
     Inductor copies a cache before and after every write if it is part of a larger storage. So each slot of the cache
     (see `KvCacheTensors`) is a storage of its own. If layers of different tables share a slot, a compiler must know
@@ -39,7 +39,7 @@ class HeldCaches:
         place = start, cache.dtype
         if place not in self._slots:
             whole = cache.as_strided((length,), (1,), start)
-            # As bytes: not every DLPack knows 8-bit floats.
+            # As bytes: some DLPack versions lack 8-bit floats.
             self._slots[place] = from_dlpack(whole.view(torch.uint8)).view(cache.dtype)
         slot = self._slots[place]
         view = slot.as_strided(cache.shape, cache.stride(), slot.storage_offset() + offset - start)
@@ -49,8 +49,8 @@ class HeldCaches:
 class Attention(nn.Module):
     """Grouped-query attention over a paged KV cache.
 
-    Values are the stored ones times the scales, or 1. int8 caches have a scale for each row. mean_of_ranks: averages a
-    tensor over ranks, in place, if they have equal parts of the heads.
+    Values are the stored ones times the scales; a missing scale is 1. int8 caches have a scale per row. mean_of_ranks:
+    averages a tensor over ranks in place, if all have equal parts of the heads.
     """
 
     k_cache: torch.Tensor
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         self.qk_norm_rope_and_cache, self.paged_attention = Bound(qk_norm_rope_and_cache), Bound(paged_attention)
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
-        """Give the layer its cache, the index of its block table in the metadata, and the rotary table of its kind."""
+        """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
         self.k_cache, self.v_cache = k_cache, v_cache
         self.table, self.cos_sin_cache, device = table, cos_sin_cache, cos_sin_cache.device
         if self.config.qk_norm == "unit" or self.config.v_norm:
@@ -165,13 +165,13 @@ class Attention(nn.Module):
         return projected
 
     def _head_weight(self, norm: RmsNorm | None) -> torch.Tensor | None:
-        """Return the weight that every head of queries or keys shares in its norm."""
+        """Return the norm weight shared by all heads of queries or keys."""
         if self.config.qk_norm == "unit":
             return self.unit_weight
         return None if norm is None or self.config.qk_norm == "width" else norm.weight
 
     def _norm_width(self, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Normalise queries, and keys if given, over all heads of all ranks, in one sum."""
+        """Normalise queries, and keys if given, over all heads of all ranks, with one all-reduce."""
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         if self.mean_of_ranks is None:
             return [norm(x)[0] for norm, x in zip(norms, parts, strict=True)]

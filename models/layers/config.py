@@ -12,7 +12,7 @@ from paged.models.quantization.layouts import Quantization
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Growth of queries with position p: a factor of 1 + weight * ln(1 + floor((p + offset) / period))."""
+    """Growth of queries with position p: the factor is 1 + weight * ln(1 + floor((p + offset) / period))."""
 
     weight: float
     period: int
@@ -26,19 +26,19 @@ class AttentionConfig:
     Attributes:
         head_dim, v_head_dim: head sizes of queries and keys, and of values.
         rope: rotation of queries and keys; None for none.
-        window: number of tokens that a token sees, itself included; None for all.
+        window: number of visible tokens, the token itself included; None for all.
         shares_kv_with: index of an earlier layer whose keys and values are read; None for own ones.
         softmax_scale: factor for products of queries and keys.
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         qkv_bias, o_bias: whether the projections before and after attention have biases.
-        qk_norm: RMS norm of queries and keys before they are rotated: of every "head", of their whole "width", or
-            "unit" for one of every head without weights; None for none.
-        v_norm: whether every value head has an RMS norm, without weights.
+        qk_norm: RMS norm of queries and keys before they are rotated: "head" for each head, "width" for all heads
+            together, "unit" for each head without weights; None for none.
+        v_norm: whether every value head has an RMS norm without weights.
         k_eq_v: whether values are the keys before their norm and rotation.
         query_growth: growth of queries with their position; None for none.
-        chunk_size: a token sees only its own chunk of this many tokens; None for no chunks.
+        chunk_size: a token sees only its own chunk, of this many tokens; None for no chunks.
         fused: whether a checkpoint stores query, key and value as one tensor, `qkv_proj`.
-        sinks: whether every query head has one more score that takes its share of the softmax and adds nothing.
+        sinks: whether each query head has an extra score that takes part in the softmax and adds no value.
     """
 
     num_heads: int
@@ -72,8 +72,8 @@ class NormConfig:
 
     Attributes:
         eps: added to the mean square.
-        zero_centred: whether weights are stored less 1.
-        subtracts_mean: whether it is a layer norm, which subtracts the mean first.
+        zero_centred: whether weights are stored minus 1.
+        subtracts_mean: whether it is a layer norm, which first subtracts the mean.
         before_attention, after_attention, before_mlp, after_mlp: names of a layer's norms in a checkpoint; None for no
             norm.
     """
@@ -92,10 +92,10 @@ class MoeConfig:
     """A mixture of experts: each token takes top_k of num_experts gated MLPs.
 
     Attributes:
-        intermediate_size: of an expert.
+        intermediate_size: intermediate size of one expert.
         renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
-        correction_bias: name of its tensor in a checkpoint; None for none.
-        expert_scale: name of a tensor of factors for each expert's weights; None for none.
+        correction_bias: checkpoint name of its tensor; None for none.
+        expert_scale: checkpoint name of a tensor with a factor for each expert's routing weight; None for none.
         float32_router: whether the router multiplies in float32.
         weighs_inputs: whether routing weights multiply the input of experts, not their output; only with top_k 1.
         shared_size: intermediate size of an MLP that every token takes; 0 for none.
@@ -103,7 +103,7 @@ class MoeConfig:
         bias: whether router and experts have biases.
         interleaved: whether gate and up rows alternate.
         stacked: whether a checkpoint stores each projection of all experts as one tensor.
-        transposed: whether such tensors have rows and columns exchanged.
+        transposed: whether rows and columns of such tensors are swapped.
         is_mxfp4: whether such tensors are MXFP4; they stay packed.
         held: first expert and number of experts of this rank; None for all.
         shared_name, router_name, gate_name, up_name, down_name: names of the weights in a checkpoint.
@@ -148,22 +148,22 @@ class DecoderConfig:
 
     Attributes:
         model_type: name of the family in transformers.
-        intermediate_size: of each layer's plain MLP.
+        intermediate_size: intermediate size of each layer's plain MLP.
         max_position_embeddings: longest sequence in tokens.
         attention: attention of each layer.
         moe: mixture of experts of each layer; None for a plain MLP.
         mlp_name: name of MLPs and experts in a checkpoint.
         fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
-        activation: of the gate, as `silu_and_mul` and `fused_moe` name it.
+        activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`.
         embedding_scale, residual_scale, logits_scale: factors for embeddings, for everything added to the residual
             stream, and for logits.
         logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
         tie_word_embeddings: whether the head's weights are the embedding.
-        dtype: of the weights as published.
-        quantization: describes packed weights; None for none.
-        num_mtp_layers: layers behind the others that predict tokens further ahead; they are not loaded.
-        layer_input_size: size of a token's input to each layer beside the residual stream; 0 for none.
-        layer_input_vocab_size: rows of the embedding that this input is looked up in.
+        dtype: dtype of the weights as published.
+        quantization: format of packed weights; None for plain weights.
+        num_mtp_layers: extra layers at the end that predict tokens further ahead; they are not loaded.
+        layer_input_size: size of a token's separate input to each layer; 0 for none.
+        layer_input_vocab_size: rows of the embedding of this input.
     """
 
     model_type: str
@@ -195,7 +195,7 @@ class DecoderConfig:
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads of the first layer, as of every layer of most models; likewise `num_kv_heads` and `head_dim`."""
+        """Query heads of the first layer; most models have the same in all. Also for `num_kv_heads` and `head_dim`."""
         return self.attention[0].num_heads
 
     @property
@@ -208,7 +208,7 @@ class DecoderConfig:
 
     @property
     def cache_layers(self) -> tuple[int, ...]:
-        """For each layer the one whose keys and values it reads: itself, or that of `shares_kv_with`."""
+        """For each layer, the layer whose keys and values it reads: itself, or its `shares_kv_with`."""
         return tuple(
             index if layer.shares_kv_with is None else layer.shares_kv_with
             for index, layer in enumerate(self.attention)

@@ -1,4 +1,4 @@
-"""Layers of decoders; each knows the checkpoint names of the parameter slices it holds."""
+"""Decoder layers; each knows the checkpoint names of its parameter slices."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paged.models.loading.weights import ConvertedSlot, WeightSlots
 from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import PackedWeights
 
-# Rows of an MLP at once on a CPU. MKL multiplies 2,048 rows of float32 at 1.1 times the rate of 512, but what lies
-# between the products is to stay below what `keep_freed_memory` keeps, else it comes as fresh pages in every layer:
-# 2,048 and 1,024 rows take 0.85 and 0.9 of the time of a prompt at 10M parameters, 0.93 and 0.88 at 100M. In bfloat16
-# 1,024 rows take 1.4 and 1.6 of it at 100M and 0.5B, where oneDNN multiplies what loops do not.
+# Rows of an MLP at once on a CPU. MKL multiplies 2,048 rows of float32 at 1.1 times the rate of 512. But intermediate
+# tensors must stay below the limit of `keep_freed_memory`, else every layer gets fresh pages. 2,048 and 1,024 rows take
+# 0.85 and 0.9 of a prompt's time at 10M parameters, 0.93 and 0.88 at 100M. In bfloat16 without numba kernels, oneDNN
+# takes 1.4 and 1.6 of the time for 1,024 rows at 100M and 0.5B.
 _CPU_ROWS, _MOST_CPU_ROWS = 512, 2048
 _BETWEEN_BYTES = 24 << 20
 
@@ -34,7 +34,7 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """One product for several projections of the same input; `parts` maps their checkpoint names to output sizes.
+    """One product for several projections of the same input; `parts` maps checkpoint names to output sizes.
 
     adapters: LoRA weights for rows that have an adapter. packed: the weights if they are quantised; then there is no
     `weight`.
@@ -61,11 +61,11 @@ class Linear(nn.Module):
         return out if lora is None or self.adapters is None else self.add_lora(out, x, self.adapters, batch=lora)
 
     def quantize(self, prefix: str, quantization: Quantization) -> None:
-        """Hold the weights of its projections `prefix`.name packed, if the checkpoint packs them.
+        """Hold the weights of projections `prefix`.name packed, if the checkpoint packs them.
 
         Raises:
-            UnsupportedError: they are stored in several ways.
-            CheckpointError: groups or words do not divide their sizes.
+            UnsupportedError: the projections have different formats.
+            CheckpointError: the sizes are not multiples of groups or words.
         """
         names = self._names(prefix)
         layout = quantization.common_layout(names)
@@ -99,9 +99,9 @@ class Linear(nn.Module):
 class RmsNorm(nn.Module):
     """RMS norm of x, or of its sum with a residual stream.
 
-    Weights that are stored less 1 are float32 in models of any dtype. 1 + weight rounded to bfloat16 moves the logits
-    of a small random model by 0.4 to 0.6 %, half of what all other roundings do. In float32 it is bit for bit what
-    transformers multiplies by.
+    Weights stored minus 1 are float32 in models of any dtype. Rounding 1 + weight to bfloat16 moves the logits of a
+    small random model by 0.4 to 0.6 %, half as much as all other roundings. In float32 the result equals transformers'
+    bit for bit.
     """
 
     def __init__(self, size: int, config: NormConfig) -> None:
@@ -141,7 +141,7 @@ class GatedMlp(nn.Module):
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: DecoderConfig, size: int) -> None:
-        """size: of what lies between the products."""
+        """size: intermediate size."""
         super().__init__()
         self.activation, self.silu_and_mul = config.activation, Bound(silu_and_mul)
         parts = {"gate_up_proj": 2 * size} if config.fused_mlp else {"gate_proj": size, "up_proj": size}
@@ -149,7 +149,7 @@ class GatedMlp(nn.Module):
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
-        """May write its result over x."""
+        """Return the MLP's output; may overwrite x with it."""
         is_long = x.device.type == "cpu" and len(x) > _CPU_ROWS and lora is None
         if not is_long or torch.compiler.is_dynamo_compiling() or len(x) <= (at_once := self._rows_at_once(x)):
             return self._project(x, lora)

@@ -20,7 +20,7 @@ from paged.models.quantization.read import read_quantization
 
 # Names of gated activations in config.json -> those of `silu_and_mul` and `fused_moe`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-# The deepest published model has 126 layers, and float32 counts positions one by one up to 2^24.
+# The deepest published model has 126 layers. float32 counts positions exactly up to 2^24.
 _MAX_LAYERS = 10_000
 _MAX_POSITIONS = 1 << 24
 _MAX_HEAD_DIM = 4096
@@ -29,15 +29,15 @@ _MAX_HEAD_DIM = 4096
 def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     """Read a DecoderConfig, with its AttentionConfig and NormConfig, from config.json.
 
-    Fields are read as `_FIELDS` says, unless a family gives them.
+    Fields that the family does not give are read by `_FIELDS`.
 
     Args:
         hf: config.json.
-        fields: fields that the family gives. Those of AttentionConfig, `moe` and `intermediate_size` are a tuple with
-            an entry for each layer, or one value for all.
+        fields: fields that the family gives. For AttentionConfig, `moe` and `intermediate_size` they are a tuple with
+            an entry per layer, or one value for all layers.
 
     Raises:
-        CheckpointError: a value is missing, malformed or beyond any model's, or values do not fit each other.
+        CheckpointError: a value is missing, malformed or larger than in any model, or values contradict each other.
         UnsupportedError: the activation, dtype, rope type or quantisation is not supported.
     """
     num_layers = count_layers(hf)
@@ -64,7 +64,7 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
 
 
 def _taken(values: dict[str, Any], kind: type[AttentionConfig | NormConfig]) -> dict[str, Any]:
-    """Remove the fields of a kind from `values` and return them."""
+    """Remove the fields of `kind` from `values` and return them."""
     return {field.name: values.pop(field.name) for field in fields_of(kind) if field.name in values}
 
 
@@ -73,10 +73,10 @@ def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
 
 
 def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -> None:
-    """Raise CheckpointError unless the numbers fit each other."""
+    """Raise CheckpointError unless the sizes are consistent."""
     if layer.num_heads % layer.num_kv_heads:
         raise CheckpointError(
-            f"{hf.source}: num_attention_heads {layer.num_heads} is no multiple of num_key_value_heads "
+            f"{hf.source}: num_attention_heads {layer.num_heads} is not a multiple of num_key_value_heads "
             f"{layer.num_kv_heads}"
         )
     if layer.softmax_scale > MAX_FACTOR:
@@ -97,12 +97,12 @@ def moe_config(
 
     Args:
         size_key: key of an expert's intermediate size.
-        count_key: key of the number of experts, beside `num_local_experts`, which transformers 5 writes.
+        count_key: key of the number of experts; transformers 5 writes `num_local_experts` beside it.
         top_k_key: key of the number of experts that a token takes.
 
     Raises:
-        CheckpointError: a size is missing or malformed, a token takes more experts than there are, or groups do not
-            fit.
+        CheckpointError: a size is missing or malformed, a token takes more experts than there are, or the groups are
+            invalid.
     """
     keys = [key for key in ("num_local_experts", count_key) if hf.values.get(key) is not None] or [count_key]
     num_experts, published = hf.integer(keys[0]), hf.integer(keys[-1])
@@ -119,7 +119,7 @@ def count_layers(hf: HfConfig) -> int:
     """Read `num_hidden_layers`.
 
     Raises:
-        CheckpointError: it is missing or malformed, or beyond any model's.
+        CheckpointError: it is missing, malformed or larger than in any model.
     """
     return hf.integer("num_hidden_layers", most=_MAX_LAYERS)
 
@@ -139,12 +139,12 @@ def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:
 def layer_windows(
     hf: HfConfig, window: int | None, is_sliding: Callable[[int], bool], kind: str = "sliding_attention"
 ) -> tuple[int | None, ...]:
-    """Return each layer's window, by `layer_types` or, without them, by is_sliding.
+    """Return each layer's window by `layer_types`, or by is_sliding if that is absent.
 
     kind: the layer type with a window.
 
     Raises:
-        CheckpointError: layer_types has another length, or a layer needs a window and there is none.
+        CheckpointError: layer_types has another length, or a layer needs a window but there is no sliding_window.
         UnsupportedError: a layer type is not supported.
     """
     num_layers, kinds = count_layers(hf), hf.items("layer_types", str)
@@ -155,12 +155,12 @@ def layer_windows(
     if unknown := set(kinds) - {"full_attention", kind}:
         raise UnsupportedError(f"{hf.source}: layer type {shown(min(unknown))}, known are full_attention, {kind}")
     if window is None and kind in kinds:
-        raise CheckpointError(f"{hf.source}: layer_types has {kind}, and there is no sliding_window")
+        raise CheckpointError(f"{hf.source}: layer_types has {kind}, but there is no sliding_window")
     return tuple(window if one == kind else None for one in kinds)
 
 
 def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
-    """`layer_windows` where all layers have one but every `period`-th."""
+    """Return `layer_windows` with a window in all layers except every `period`-th."""
     return layer_windows(hf, hf.optional_integer("sliding_window"), lambda layer: (layer + 1) % period != 0)
 
 
@@ -185,10 +185,10 @@ def rotating_layers(hf: HfConfig) -> list[int]:
 
 
 def read_head_dim(hf: HfConfig) -> int:
-    """Read the size of heads.
+    """Read the head size.
 
     Raises:
-        CheckpointError, UnsupportedError: it is malformed, odd, or not supported.
+        CheckpointError, UnsupportedError: it is malformed, odd or not supported.
     """
     default = hf.integer("hidden_size") // hf.integer("num_attention_heads")
     head_dim = hf.integer("head_dim", default, most=_MAX_HEAD_DIM)
@@ -199,8 +199,8 @@ def read_head_dim(hf: HfConfig) -> int:
     return head_dim
 
 
-# Field -> how it is read where the family does not give it; others then have their defaults. Without biases of its own,
-# a family has none but for `attention_bias`.
+# Field -> how it is read if the family does not give it; fields without an entry take their defaults. Only
+# `attention_bias` adds biases.
 _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     **{name: partial(HfConfig.integer, key=name) for name in ("hidden_size", "intermediate_size", "vocab_size")},
     "model_type": lambda hf: hf.text("model_type"),

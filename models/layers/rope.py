@@ -11,10 +11,10 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.hf_config import HfConfig
 
-# Of scores, and of queries and keys: far beyond any model's, and 16-bit floats end at 65,504.
+# Limit of factors for scores, queries and keys: far above any model's, and 16-bit floats end at 65,504.
 MAX_FACTOR = 1e4
-# Dynamic scaling begins beyond max_position_embeddings, where no sequence goes; the three positions that mrope gives a
-# token differ in pictures alone.
+# "dynamic" scales only beyond max_position_embeddings, which no sequence exceeds. "mrope" gives a token three positions
+# that differ only within pictures.
 _PLAIN = ("default", "dynamic", "mrope")
 _KINDS = (*_PLAIN, "linear", "llama3", "longrope", "yarn")
 
@@ -25,16 +25,16 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        factor: how far positions are stretched, everywhere or as `kind` says.
+        factor: stretches positions; `kind` says which ones.
         attention_factor: factor for cosines and sines.
-        fraction: part of each head, from its beginning, that rotates.
-        interleaved: whether pairs are neighbours; otherwise one element of each half.
+        fraction: rotated part of each head, from its beginning.
+        interleaved: whether pairs are neighbours; otherwise a pair has one element of each half.
         kind: the scaling. "llama3" keeps pairs that turn at least high_turns times within original_max_positions,
             stretches those that turn at most low_turns times, and interpolates between. "yarn" (Peng et al., 2023)
             interpolates by the index of the pair. "longrope" (Ding et al., 2024) stretches each pair by its own factor:
             `short` in a model loaded for at most original_max_positions tokens, else `long`, at every position.
-            "proportional" (Gemma 4, 2026) rotates the first pairs, a share `rotating`, and keeps the others.
-        truncate: whether yarn interpolates between whole pairs.
+            "proportional" (Gemma 4, 2026) rotates only the first pairs, a fraction `rotating` of all.
+        truncate: whether yarn rounds its range of pairs to integers.
     """
 
     theta: float = 10000.0
@@ -53,21 +53,20 @@ class RopeConfig:
 
     @property
     def longest(self) -> int:
-        """The longest sequence that it is made for, whatever max_position_embeddings says: with "yarn", which is
-        switched on by a scaling alone; of others 0."""
+        """Longest sequence of a "yarn" scaling, whatever max_position_embeddings says; 0 for other kinds."""
         return int(self.factor * self.original_max_positions) if self.kind == "yarn" else 0
 
 
 def rope_config(
     hf: HfConfig, *, fraction: float = 1.0, is_partial: bool = False, interleaved: bool = False
 ) -> RopeConfig:
-    """Read `rope_parameters`, or `rope_scaling` of transformers before 5, which wins if both are given.
+    """Read `rope_parameters`, or `rope_scaling` of transformers before 5, which takes precedence.
 
-    fraction: the rotated part of each head where config.json says nothing of it. is_partial: it may be less than all.
+    fraction: default for the rotated part of each head. is_partial: whether the family can rotate less than all.
     interleaved: as in RopeConfig.
 
     Raises:
-        UnsupportedError: the type is not supported, or a part of each head rotates in a family that rotates all.
+        UnsupportedError: the type is not supported, or part of each head rotates in a family that rotates all of it.
         CheckpointError: a value is missing or malformed.
     """
     rope = scaled_rope(hf, rope_section(hf), hf.number("rope_theta"), fraction, is_partial)
@@ -85,34 +84,34 @@ def rope_section(hf: HfConfig) -> HfConfig:
 def scaled_rope(
     hf: HfConfig, section: HfConfig, theta: float, fraction: float = 1.0, is_partial: bool = False
 ) -> RopeConfig:
-    """The rotation that a section of config.json says; else as `rope_config`.
+    """Read the rotation from a section of config.json; errors are those of `rope_config`.
 
-    hf: the object around the section. theta, fraction: defaults.
+    hf: the object that contains the section. theta, fraction: defaults.
     """
     rotated = section.number("partial_rotary_factor", hf.number("partial_rotary_factor", fraction))
     if section.text("rope_type", "") == "proportional":
         theta, factor = section.number("rope_theta", theta), section.number("factor", 1.0)
         return RopeConfig(theta, factor, kind="proportional", rotating=min(rotated, 1.0))
     if rotated > 1.0 or (rotated != 1.0 and not is_partial):
-        raise UnsupportedError(f"{hf.source}: partial_rotary_factor {rotated}, only 1.0 is known")
+        raise UnsupportedError(f"{hf.source}: partial_rotary_factor {rotated}, only 1.0 is supported")
     return replace(_scaled(hf, section, section.number("rope_theta", theta)), fraction=rotated)
 
 
 def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
     kind = section.text("rope_type", section.text("type", "default"))
-    if kind == "su" or (kind == "yarn" and "short_factor" in section.values):  # as Phi-3 was first published
+    if kind == "su" or (kind == "yarn" and "short_factor" in section.values):  # Phi-3's first published names
         kind = "longrope"
     if kind not in _KINDS:
         raise UnsupportedError(f"{hf.source}: rope type {shown(kind)}, known are {', '.join(_KINDS)}")
     for key, value in section.values.items():
         if isinstance(value, dict):
-            raise UnsupportedError(f"{section.source}: {shown(key)} = {shown(value)}, a rotation of some layers alone")
+            raise UnsupportedError(f"{section.source}: {shown(key)} = {shown(value)}, a rotation for some layers only")
     if kind in _PLAIN:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, section.number("factor"))
     original = section.integer("original_max_position_embeddings", hf.integer("max_position_embeddings"))
-    # Some configurations have it beside the section, and there it counts for more.
+    # Some configurations have this key beside the section, where it takes precedence.
     original = hf.integer("original_max_position_embeddings", original)
     if kind == "yarn":
         return _yarn(hf, section, theta, original)
@@ -129,28 +128,27 @@ def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
 
 
 def ropes_by_kind(hf: HfConfig, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see everything, and of those with a window; scalings as published before transformers 5 are the
-    first ones' alone.
+    """Return the rotations of layers without and with a window; `rope_scaling` applies only to the former.
 
     Raises:
-        UnsupportedError, CheckpointError: as `rope_config`, or a key belongs to neither kind.
+        UnsupportedError, CheckpointError: as `rope_config`, or a key belongs to neither kind of layer.
     """
     parameters = hf.section("rope_parameters") or HfConfig({}, hf.source)
     whole, local = (
         parameters.section(kind) or HfConfig({}, hf.source) for kind in ("full_attention", "sliding_attention")
     )
     if unknown := sorted(parameters.values.keys() - parameters.read_keys):
-        raise UnsupportedError(f"{parameters.source}: {shown(unknown[0])} is not said for a type of layers")
+        raise UnsupportedError(f"{parameters.source}: {shown(unknown[0])} is not for a known type of layer")
     scaling = hf.section("rope_scaling") or HfConfig({}, hf.source)
-    if "type" in scaling.values and "rope_type" not in scaling.values:  # which transformers leaves unread here alone
+    if "type" in scaling.values and "rope_type" not in scaling.values:  # transformers ignores it in these families
         raise UnsupportedError(f"{scaling.source}: type {shown(scaling.value('type'))}, expected it as rope_type")
     whole = HfConfig({**whole.values, **scaling.values}, hf.source)
     return scaled_rope(hf, whole, hf.number("rope_theta")), scaled_rope(hf, local, local_theta)
 
 
 def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions: int) -> RopeConfig:
-    """Read yarn's options. The paper multiplies cosines and sines by 0.1 ln(factor) + 1, which configs can replace."""
-    # null stands for what the positions are stretched by; absent, the type is not known to be meant.
+    """Read yarn's options. By default cosines and sines are multiplied by 0.1 ln(factor) + 1, as in the paper."""
+    # A null factor is the ratio of the maximum positions; an absent one is an error.
     is_null = "factor" in section.values and section.value("factor") is None
     factor = hf.integer("max_position_embeddings") / original_max_positions if is_null else section.number("factor")
 
@@ -165,31 +163,31 @@ def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions:
         section.number("attention_factor", default),
         kind="yarn",
         original_max_positions=original_max_positions,
-        # 0 is null in transformers.
+        # transformers treats 0 like null.
         high_turns=section.number("beta_fast", 32.0, may_be_zero=True) or 32.0,
         low_turns=section.number("beta_slow", 1.0, may_be_zero=True) or 1.0,
-        truncate=section.flag("truncate", "truncate" not in section.values),  # null is false in transformers
+        truncate=section.flag("truncate", "truncate" not in section.values),  # transformers treats null like false
     )
 
 
 def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: str) -> None:
-    """Check that every angle can be computed, and that cosines and sines are finite at every position.
+    """Check that all angles can be computed, and that cosines and sines are finite.
 
     Raises:
-        CheckpointError: the values do not fit each other, or are beyond any model's.
+        CheckpointError: values contradict each other or are larger than in any model.
     """
     try:
         last = rope_frequencies(config, head_dim, max_positions) * max_positions
-    except (ArithmeticError, ValueError, RuntimeError) as error:  # the logarithms of yarn, the lists of longrope
+    except (ArithmeticError, ValueError, RuntimeError) as error:  # yarn's logarithms, longrope's lists
         raise CheckpointError(f"{source}: no rotation can be computed from {config} ({error})") from error
     if rotary_dim(config, head_dim) % 2:
-        raise CheckpointError(f"{source}: {config} rotates an odd part of {head_dim} dimensions")
+        raise CheckpointError(f"{source}: {config} rotates an odd number of {head_dim} dimensions")
     if not last.isfinite().all() or config.attention_factor > MAX_FACTOR:
-        raise CheckpointError(f"{source}: {config} turns queries and keys into no finite numbers")
+        raise CheckpointError(f"{source}: {config} gives cosines or sines that are not finite")
 
 
 def rotary_dim(config: RopeConfig, head_dim: int) -> int:
-    """Return the number of elements of a head that rotate."""
+    """Return the number of rotated elements of a head."""
     return int(head_dim * config.fraction)
 
 
@@ -206,7 +204,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> t
         return inv_freq / config.factor
     if config.kind == "llama3":
         turns = config.original_max_positions * inv_freq / (2 * math.pi)
-        # Where both ends are one (Llama 4 Scout), the pairs beyond it stay whole.
+        # If both thresholds are equal (Llama 4 Scout), pairs beyond them keep their frequency.
         width = config.high_turns - config.low_turns or torch.finfo(torch.float32).tiny
         kept = ((turns - config.low_turns) / width).clamp(0.0, 1.0)
     else:
@@ -215,7 +213,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> t
 
 
 def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
-    """Return the share of each pair's frequency that stays (Peng et al., 2023, section 3.2)."""
+    """Return the unscaled share of each pair's frequency (Peng et al., 2023, section 3.2)."""
     first, last = (
         dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
         for turns in (config.high_turns, config.low_turns)
@@ -224,8 +222,8 @@ def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     index = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
-    # Ends in reverse, as beyond either end of the pairs or with beta_fast below beta_slow, are divided by all the same:
-    # the models are run so by everybody.
+    # The range may be reversed: beyond the pairs, or with beta_fast below beta_slow. Divide anyway, as all known
+    # implementations do.
     return 1 - ((index - first) / (last - first or 0.001)).clamp(0.0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The layer of experts that replaces a decoder's MLP."""
+"""The mixture of experts that replaces a decoder's MLP."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from paged.models.quantization.packed_weights import Mxfp4Experts, PackedWeights
 
 
 class SparseMoe(nn.Module):
-    """A router that sends every token to a few of many gated MLPs, and maybe an MLP that every token takes.
+    """A router that sends each token to a few gated MLPs, and optionally one shared MLP for all tokens.
 
-    Only the latter takes adapters.
+    Only the shared MLP takes adapters.
     """
 
     routing: Routing
@@ -56,15 +56,15 @@ class SparseMoe(nn.Module):
 
     @property
     def shared(self) -> GatedMlp | None:
-        """The MLP that every token takes, by its name in a checkpoint, by which adapters find it."""
+        """The shared MLP; the attribute has its checkpoint name, so that adapters find it."""
         return cast("GatedMlp", getattr(self, self.config.shared_name)) if self.config.shared_size else None
 
     def quantize(self, prefix: str, quantization: Quantization) -> None:
-        """Hold experts packed, if the checkpoint packs them; those of one layer must be alike.
+        """Hold experts packed, if the checkpoint packs them; those of one layer must have one format.
 
         Raises:
-            UnsupportedError: they are stored in several ways, or in one that `fused_moe` does not take.
-            CheckpointError: groups or words do not divide their sizes.
+            UnsupportedError: formats differ, or `fused_moe` does not take the format.
+            CheckpointError: the sizes are not multiples of groups or words.
         """
         moe = self.config
         kinds = (
@@ -77,11 +77,11 @@ class SparseMoe(nn.Module):
             if layout is None:
                 continue
             if moe.stacked:
-                # A parameter is no module of the class that a configuration means, unless its tensor says so.
+                # A parameter belongs to no module class of the configuration, unless its tensor is stored packed.
                 stacked = f"{prefix}.experts.{'gate_up_proj' if attribute == 'w1' else 'down_proj'}"
                 if quantization.plain is None or stacked in quantization.plain:
                     continue
-                raise UnsupportedError(f"{prefix}.experts: quantised in one tensor, supported is one a projection")
+                raise UnsupportedError(f"{prefix}.experts: quantised in one tensor, supported is one per projection")
             columns = getattr(self, attribute).shape[2]
             layout.check(first, rows, columns)
             if layout.has_order or layout.form == "mxfp4" or (layout.in_blocks and rows % FP8_BLOCK):
@@ -89,20 +89,20 @@ class SparseMoe(nn.Module):
                     f"{first}: {rows} rows of {layout.form}, supported are experts in their own order, in other forms "
                     f"than MXFP4, and in blocks multiples of {FP8_BLOCK} rows"
                 )
-            if layout.form == "e4m3" and not layout.quantizes_input:  # `fused_moe` rounds what e4m3 weights multiply
+            if layout.form == "e4m3" and not layout.quantizes_input:  # `fused_moe` rounds the input of e4m3 weights
                 raise UnsupportedError(f"{first}: e4m3 without input_activations, supported is e4m3 of both in experts")
             delattr(self, attribute)
             setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * len(moe.experts)))
 
     def keep_float32(self) -> None:
-        """Convert parameters back to float32 that have this dtype in models of any dtype."""
+        """Convert parameters back to float32 that are float32 in models of any dtype."""
         if self.correction_bias is not None:
             self.correction_bias.data = self.correction_bias.float()
         if self.config.float32_router:
             self.router.float()
 
     def bind(self) -> None:
-        """Make what a forward needs beside the weights, which are at their final addresses."""
+        """Prepare the forward; call it when the weights are at their final addresses."""
         moe = self.config
         self.routing = Routing(
             moe.top_k,
@@ -190,7 +190,7 @@ class SparseMoe(nn.Module):
             if isinstance(weight, Mxfp4Experts):
                 slots |= weight.weight_slots(name)
             else:
-                assert isinstance(weight, torch.Tensor)  # others are stored one by one
+                assert isinstance(weight, torch.Tensor)  # others are stored expert by expert
                 slots[name] = weight.mT if moe.transposed else weight
             if bias is not None:
                 slots[f"{name}_bias"] = bias
@@ -199,7 +199,7 @@ class SparseMoe(nn.Module):
     def _expert_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, WeightSlots()
         for weight, kinds in ((self.w1, (moe.gate_name, moe.up_name)), (self.w2, (moe.down_name,))):
-            assert not isinstance(weight, Mxfp4Experts)  # which are stored together
+            assert not isinstance(weight, Mxfp4Experts)  # stored as one tensor
             names = [f"{prefix}.experts.{expert}.{kind}" for expert in moe.experts for kind in kinds]
             if isinstance(weight, PackedWeights):
                 slots |= weight.weight_slots(names)

@@ -1,4 +1,4 @@
-"""Open a checkpoint's files safely, as files of others: regular, of bounded size, and plain JSON."""
+"""Safe reading of untrusted checkpoint files: regular, of bounded size, and plain JSON."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from typing import Any
 
 from paged.errors import CheckpointError
 
-# The largest index of a supported model has 3 MB and 40,000 entries; Python makes up to 30 bytes of every byte of JSON.
+# The largest index of a supported model has 3 MB and 40,000 entries; Python takes up to 30 bytes per byte of JSON.
 _MAX_JSON_BYTES = 16 << 20
 _MAX_JSON_VALUES = 400_000
 
-# What tells that something is no checkpoint in Hugging Face layout, of which the first counts; what it is, what to do.
+# Files that show that a folder is no checkpoint in Hugging Face layout, what it is and what to do. First match counts.
 _OTHER_KINDS = (
-    ("*.gguf", "GGUF, the format of llama.cpp: give the folder that it was made from, in safetensors"),
-    ("adapter_config.json", "an adapter, no model: load the model it was made for, and then this by load_lora"),
-    ("model_index.json", "a pipeline of diffusers, which holds no language model to run"),
+    ("*.gguf", "GGUF, the format of llama.cpp: give the safetensors folder that it was converted from"),
+    ("adapter_config.json", "an adapter, not a model: load its base model, then load this folder with load_lora"),
+    ("model_index.json", "a diffusers pipeline, which is not a language model"),
     ("params.json", "the authors' own layout: give the same model in Hugging Face layout, config.json and safetensors"),
-    ("*.onnx", "ONNX: give the folder that it was made from, in safetensors"),
-    ("tokenizer*", "a tokenizer alone: give the folder of the model, or put config.json and *.safetensors beside it"),
+    ("*.onnx", "ONNX: give the safetensors folder that it was converted from"),
+    ("tokenizer*", "only a tokenizer: give the folder of the model, or add config.json and *.safetensors"),
 )
 
 
 def other_kind(path: Path) -> str:
-    """For messages: what a folder without a model to load is, or a file in place of a folder, and what to do; empty
-    where nothing there says so."""
+    """Return, for a message, what a path without a loadable model is and what to do; empty if unknown."""
     try:
         names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
-    except OSError:  # no folder
+    except OSError:  # not a folder
         return ""
     found = next((text for glob, text in _OTHER_KINDS if filter_names(names, glob)), None)
     if found is None and path.is_file():
-        found = "a file: give the folder that holds it, config.json and tokenizer.json"
+        found = "a file: give the folder that contains it, config.json and tokenizer.json"
     return f"; this is {found}" if found else ""
 
 
 def regular_size(file: Path) -> int:
-    """Return the bytes of a regular file, or of the one that a link leads to, as in the Hub's cache.
+    """Return the size in bytes of a regular file; links are followed, as the Hub's cache needs.
 
     Raises:
-        CheckpointError: it is missing, unreadable or no regular file: reading a pipe or a device may never end.
+        CheckpointError: it is missing, unreadable or not a regular file: reading a pipe or a device may never end.
     """
     try:
         status = os.stat(file)
@@ -52,14 +51,14 @@ def regular_size(file: Path) -> int:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise CheckpointError(f"{file}: unreadable ({error})") from error
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{file}: unreadable (no regular file)")
+        raise CheckpointError(f"{file}: unreadable (not a regular file)")
     return status.st_size
 
 
 def is_there(file: Path) -> bool:
     """Return whether a folder has an entry of this name, even a pipe, a folder or a broken link.
 
-    `regular_size` then raises for an entry that cannot be read, so that it does not count as missing.
+    `regular_size` then raises for an entry that cannot be read, instead of treating it as missing.
     """
     return os.path.lexists(file)
 
@@ -68,14 +67,14 @@ def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> st
     """Return a regular file's UTF-8 text; most_values limits the values of JSON.
 
     Raises:
-        CheckpointError: it is missing, no regular file, not UTF-8, or too large.
+        CheckpointError: it is missing, not a regular file, not UTF-8, or too large.
     """
     size = regular_size(file)
     if size > most_bytes:
         raise CheckpointError(f"{file}: {size} bytes, expected at most {most_bytes}")
     try:
         with file.open("rb") as opened:
-            data = opened.read(size)  # files of /proc have size 0 and no end
+            data = opened.read(size)  # a file in /proc has size 0 and may be endless
         if most_values is not None and sum(map(data.count, (b",", b"[", b"{"))) > most_values:
             raise CheckpointError(f"{file}: unreadable (more than {most_values} values)")
         return data.decode()
@@ -86,10 +85,10 @@ def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> st
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    NaN and infinities are numbers, as Python writes them. The last of two values of one key counts.
+    NaN and infinities are accepted, as Python writes them. If a key occurs twice, its last value counts.
 
     Raises:
-        CheckpointError: it is missing, no regular file, not JSON in UTF-8, no object, too large, or nested too deep.
+        CheckpointError: it is missing, not a regular file, not UTF-8 JSON, no object, too large, or nested too deep.
     """
     text = read_text(file, _MAX_JSON_BYTES, _MAX_JSON_VALUES)
     try:

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a folder of this machine, or what the Hugging Face Hub's client keeps of a model."""
+"""Find a checkpoint: a local folder, or a model in the Hugging Face Hub's cache."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from pathlib import Path
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.models.loading.checkpoint_files import is_there, other_kind
 
-# Never code nor pickles. "consolidated" files and the folder "original" repeat the weights in another layout.
+# Neither code nor pickles. "consolidated" files and the folder "original" repeat the weights in another layout.
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 _UNWANTED = ("consolidated*", "original/*", "*.bin", "*.pt", "*.pth", "*.py")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
-# The folder of a model within the cache of the Hub's client.
+# Folder of a model in the Hub's cache.
 _CACHED = re.compile(r"models--(.+?)--(.+)")
 
 
 def local_folder(path: Path, *, has_weights: bool = True) -> Path:
-    """The path as it is, unless nothing is there and it reads OWNER/NAME: then the folder in which the Hub's client
-    keeps that model, downloaded if need be. HF_HUB_OFFLINE=1 takes what is there.
+    """Return the path, or if it does not exist and reads OWNER/NAME, that model's folder in the Hub's cache.
 
-    has_weights: download them, too.
+    Missing files are downloaded unless HF_HUB_OFFLINE=1. has_weights: whether that includes the weights.
 
     Raises:
-        CheckpointError: the model can be had neither from the Hub nor from its cache.
+        CheckpointError: the model is neither on the Hub nor in its cache.
         UnsupportedError: the package huggingface_hub is not installed.
     """
     if os.path.lexists(path) or not _HUB_ID.fullmatch(str(path)):
@@ -33,25 +32,25 @@ def local_folder(path: Path, *, has_weights: bool = True) -> Path:
 
 
 def model_name(folder: Path) -> str:
-    """The folder's own name, or OWNER/NAME in the cache of the Hub's client, where it is that of a commit."""
+    """Return the folder's name, or OWNER/NAME for a commit's folder in the Hub's cache."""
     match = _CACHED.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
     return "/".join(match.groups()) if match else folder.name
 
 
 def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
-    """The folder of a checkpoint, given as a folder or as OWNER/NAME on the Hub, which is downloaded if need be.
+    """Return the folder of a checkpoint, given as a folder or as OWNER/NAME on the Hub, which is downloaded if missing.
 
-    is_run: it must have all that running it takes; else config.json is enough, and no weights are downloaded.
+    is_run: whether all files to run it are needed; otherwise config.json is enough, and weights are not downloaded.
 
     Raises:
-        InvalidInputError: there is no such folder, and it is no OWNER/NAME.
-        CheckpointError: the folder lacks files, or the model can be had neither from the Hub nor from its cache.
+        InvalidInputError: there is no such folder, and it is not OWNER/NAME.
+        CheckpointError: the folder lacks files, or the model is neither on the Hub nor in its cache.
         UnsupportedError: it is on the Hub, and the package huggingface_hub is not installed.
     """
     path = local_folder(Path(model), has_weights=is_run)
     try:
         is_folder, is_file = path.is_dir(), path.exists()
-    except (OSError, ValueError) as error:  # too long, not to be looked at, or with a null character
+    except (OSError, ValueError) as error:  # too long, no permission, or a null character
         raise InvalidInputError(f"model {str(model)!r}: {getattr(error, 'strerror', None) or error}") from error
     if is_folder:
         _check_complete(path, is_run)
@@ -60,11 +59,11 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
         raise InvalidInputError(
             f"model {str(model)!r}: a file, expected a folder in Hugging Face layout{other_kind(path)}"
         )
-    raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")
+    raise InvalidInputError(f"model {str(model)!r}: no such folder, and not OWNER/NAME on the Hugging Face Hub")
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a folder lacks of that which running takes."""
+    """Return the files that a folder lacks to run."""
     missing = [name for name in ("config.json", "tokenizer.json") if not is_there(folder / name)]
     return missing if any(folder.glob("*.safetensors")) else [*missing, "*.safetensors"]
 
@@ -81,14 +80,14 @@ def _download(model_id: str, wanted: list[str]) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise UnsupportedError(
-            f"model {model_id!r}: no such folder, and models of the Hub need huggingface_hub: pip install 'paged[cli]'"
+            f"model {model_id!r}: no such folder, and models on the Hub need huggingface_hub: pip install 'paged[cli]'"
         ) from error
     try:
         return Path(snapshot_download(model_id, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)))
-    except Exception as error:  # of the client, of HTTP or of the file system, by release
+    except Exception as error:  # the types depend on the client's release: its own, HTTP's or the file system's
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
-            f"model {model_id!r}: no such folder, not in the Hub's cache and not to be downloaded "
+            f"model {model_id!r}: no such folder, not in the Hub's cache, and its download failed "
             f"({type(error).__name__}: {reason}). Without a network, fetch it elsewhere by `hf download {model_id} "
             f"--local-dir FOLDER` and give FOLDER; models behind a licence need `hf auth login`"
         ) from error

@@ -1,4 +1,4 @@
-"""config.json of a checkpoint, read with errors that name the key and the file."""
+"""A checkpoint's config.json, with errors that name the key and the file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paged.models.loading.checkpoint_files import is_there, other_kind, read_jso
 from paged.printable import one_line
 
 _REQUIRED: Any = object()
-# Sizes beyond any model's; products of two still fit into 64 bits.
+# Above any model's sizes; products of two still fit into 64 bits.
 _MAX_INTEGER = 2**31 - 1
 
 
 class HfConfig:
     """Values of a config.json, or of a section of one; a key that is absent or null takes the default.
 
-    defaults: of absent keys, by key; the family's, once that is known.
-    read_keys: those that were asked for; what they say is honoured, or known to mean nothing.
+    defaults: values of absent keys, by key; set once the family is known.
+    read_keys: keys that were read, so their values are honoured or known to have no effect.
     """
 
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -34,7 +34,7 @@ class HfConfig:
 
     @classmethod
     def read(cls, folder: Path, name: str = "config.json", *, may_lack: bool = False) -> HfConfig:
-        """Read the folder's config.json, or another file of its kind; with may_lack, a missing file is an empty one.
+        """Read the folder's config.json or a similar file; with may_lack, a missing file counts as empty.
 
         Raises:
             CheckpointError: it is missing, or not a JSON object.
@@ -52,7 +52,7 @@ class HfConfig:
         return self.values.get(key, self.defaults.get(key))
 
     def overridden(self, own: Mapping[str, Any]) -> HfConfig:
-        """The same with other values of some keys, and with keys read of its own."""
+        """Return a copy with other values for some keys, and its own read_keys."""
         config = HfConfig({**self.values, **own}, self.source)
         config.defaults = self.defaults
         return config
@@ -68,7 +68,7 @@ class HfConfig:
         return int(value)
 
     def optional_integer(self, key: str) -> int | None:
-        """A positive integer; None where null, or absent and without a default of the family's."""
+        """Return a positive integer, or None if the key is null, or absent without a family default."""
         return None if self.value(key) is None else self.integer(key)
 
     def number(self, key: str, default: float = _REQUIRED, *, may_be_zero: bool = False) -> float:
@@ -84,7 +84,7 @@ class HfConfig:
         return value
 
     def softcap(self, key: str) -> float:
-        """What a soft cap divides by, a positive number; 0 where null, or absent and without a default of the family's.
+        """Return the positive divisor of a soft cap; 0 if the key is null, or absent without a family default.
 
         Raises:
             UnsupportedError: it is 0.
@@ -92,7 +92,7 @@ class HfConfig:
         value = self.value(key)
         if value is not None and self.number(key, may_be_zero=True) == 0:
             raise UnsupportedError(
-                f"{self.source}: {key} = {shown(value)} is not supported: transformers divides by it; null is no cap"
+                f"{self.source}: {key} = {shown(value)} is not supported: transformers divides by it; null means no cap"
             )
         return 0.0 if value is None else self.number(key)
 
@@ -110,7 +110,7 @@ class HfConfig:
         return str(self._get(key, default, "a string", str))
 
     def choice(self, key: str, *known: Any) -> Any:
-        """Return one of the known values, words in any letter case, or None; null takes the family's default, too.
+        """Return one of the known values, or None; words match in any letter case. Null takes the family's default.
 
         Raises:
             UnsupportedError: it is another value.
@@ -136,7 +136,7 @@ class HfConfig:
         return list(values)
 
     def section(self, key: str) -> HfConfig | None:
-        """An object within; the family's default where absent or null, or None."""
+        """Return a nested object; if absent or null, the family's default, or None."""
         values = self._get(key, self.defaults.get(key), "an object", dict)
         return None if values is None else HfConfig(values, f"{self.source}: {key}")
 
@@ -146,7 +146,7 @@ class HfConfig:
             if default is _REQUIRED:
                 raise CheckpointError(f"{self.source}: {key} is missing, expected {expected}")
             return default
-        # bool is a kind of int in Python; JSON knows better.
+        # Python's bool is an int; JSON's is not.
         if type(value) not in kinds:
             raise self._wrong(key, value, expected)
         return value
@@ -161,7 +161,7 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     Each may hold one id or several.
 
     Raises:
-        CheckpointError: a file is unreadable or malformed, or holds something else.
+        CheckpointError: a file is unreadable or malformed, or a value is not a token id.
     """
     for name in ("generation_config.json", "config.json"):
         if not is_there(folder / name):

@@ -15,13 +15,14 @@ from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.token_ids import as_token_ids
 
-# Ids of blocks, and positions, are 32-bit integers on a device.
+# Block ids and positions are 32-bit integers on the device.
 _LARGEST = 2**31 - 1
-# Sizes; each has graphs with memory of their own. The 23 default sizes have 36 graphs, and 22 more with adapters.
+# Limit of the number of sizes; each has graphs with their own memory. The 23 default sizes have 36 graphs, plus 22 with
+# adapters.
 _MAX_GRAPHS = 1024
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Beside those; the short names are vLLM's.
+# Names of 8-bit dtypes in addition; the short ones are vLLM's.
 KV_CACHE_DTYPES = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3fn"), torch.float8_e4m3fn),
     **dict.fromkeys(("fp8_e5m2", "float8_e5m2"), torch.float8_e5m2),
@@ -33,7 +34,7 @@ def as_device(name: str, value: object) -> torch.device:
     """Return the device "cpu", "cuda" or "cuda:1", given as text or torch.device; None takes CUDA if there is one.
 
     Raises:
-        InvalidInputError: it is no such device, or not there.
+        InvalidInputError: it is not such a device, or the device does not exist.
     """
     if value is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,7 +45,7 @@ def as_device(name: str, value: object) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise InvalidInputError(f"{name}: {shown(value)}, expected 'cpu', 'cuda', 'cuda:1' and so on, or None")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidInputError(f"{name}: {shown(value)}, there are {torch.cuda.device_count()} CUDA devices")
+        raise InvalidInputError(f"{name}: {shown(value)}, but there are {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -87,8 +88,8 @@ class LoadOptions:
 
     Attributes:
         device: "cpu", "cuda" or "cuda:1", as text or torch.device; None for CUDA if there is one, else the CPU.
-        dtype: of weights and activations: float32, float16 or bfloat16, as torch.dtype or name; None or "auto" for the
-            checkpoint's.
+        dtype: float32, float16 or bfloat16 for weights and activations, as torch.dtype or name; None or "auto" for the
+            checkpoint's dtype.
         num_blocks: blocks of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU
             enough for four sequences of full length, at most 1 GiB.
         block_size: tokens in a block. None takes 64 on sm_90, sm_100 and sm_103, where attention is fastest with it,
@@ -97,19 +98,19 @@ class LoadOptions:
         num_swap_blocks: blocks of host memory for swapped sequences. If layers have several block tables, this and
             num_blocks count blocks of each table.
         enable_prefix_cache: whether prompts share the K/V of equal prefixes.
-        kv_cache_dtype: None or "auto" for that of the weights. Else an 8-bit dtype, as torch.dtype or a name of
-            KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the checkpoint's scales, or 1 if it has none; int8 with a
-            scale for each head and token.
+        kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise an 8-bit dtype, as torch.dtype or a name
+            in KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the checkpoint's scales (1 if it has none), or int8
+            with a scale for each head and token.
         max_loras: number of adapters that can be loaded at once.
         max_lora_rank: largest rank of an adapter. The first adapter of a layer allocates memory for max_loras of this
             rank.
         cuda_graphs: numbers of tokens up to which steps are padded and replayed from CUDA graphs, see `graph_shapes`.
             True for 1 to 256 in 23 sizes, False for none. `warmup` of the executor or `prepare` of the model captures
             them. None is True on a GPU; on a CPU with numba kernels it records decode steps, see `RECORDED_SIZES`.
-            Steps that cannot be recorded run without.
+            Steps that cannot be recorded run without a recording.
 
     Raises:
-        InvalidInputError: a value has another type or is out of range, or the device is not there.
+        InvalidInputError: a value has another type or is out of range, or the device does not exist.
     """
 
     device: torch.device = field(default_factory=partial(as_device, "device", None))
@@ -134,7 +135,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "dtype": as_dtype,
     "num_blocks": _as_optional_size,
     "block_size": _as_optional_size,
-    "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # its range is the model's own
+    "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # the model's limit is checked later
     "num_swap_blocks": partial(as_int, high=_LARGEST),
     "enable_prefix_cache": as_bool,
     "kv_cache_dtype": partial(as_dtype, others=KV_CACHE_DTYPES),
@@ -148,11 +149,11 @@ def as_folder(name: str, value: object) -> Path:
     """Return `value` as a path.
 
     Raises:
-        InvalidInputError: it is no path, or no system could open it.
+        InvalidInputError: it is not a path, or no system could open it.
     """
     try:
         path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    except Exception:  # of a class of the caller's
+    except Exception:  # from a class of the caller
         path = None
     if not isinstance(path, str) or "\0" in path:
         raise InvalidInputError(f"{name}: {shown(value)}, expected the path of a folder")

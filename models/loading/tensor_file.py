@@ -1,5 +1,5 @@
-"""A safetensors file, read into memory: a file that is cut short or rewritten meanwhile is an error, where a memory map
-of it would end the process."""
+"""Read a safetensors file into memory. If the file is truncated or rewritten meanwhile, that raises an error; a memory
+map would crash the process."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ _DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-# Room for 100,000 tensors; the format's own limit of 100 MB takes seconds and 400 MB to read.
+# Enough for 100,000 tensors; reading a header of the format's own limit, 100 MB, takes seconds and 400 MB.
 _MAX_HEADER_BYTES = 16 << 20
-# Of a tensor that is converted, goes to a device or is cut by columns: at once, through memory that is used again.
+# Size of the reused buffer for tensors that are converted, sent to a device, or cut by columns.
 _PIECE_BYTES = 4 << 20
-# What a thread reads at least.
+# Least bytes per thread.
 _LEAST_SHARE = 1 << 20
-# Runs below this are read with what lies between them.
+# Shorter runs are read together with the gaps between them.
 _LEAST_RUN = 4096
 
 
 class TensorFile:
-    """An open file. tensors: what its header says, by name: dtype as safetensors names it, shape, first byte
-    and the one behind the last. stamp: what changes where the file does.
+    """An open safetensors file.
+
+    tensors: name -> (dtype as safetensors names it, shape, first byte, end). stamp: changes when the file does.
 
     Raises:
-        CheckpointError: it is missing, unreadable or truncated, or its header contradicts itself.
+        CheckpointError: it is missing, unreadable or truncated, or its header is inconsistent.
     """
 
     def __init__(self, file: Path) -> None:
@@ -48,7 +49,7 @@ class TensorFile:
         try:
             self.stamp = self._stamp()
             header_size = int.from_bytes(self._opened.read(min(size, 8)), "little")
-            if size < 8 or header_size > min(size, _MAX_HEADER_BYTES):  # files of /proc have size 0, and may wait
+            if size < 8 or header_size > min(size, _MAX_HEADER_BYTES):  # files in /proc have size 0, and may block
                 raise self.wrong(f"a header of {header_size} bytes")
             self._start = 8 + header_size
             self.tensors = self._entries(self._opened.read(header_size), size - self._start)
@@ -61,15 +62,15 @@ class TensorFile:
         self._opened.close()
 
     def wrong(self, problem: str) -> CheckpointError:
-        """An error that names the file."""
+        """Return an error that names the file."""
         return CheckpointError(f"{self.file}: missing, unreadable or truncated ({problem})")
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """All of a tensor, in memory of its own."""
+        """Return a tensor in its own memory."""
         return self._read(name, torch.empty(self.tensors[name][1], dtype=self._dtype(name)), 0)
 
     def get_part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Entries start to stop of a dimension."""
+        """Return entries `start` to `stop` of a dimension."""
         dtype, shape = self._dtype(name), self.tensors[name][1]
         rows, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
         part = torch.empty((*shape[:dim], stop - start, *shape[dim + 1 :]), dtype=dtype)
@@ -87,7 +88,7 @@ class TensorFile:
         return part
 
     def fill(self, name: str, out: torch.Tensor) -> None:
-        """Read a tensor into one of its shape: into place, or piece by piece through a buffer."""
+        """Read a tensor into `out` of the same shape, directly if possible, else piece by piece through a buffer."""
         dtype, shape = self._dtype(name), self.tensors[name][1]
         if out.dtype == dtype and out.is_cpu and out.is_contiguous():
             self._read(name, out.detach(), 0)
@@ -101,7 +102,7 @@ class TensorFile:
             rows[row : row + count].copy_(self._read(name, piece, row * row_bytes))
 
     def checksum(self, name: str, pieces: int, piece_bytes: int) -> int:
-        """Of so many pieces of a tensor's bytes, from its first to its last; of a small one, of all."""
+        """Return a checksum of evenly spaced pieces of a tensor's bytes, with both ends; of a small tensor, of all."""
         begin, end = (self._start + at for at in self.tensors[name][2:])
         last, checksum = max(begin, end - piece_bytes), 0
         for piece in range(pieces):
@@ -118,11 +119,11 @@ class TensorFile:
         return _DTYPES[stored]
 
     def _read(self, name: str, out: torch.Tensor, offset: int) -> torch.Tensor:
-        """Fill contiguous memory with what begins at a byte of a tensor."""
+        """Fill contiguous memory with a tensor's bytes from an offset on."""
         offset += self._start + self.tensors[name][2]
         if out.nbytes:
             data = out.view(-1).view(torch.uint8).numpy().data
-            # In as many parts as torch has threads: one reads half as fast as two copy from a memory map.
+            # One part per torch thread: one thread reads half as fast as two copy from a memory map.
             count = min(torch.get_num_threads(), -(-out.nbytes // _LEAST_SHARE))
             each = -(-out.nbytes // count)
             starts = range(each, out.nbytes, each)
@@ -131,14 +132,14 @@ class TensorFile:
             for other in others:
                 other.result()
         if self._stamp() != self.stamp:
-            raise self.wrong("changed while it was read")
+            raise self.wrong("the file changed during the read")
         return out
 
     def _read_bytes(self, data: memoryview, offset: int) -> None:
         while data:
             count = os.preadv(self._opened.fileno(), [data], offset)
             if not count:
-                raise self.wrong("it ends within a tensor")
+                raise self.wrong("the file ends within a tensor")
             data, offset = data[count:], offset + count
 
     def _stamp(self) -> tuple[int, ...]:
@@ -146,7 +147,7 @@ class TensorFile:
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def _entries(self, header: bytes, size: int) -> dict[str, tuple[str, list[int], int, int]]:
-        """The entries of a header, of tensors that fill `size` bytes without a gap."""
+        """Return the entries of a header; raise unless its tensors fill `size` bytes without gaps."""
         try:
             values: dict[str, Any] = json.loads(header)
             values.pop("__metadata__", None)
@@ -155,18 +156,18 @@ class TensorFile:
             for name, entry in values.items():
                 dtype, shape, (start, stop) = str(entry["dtype"]), list(entry["shape"]), entry["data_offsets"]
                 if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-                    raise ValueError(f"{name}: a shape or offsets that are no sizes")
+                    raise ValueError(f"{name}: the shape or offsets are not sizes")
                 if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start:
                     raise ValueError(f"{name}: {stop - start} bytes for shape {shape} of {dtype}")
                 spans.append((start, stop))
                 found[name] = dtype, shape, start, stop
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise self.wrong(f"no safetensors header: {one_line(repr(error), 200)}") from error
+            raise self.wrong(f"not a safetensors header: {one_line(repr(error), 200)}") from error
         end = 0
         for start, stop in sorted(spans):
             if start != end:
-                raise self.wrong(f"tensors that do not follow each other, at byte {start}")
+                raise self.wrong(f"gap or overlap of tensors at byte {start}")
             end = stop
         if end != size:
-            raise self.wrong(f"{size} bytes of tensors, {end} promised")
+            raise self.wrong(f"{size} bytes of tensors, expected {end} from the header")
         return found

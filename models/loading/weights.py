@@ -1,4 +1,4 @@
-"""Stream a checkpoint's tensors into the parameter slices they belong to. Only safetensors; nothing is unpickled."""
+"""Stream a checkpoint's tensors into parameter slices. Only safetensors are read; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from paged.models.loading.checkpoint_files import is_there, other_kind, read_jso
 from paged.models.loading.tensor_file import TensorFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Scales of an 8-bit KV cache as compressed-tensors, ModelOpt and Quark name them.
+# Scales of an 8-bit KV cache, as named by compressed-tensors, ModelOpt and Quark.
 _KV_SCALE = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:([kv])_scale|([kv])_proj\.(?:\3_scale|output_scale))")
 FLOATING = ("F64", "F32", "F16", "BF16")
-# Types of packed numbers and of what is stored beside them -> safetensors' names for them.
+# Dtypes of packed weights and of the tensors beside them -> safetensors' names.
 PACKED = {
     torch.uint8: ("U8",),
     torch.int8: ("I8",),
@@ -33,15 +33,15 @@ PACKED = {
     torch.float8_e4m3fn: ("F8_E4M3",),
 }
 _MAX_SHOWN = 200
-# The largest published checkpoints have 200.
+# Limit of files; the largest published checkpoints have 200.
 _MOST_FILES, _MAX_NAME = 4096, 1024
 
 
 class Slot(Protocol):
     """Destination of a checkpoint's tensor: a parameter, a slice of one, or an object that converts it.
 
-    dtype: that of packed numbers and tensors that belong to them; for others any floating dtype of 16 bits or more is
-    accepted.
+    dtype: required for packed weights and tensors that belong to them; for others any floating dtype of 16 bits or more
+    is accepted.
     """
 
     @property
@@ -56,8 +56,8 @@ class Slot(Protocol):
 class ConvertedSlot(NamedTuple):
     """A slot whose `copy_` converts its tensor.
 
-    is_loose: whether the tensor may have more dimensions of size 1 at its end, because a number for each row is stored
-    both ways. `shape` is without them.
+    is_loose: whether the tensor may have additional trailing dimensions of size 1, because files store one number per
+    row both ways. `shape` is without them.
     """
 
     shape: torch.Size
@@ -66,18 +66,18 @@ class ConvertedSlot(NamedTuple):
     is_loose: bool = False
 
 
-# Reads what a slot takes of a tensor that holds more: from an opened file, by its name there.
+# Reads the part of a tensor that a slot takes, from an open file and by the tensor's name in it.
 Read = Callable[[TensorFile, str, Slot], torch.Tensor]
-# Iterates over a sequence of work, named by `desc`, and may show how far it has come: `unit` is what is counted, and
-# `size` how many of those an item is, one by default.
+# Iterates over work and may show progress. `desc` names the work, `unit` the counted unit, and `size` the number of
+# units of an item, 1 by default.
 Track = Callable[..., Iterable[Any]]
-# Checkpoint name of a tensor -> where it goes.
+# Checkpoint name of a tensor -> its destination.
 WeightSlots = dict[str, Slot]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a file's header describes it; dtype as safetensors names it. stamp: the file's, see `TensorFile`."""
+    """A tensor in a file's header; dtype as safetensors names it. stamp: the file's, see `TensorFile`."""
 
     name: str
     file: Path
@@ -86,12 +86,12 @@ class StoredTensor:
     stamp: tuple[int, ...] = ()
 
 
-# Name -> where it is; the name is that in the file, or the one that a family has for it.
+# Name -> tensor; by the name in the file or the family's name.
 StoredTensors = dict[str, StoredTensor]
 
 
 def untracked(items: Iterable[Any], **_: object) -> Iterable[Any]:
-    """Show nothing; a `Track`."""
+    """Return the items without showing progress; a `Track`."""
     return items
 
 
@@ -99,16 +99,16 @@ def read_headers(folder: Path) -> StoredTensors:
     """Read every tensor's description from the headers of a checkpoint's files.
 
     Raises:
-        CheckpointError: a tensor is there twice or not where the index says; or a file is missing, unreadable,
-            truncated or outside of the folder.
+        CheckpointError: a tensor occurs twice or is not in the file that the index names; or a file is missing,
+            unreadable, truncated or outside of the folder.
     """
     stored: StoredTensors = {}
     for file, promised in _files(folder).items():
         found = read_header(file)
         if absent := sorted(promised - found.keys()):
-            raise CheckpointError(f"{plain(absent[0])}: not in {file}, where the index says it is")
+            raise CheckpointError(f"{plain(absent[0])}: not in {file}, which the index names for it")
         if repeated := sorted(found.keys() & stored.keys()):
-            raise CheckpointError(f"{plain(repeated[0])}: there twice, again in {file}")
+            raise CheckpointError(f"{plain(repeated[0])}: a second time, in {file}")
         stored |= found
     return stored
 
@@ -127,9 +127,9 @@ def read_header(file: Path) -> StoredTensors:
 
 
 def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: Path) -> None:
-    """Check that every slot has a fitting tensor of its name, and every tensor a slot.
+    """Check that every slot has a tensor of its name, shape and dtype, and every tensor has a slot.
 
-    Tensors without a slot are errors, with these exceptions: `rotary_emb.inv_freq` buffers of old files, scales of the
+    Exceptions for tensors without a slot: `rotary_emb.inv_freq` buffers of old files, scales of the
     KV cache (see `load_kv_scales`) and, with tied_head, an lm_head.weight.
 
     Raises:
@@ -161,12 +161,12 @@ def load_weights(
 ) -> None:
     """Fill every slot with the tensor of its name, converted to the slot's dtype and device.
 
-    stored: as `check_weights` accepted them. parts: how to read tensors of which a slot takes a part. track: iterates
-    over the names, and may show progress in bytes. tick: called after every tensor.
+    stored: checked by `check_weights`. parts: readers of tensors that this rank reads in part. track: iterates over
+    the names and may show progress in bytes. tick: called after every tensor.
 
     Raises:
-        CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots may then hold
-            anything.
+        CheckpointError: a file became unreadable, or packed tensors contradict each other; the slots' contents are then
+            undefined.
     """
     ordered = sorted(slots, key=lambda name: (stored[name].file, name))
     sizes = {name: math.prod(slot.shape) * slot.dtype.itemsize for name, slot in slots.items()}
@@ -182,12 +182,12 @@ def load_weights(
                     else:
                         slot.copy_(tensors.get_tensor(source) if part is None else part(tensors, source, slot))
                 except InvalidInputError as error:
-                    raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
+                    raise CheckpointError(f"{name}: in {file}, cannot build the projection: {error}") from error
                 tick()
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
-    """Read one tensor to the CPU.
+    """Read one tensor into CPU memory.
 
     Raises:
         CheckpointError: its file became unreadable.
@@ -204,7 +204,7 @@ def load_kv_scales(
     A value is stored * scale. num_kv_heads: of each layer.
 
     Raises:
-        CheckpointError: a scale is there twice, belongs to no layer, has another size or no floating dtype, or is not
+        CheckpointError: a scale occurs twice, belongs to no layer, has another size or no floating dtype, or is not
             finite and above 0.
     """
     scales: list[dict[str, torch.Tensor]] = [{} for _ in num_kv_heads]
@@ -229,15 +229,15 @@ def load_kv_scales(
 
 @contextmanager
 def open_tensors(file: Path, stamp: tuple[int, ...] = ()) -> Iterator[TensorFile]:
-    """Open a safetensors file; with a stamp, the same as before.
+    """Open a safetensors file; with a stamp, check that the file has not changed since.
 
     Raises:
-        CheckpointError: it is missing, no regular file, unreadable, truncated or changed.
+        CheckpointError: it is missing, not a regular file, unreadable, truncated or changed.
     """
     try:
         with closing(TensorFile(file)) as tensors:
             if stamp and tensors.stamp != stamp:
-                raise tensors.wrong("changed since its header was read")
+                raise tensors.wrong("the file changed after its header was read")
             yield tensors
     except (OSError, MemoryError) as error:
         raise CheckpointError(f"{file}: missing, unreadable or truncated ({plain(str(error))})") from error
@@ -256,12 +256,12 @@ def check_dtype(name: str, tensor: StoredTensor, expected: tuple[str, ...]) -> N
 
 
 def plain(text: str) -> str:
-    """Return text of a file for a message: cut short, and as its repr if it could affect a terminal."""
+    """Return text from a file for a message: shortened, and as its repr if it could control a terminal."""
     return text if len(text) <= _MAX_SHOWN and text.isprintable() else shown(text)
 
 
 def without_ones(shape: Sequence[int]) -> list[int]:
-    """Return the shape without dimensions of size 1 at its end."""
+    """Return the shape without trailing dimensions of size 1."""
     end = len(shape)
     while end and shape[end - 1] == 1:
         end -= 1
@@ -269,7 +269,7 @@ def without_ones(shape: Sequence[int]) -> list[int]:
 
 
 class PackedModule(nn.Module):
-    """Holds weights in fewer numbers: each row of `values` stands for in_features weights."""
+    """Holds packed weights: each row of `values` stands for in_features weights."""
 
     values: nn.Parameter
     in_features: int
@@ -279,7 +279,7 @@ class PackedModule(nn.Module):
         return self.values[..., 0].numel() * self.in_features
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move to another device, but keep the dtypes if the network is given one."""
+        """Move to another device; keep the dtypes if the network's dtype changes."""
 
         def keeping_type(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -290,7 +290,7 @@ class PackedModule(nn.Module):
 
 
 def num_weights(network: nn.Module) -> int:
-    """Return the number of weights and biases, a tied head once, without scales and zero points."""
+    """Return the number of weights and biases; a tied head counts once, scales and zero points do not."""
     count = 0
     for module in network.modules():
         if isinstance(module, PackedModule):
@@ -301,7 +301,7 @@ def num_weights(network: nn.Module) -> int:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """Return the files of a checkpoint, each with the tensors that an index promises there."""
+    """Return a checkpoint's files, each with the tensors that the index places in it."""
     if is_there(folder / _SINGLE):
         return {folder / _SINGLE: set()}
     index = folder / _INDEX
@@ -310,16 +310,16 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         reason = (
             f"only {pickled[0]}, and pickled weights are never loaded"
             if pickled
-            else f"neither is there{other_kind(folder)}"
+            else f"there is neither{other_kind(folder)}"
         )
         raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}; {reason}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: without a weight_map object")
+        raise CheckpointError(f"{index}: no weight_map object")
     files: dict[Path, set[str]] = {}
     found: dict[Any, Path] = {}
     for name, entry in weight_map.items():
-        # Entries of other kinds are no keys; those of strings are looked up in the file system once each.
+        # Only strings can be names; each is looked up in the file system once.
         file = found.get(entry) if isinstance(entry, str) else None
         if file is None:
             file = found[entry] = _inside(folder, name, entry, index)
@@ -332,15 +332,15 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 def _inside(folder: Path, name: str, entry: Any, index: Path) -> Path:
     """Return the file that an index entry names; a plain name may be a symlink, as in the Hub's cache."""
     name = plain(name)
-    # What is not printable could do something to a terminal that shows a message with the file's name.
+    # Messages show the file's name, so it must not control a terminal.
     if not isinstance(entry, str) or not entry.isprintable() or len(entry) > _MAX_NAME or Path(entry).is_absolute():
-        raise CheckpointError(f"{name}: {shown(entry)} in {index} is no relative file name")
+        raise CheckpointError(f"{name}: {shown(entry)} in {index} is not a relative file name")
     file = folder / entry
     if Path(entry).name != entry:
         try:
             is_inside = file.resolve().is_relative_to(folder.resolve())
-        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-            raise CheckpointError(f"{name}: {shown(entry)} in {index} leads nowhere ({error})") from error
+        except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links, before Python 3.13
+            raise CheckpointError(f"{name}: {shown(entry)} in {index} cannot be resolved ({error})") from error
         if not is_inside:
             raise CheckpointError(f"{name}: {shown(entry)} in {index} lies outside of the folder")
     return file

@@ -1,4 +1,4 @@
-"""A model's low-rank adapters: which are loaded, where their weights are, and which sequence uses which."""
+"""A model's low-rank adapters: the loaded ones, their weights, and the sequences that use them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class LoadedAdapter:
 
 
 class LoraAdapters:
-    """Up to max_loras adapters beside the base model, which run in one batch.
+    """Up to max_loras adapters beside the base model, all in one batch.
 
-    A sequence's adapter is decided by its cache namespace: the adapter's name, or a tuple that begins with it. So no
-    sequence finds K/V that another adapter computed, and a fork keeps its adapter. Published blocks of a name are
-    withdrawn with the adapter.
+    A sequence's cache namespace decides its adapter: the adapter's name, or a tuple that begins with it. So no
+    sequence finds K/V of another adapter, and a fork keeps its adapter. When an adapter is unloaded, its published
+    blocks are withdrawn.
 
     Each linear layer has one stack of weights for max_loras adapters of max_rank. It is allocated when the first
-    adapter changes the layer and keeps its address; adapters come and go inside of it. num_layers: layers with a stack.
+    adapter changes the layer and keeps its address; adapters are written into it. num_layers: layers with a stack.
     Thread-safe.
     """
 
@@ -63,7 +63,7 @@ class LoraAdapters:
         return tuple(self._loaded)
 
     def load(self, name: str, path: str | Path) -> bool:
-        """Load an adapter from a folder that PEFT saved; return whether it is the first to change some layer.
+        """Load an adapter from a folder that PEFT saved; return whether a layer is changed for the first time.
 
         Sequences can use it as soon as this returns.
 
@@ -91,7 +91,7 @@ class LoraAdapters:
             dtype = next(self._network.parameters()).dtype
             for key, change in changes.items():
                 if not (change.a.to(dtype).isfinite().all() and change.b.to(dtype).isfinite().all()):
-                    raise CheckpointError(f"{key}: not all finite as {dtype} in {folder / WEIGHTS_FILE}")
+                    raise CheckpointError(f"{key}: not all values are finite as {dtype} in {folder / WEIGHTS_FILE}")
             slot = min(set(range(self.max_loras)) - {adapter.slot for adapter in self._loaded.values()})
             is_first = any(linears[key][0].adapters is None for key in changes)
             with torch.no_grad():
@@ -117,7 +117,7 @@ class LoraAdapters:
             del self._loaded[name]
 
     def choose(self, cache_id: SeqId, name: str | None) -> None:
-        """Choose a sequence's adapter, None for none; a new sequence begins here.
+        """Choose a sequence's adapter, None for none; if the sequence is new, start it.
 
         Raises:
             InvalidInputError: the adapter is not loaded, or the sequence's namespace is not the adapter's.
@@ -133,13 +133,13 @@ class LoraAdapters:
             owner = _owner(handle.namespace)
             if name != owner and (name is not None or owner in self._loaded):
                 raise InvalidInputError(
-                    f"adapter {name!r} for cache {cache_id!r}: its namespace {handle.namespace!r} says another"
+                    f"adapter {name!r} for cache {cache_id!r}: its namespace {handle.namespace!r} belongs to another"
                 )
 
     def row_slots(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> NDArray[np.int32] | None:
         """Return the adapter slot of each row in a forward over `counts` tokens of each sequence, -1 for none.
 
-        None if no row has an adapter.
+        Return None if no row has an adapter.
         """
         if not self._loaded:
             return None
@@ -185,20 +185,20 @@ class LoraAdapters:
 
     def _check_new(self, name: str) -> None:
         if not isinstance(name, str) or not name:
-            raise InvalidInputError(f"name: {shown(name)}, expected a text that is not empty")
+            raise InvalidInputError(f"name: {shown(name)}, expected a non-empty str")
         if name in self._loaded:
-            raise InvalidInputError(f"adapter {name!r}: loaded already")
+            raise InvalidInputError(f"adapter {name!r}: already loaded")
         if len(self._loaded) == self.max_loras:
             raise InvalidInputError(f"adapter {name!r}: all {self.max_loras} slots are taken (max_loras)")
         holders = [handle for handle in self._holders(name) if handle.num_tokens]
         if holders:
             raise InvalidInputError(
-                f"adapter {name!r}: the namespace of {len(holders)} sequences without it, first {holders[0].cache_id!r}"
+                f"adapter {name!r}: namespace of {len(holders)} sequences without it, first {holders[0].cache_id!r}"
             )
 
     def _check_loaded(self, name: str) -> None:
         if not isinstance(name, str) or name not in self._loaded:
-            raise InvalidInputError(f"adapter {shown(name)}: not loaded, loaded are {list(self._loaded)}")
+            raise InvalidInputError(f"adapter {shown(name)}: not loaded, expected one of {list(self._loaded)}")
 
     def _holders(self, name: str) -> list[KvCacheHandle]:
         return [handle for handle in self._kv_manager.handles() if _owner(handle.namespace) == name]
@@ -209,7 +209,7 @@ class LoraAdapters:
                 self._kv_manager.forget_namespace(namespace)
 
     def _write(self, slot: int, changes: dict[tuple[Linear, int], LowRank]) -> None:
-        """Fill the slot in every stack; ranks are 0 in layers that the adapter does not change."""
+        """Fill the slot in every stack; layers that the adapter does not change get rank 0."""
         for linear in {linear for linear, _ in changes}:
             if linear.adapters is None:
                 linear.adapters = self._empty_stack(linear)
@@ -247,7 +247,7 @@ def _owner(namespace: Hashable) -> Any:
 
 
 def _adaptable(network: Llama) -> dict[str, tuple[Linear, int]]:
-    """Return the layer and part of each projection that can be adapted, by checkpoint name."""
+    """Return the layer and part of each adaptable projection, by checkpoint name."""
     found = {}
     for path, module in network.named_modules():
         if isinstance(module, Linear):

@@ -25,7 +25,7 @@ TARGET_MODULES = (
 )
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
-# Settings that are read here, or that say nothing about what the adapter computes. Any other that is set would.
+# Settings that are read here or do not affect the computation. Any other is refused if set.
 _KNOWN_SETTINGS = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -33,15 +33,15 @@ _KNOWN_SETTINGS = {
     *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-# The other ways to begin training (pissa, olora, corda, loftq, ...) change the base weights too.
+# The other initialisations (pissa, olora, corda, loftq, ...) change the base weights too.
 _INITIAL_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
-# Beyond any adapter's; 16-bit floats end there.
+# Above any adapter's scale; 16-bit floats end there.
 _MAX_SCALE = 65504.0
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of one projection, scale * b @ a: a [rank, in_features], b [out_features, rank], on the CPU."""
+    """Change of one projection, scale * b @ a: a [rank, in_features], b [out_features, rank], on the CPU."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -52,14 +52,14 @@ class LowRank:
         return self.a.shape[0]
 
     def part(self, dim: int, sections: Sequence[Section]) -> LowRank:
-        """Return one rank's part: of the rows if `dim` is 0, else of the columns."""
+        """Return one rank's part: rows if `dim` is 0, else columns."""
         if dim == 0:
             return replace(self, b=cut(self.b, sections, 0))
         return replace(self, a=cut(self.a, sections, 1))
 
 
 def adapter_files(folder: Path) -> tuple[Mapping[str, Any], StoredTensors]:
-    """Return an adapter's settings, and its tensors by the header of their file.
+    """Return an adapter's settings, and its tensors from the header of their file.
 
     Raises:
         CheckpointError: a file is missing or malformed.
@@ -74,11 +74,11 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
 
     Args:
         folder: as PEFT's `save_pretrained` writes it.
-        shapes: (out_features, in_features) of every projection that can be adapted, by name.
+        shapes: (out_features, in_features) of every adaptable projection, by name.
 
     Raises:
-        CheckpointError: a file or tensor is missing, malformed or unexpected, has another shape or rank than the
-            configuration says, or a scale is absurd. Values of tensors are not read here.
+        CheckpointError: a file or tensor is missing, malformed or unexpected, a shape or rank contradicts the
+            configuration, or a scale is too large. Values of tensors are not read here.
         UnsupportedError: a setting, or a module that the adapter changes, is not supported.
     """
     hf = HfConfig.read(folder, CONFIG_FILE)
@@ -90,7 +90,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
     file = folder / WEIGHTS_FILE
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled and not file.exists():
-        raise CheckpointError(f"{file}: missing; {plain(pickled[0])} is pickled, and never loaded")
+        raise CheckpointError(f"{file}: missing; {plain(pickled[0])} is pickled, so it is not loaded")
     stored = read_header(file)
     found: dict[str, set[str]] = {}
     for key, tensor in sorted(stored.items()):
@@ -124,7 +124,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
         scale = alpha / (math.sqrt(rank) if takes_root else rank)
         if scale > _MAX_SCALE:
             raise CheckpointError(
-                f"{hf.source}: lora_alpha {alpha} for rank {rank}, a scale of at most {_MAX_SCALE} expected"
+                f"{hf.source}: lora_alpha {alpha} for rank {rank}, expected a scale of at most {_MAX_SCALE}"
             )
         changes[name] = LowRank(a, b, scale)
     return changes
@@ -161,14 +161,14 @@ def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], fi
 
 
 def _promised(hf: HfConfig, shapes: Mapping[str, tuple[int, int]]) -> set[str]:
-    """Return the modules that a plain list of targets names; patterns and narrowed lists promise nothing."""
+    """Return the modules that a plain list of targets names; for patterns and narrowed lists, none."""
     narrowed = hf.value("exclude_modules") or hf.value("layers_to_transform") is not None
     targets = set() if narrowed else set(_targets(hf))
     return {name for name in shapes if not targets.isdisjoint(_suffixes(name))}
 
 
 def _suffixes(name: str) -> set[str]:
-    """Yield `a.b.c`, `b.c`, `c`: the names by which a setting can mean a module."""
+    """Return `a.b.c`, `b.c`, `c`: the names by which a setting can refer to a module."""
     parts = name.split(".")
     return {".".join(parts[first:]) for first in range(len(parts))}
 
@@ -176,9 +176,9 @@ def _suffixes(name: str) -> set[str]:
 def _by_module(
     hf: HfConfig, key: str, read: Callable[[HfConfig, str], float], default: float
 ) -> Callable[[str], float]:
-    """Return a setting's value for a module by its name, else the default.
+    """Return a setting's value for a module, else the default.
 
-    Patterns are not run. If several names fit, the first one counts, as in PEFT.
+    Patterns are not supported. If several names match, the first counts, as in PEFT.
 
     Raises:
         CheckpointError, UnsupportedError: as `read_adapter`.

@@ -1,4 +1,4 @@
-"""Draw tokens on several ranks: each sends a few numbers a row instead of its part of the logits."""
+"""Draw tokens on several ranks: each sends a few numbers per row instead of its part of the logits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from paged.kernels.sampling.torch_ops.noise import TOKEN_FACTOR, exponential
 from paged.models.parallel.ranks import Ranks
 
 _NO_TOKEN = torch.iinfo(torch.int64).max
-# Candidates of a rank are a multiple of this, so that kernels which launched with as many are compiled for all.
+# A rank's number of candidates is a multiple of this, so that kernels compiled for one number serve others.
 CANDIDATES = 16
-# Of all ranks: what a program of the kernels takes at once.
+# Limit over all ranks: the most that a kernel program handles.
 _MOST_CANDIDATES = 4096
 
 
 def candidates_of(count: int, num_ranks: int, logits_bytes: int) -> int | None:
-    """Return the candidates that each rank sends if `count` best tokens decide a row's filters.
+    """Return the number of candidates that each rank sends if `count` best tokens decide a row's filters.
 
-    None if a rank's logits of the row take fewer bytes.
+    Return None if a rank's logits of the row take fewer bytes.
     """
     padded = -(-count // CANDIDATES) * CANDIDATES
     sent = (num_ranks - 1) * padded * torch.float32.itemsize
@@ -35,18 +35,18 @@ def draw_tokens(
     *filters: torch.Tensor,
     num_candidates: int = 0,
 ) -> torch.Tensor:
-    """Draw what `sample_tokens` draws from the logits of all ranks, int64 [n]; valid on rank 0 only.
+    """Draw the token that `sample_tokens` would draw from the logits of all ranks, int64 [n]; valid on rank 0 only.
 
-    Noise is a function of key and token, so every rank finds the best of its own tokens, and the best of those wins.
+    Noise is a function of key and token. So each rank finds its best token, and the best of these wins.
 
     Args:
         logits: float32 [n, m], of the tokens from `first` on.
         keys, temperature, filters: as in `sample_tokens`; filters are top_k, top_p and min_p.
-        num_candidates: at least the number of best tokens that decide what filters keep; 0 if they keep all.
+        num_candidates: at least the number of best tokens that decide the filters; 0 if the filters keep all.
     """
     if num_candidates:
         logits = _filtered(ranks, logits, num_candidates, temperature, *filters)
-    # The noise of token t of a rank is that of first + t: tokens come into it as multiples of a number, modulo 2^32.
+    # Local token t needs the noise of token first + t. A token enters it as a multiple of a number, modulo 2^32.
     low, high = keys.unbind(-1)
     own_keys = torch.stack(((low + first * TOKEN_FACTOR) & 0xFFFFFFFF, high), -1)
     tokens = sample_tokens(logits, own_keys, temperature)
@@ -55,7 +55,7 @@ def draw_tokens(
     noise = exponential(own_keys, own).log().neg().masked_fill(~is_drawn, 0.0)
     best = logits.gather(1, own[:, None]).squeeze(1)
     ids = torch.where(tokens < 0, tokens, tokens + first)
-    numbers = torch.stack([part.double() for part in (best, noise, logits.amax(-1), ids)], -1)  # which holds ids
+    numbers = torch.stack([part.double() for part in (best, noise, logits.amax(-1), ids)], -1)  # double holds ids
     best, noise, largest, ids = ranks.gather(numbers).view(len(logits), -1, 4).unbind(-1)
     best, noise, largest, ids = best.float(), noise.float(), largest.amax(1, keepdim=True).float(), ids.long()
     scores = (best - largest) / temperature.masked_fill(~is_drawn, 1.0)[:, None] + noise
@@ -76,7 +76,7 @@ def _filtered(
 ) -> torch.Tensor:
     """Return the logits with -inf for filtered tokens.
 
-    Those are below the lowest kept one of all ranks' best tokens, or without a top_k below min_p of the best token.
+    These are below the lowest kept one of all ranks' best tokens or, without top_k, below min_p of the best token.
     """
     own = logits.topk(min(num_candidates, logits.shape[1])).values
     best = ranks.gather_everywhere(functional.pad(own, (0, num_candidates - own.shape[1]), value=-torch.inf))

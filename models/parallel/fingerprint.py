@@ -1,4 +1,4 @@
-"""What the ranks of a model compare before they run it together, each part with its name."""
+"""Named values that all ranks of a model compare before they run it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import paged
 from paged.models.loading.checkpoint_files import regular_size
 from paged.models.loading.weights import StoredTensors, open_tensors
 
-# Of a tensor so many pieces of so many bytes are compared, from its first to its last: 16 KB, a small one as a whole.
+# Sample of a tensor: 4 evenly spaced pieces of 4 KB, both ends included; a small tensor is compared whole.
 _PIECES, _PIECE_BYTES = 4, 4096
 _PACKAGES = ("triton", "numba", "numpy", "safetensors")
 
 
 def program_parts() -> dict[str, object]:
-    """Return the versions of what computes."""
+    """Return the versions of the packages that compute."""
     installed = {found.name: found.version for name in _PACKAGES for found in metadata.distributions(name=name)}
     return {"paged": paged.__version__, "torch": torch.__version__, "packages": installed}
 
@@ -27,10 +27,10 @@ def program_parts() -> dict[str, object]:
 def checkpoint_parts(
     config: Mapping[str, Any], stored: StoredTensors, tick: Callable[[], object] = lambda: None
 ) -> dict[str, object]:
-    """Return what a checkpoint's files hold: the values of its configuration; of each tensor the file, its size, the
-    header's entry, and a checksum of a sample of its bytes.
+    """Return a checkpoint's configuration by key, and for each tensor its file, the file's size, the header's entry,
+    and a checksum of a sample of its bytes.
 
-    stored: as `read_headers` has them. tick: called after every tensor.
+    stored: from `read_headers`. tick: called after every tensor.
 
     Raises:
         CheckpointError: a file became unreadable.

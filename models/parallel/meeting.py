@@ -1,4 +1,4 @@
-"""How the processes of a model find each other, and the groups that belong to that model alone."""
+"""Rendezvous of the processes of one model, and process groups that only this model uses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paged.errors import InvalidInputError, RankFailedError
 
 
 class Meeting(NamedTuple):
-    """One model's processes. rank: this one's place among them. store: only they write to it. has_gloo: the caller's
-    group is one of gloo, which then carries the tensors of a GPU, too.
+    """Processes of one model. rank: this process. store: only these processes use it. has_gloo: the caller's group uses
+    gloo, which then also carries GPU tensors.
     """
 
     rank: int
@@ -26,10 +26,10 @@ class Meeting(NamedTuple):
     has_gloo: bool
 
     def group(self, name: str, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-        """Connect all processes, with gloo or NCCL as the device needs.
+        """Connect all processes by gloo or NCCL, whichever the device needs.
 
         Raises:
-            RuntimeError: one did not come in time.
+            RuntimeError: a process did not join in time.
         """
         store, kind = PrefixStore(name, self.store), dist.ProcessGroup.BackendType
         group = dist.ProcessGroup(store, self.rank, self.size)
@@ -50,12 +50,12 @@ class Meeting(NamedTuple):
 def meet(mesh: Any, timeout: timedelta) -> Meeting:
     """Find the other processes of the mesh, of the default process group, or of torchrun's environment.
 
-    Every process counts the models it meets others for. A model's store is named after that number: addresses of an
-    earlier model are still in the store that all share, and `torch.distributed.new_group` would find them.
+    Every process counts the models that it has met others for, and the model's store has this number in its name. The
+    shared store still holds addresses of earlier models, which `torch.distributed.new_group` would find.
 
     Raises:
-        InvalidInputError: the mesh is of another kind, or nothing names the processes.
-        RankFailedError: not all processes of the environment came in time.
+        InvalidInputError: the mesh has the wrong type or dimensions, or there is neither a group nor an environment.
+        RankFailedError: not all processes of the environment joined in time.
     """
     if dist.is_initialized():
         group: Any = dist.group.WORLD if mesh is None else _group_of(mesh)
@@ -66,10 +66,10 @@ def meet(mesh: Any, timeout: timedelta) -> Meeting:
             place, rank, size = _environment(*map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK")), timeout)
         except ValueError as error:
             raise InvalidInputError(
-                f"tensor_parallel_size: there is neither a default process group nor torchrun's environment ({error})"
+                f"tensor_parallel_size: found neither a default process group nor torchrun's environment ({error})"
             ) from error
         except RuntimeError as error:
-            raise RankFailedError(f"not all processes came in {timeout.total_seconds():g} s ({error})") from error
+            raise RankFailedError(f"not all processes joined in {timeout.total_seconds():g} s ({error})") from error
         members, has_gloo = list(range(size)), False
     name = f"paged/{','.join(map(str, members))}"
     number = place.add(f"{name}/{rank}", 1)
@@ -78,7 +78,7 @@ def meet(mesh: Any, timeout: timedelta) -> Meeting:
 
 @cache
 def _environment(*given: Any) -> tuple[Store, int, int]:
-    """Keep the store: another process may meet this one for a second model before this one has left the first."""
+    """Return the environment's store, rank and size. Cached: another process may still need the store."""
     found: tuple[Store, int, int] = next(rendezvous("env://", timeout=given[-1]))
     return found
 
@@ -88,5 +88,5 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
         raise InvalidInputError(f"mesh: {type(mesh).__name__}, expected a torch DeviceMesh")
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 1 and "tp" not in names:
-        raise InvalidInputError(f"mesh: dimensions {names or mesh.ndim}, expected one, or one that is named 'tp'")
+        raise InvalidInputError(f"mesh: dimensions {names or mesh.ndim}, expected one, or one named 'tp'")
     return mesh.get_group("tp" if mesh.ndim > 1 else None)

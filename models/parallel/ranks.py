@@ -20,11 +20,11 @@ from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 from paged.models.parallel.meeting import Meeting, meet
 from paged.models.parallel.share import Share
 
-# Between two looks at how far the others have come.
+# Interval between two checks of the other ranks' progress.
 _BEAT_S = 0.05
-# In place of a rank's progress.
+# Values that replace a rank's progress.
 _DONE, _FAILED = -1, -2
-# More ranks than any model has heads; a gloo group connects each with each.
+# More ranks than any model has heads; gloo connects every pair of ranks.
 _MAX_RANKS = 1024
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 86_400.0
 
@@ -35,12 +35,12 @@ class ParallelConfig:
 
     Attributes:
         tensor_parallel_size: number of processes, 1 to 1024.
-        expert_parallel: whether each process holds whole experts instead of a part of each.
+        expert_parallel: whether each process holds whole experts, not a part of each.
         mesh: torch DeviceMesh of the processes, with one dimension or one named "tp". None for the default process
             group, or for the processes of torchrun's environment if there is none.
-        timeout_s: seconds, 0.1 to 86,400, after which a process counts as failed that does not come, does not answer,
-            or stands still while it loads.
-        check_steps: number of steps after which processes compare the messages they had and their results.
+        timeout_s: seconds, 0.1 to 86,400, after which a process counts as failed if it does not join or answer, or
+            makes no progress in loading.
+        check_steps: number of steps between two comparisons of the processes' messages and results.
 
     Raises:
         InvalidInputError: a value has another type or is out of range.
@@ -60,16 +60,16 @@ class ParallelConfig:
 
 
 class Ranks:
-    """This process among those that share a model; by default it is alone and sends nothing.
+    """This process among those that share a model; by default the only one, which sends nothing.
 
     Attributes:
-        rank, size: number of this process and of all; rank 0 drives.
-        num_bytes: bytes of the tensors that this process gave to collectives so far, by kind. A CUDA graph counts only
+        rank, size: number of this process and of all processes; rank 0 drives.
+        num_bytes: bytes of the tensors that this process has given to collectives, by kind. A CUDA graph counts only
             when it is captured.
 
     Raises, in every method that sends or waits:
-        RankFailedError: another process has ended or did not answer in time. Every later call, and every call after
-            `close`, then raises it too, on all ranks.
+        RankFailedError: another process has ended or did not answer in time. Later calls, and all calls after `close`,
+            raise it on all ranks.
     """
 
     def __init__(self, share: Share | None = None, *, config: ParallelConfig | None = None) -> None:
@@ -84,11 +84,11 @@ class Ranks:
 
     @classmethod
     def join(cls, config: ParallelConfig) -> Ranks:
-        """Meet the other processes, see `meet`. They can then compare what they have, and `connect`.
+        """Meet the other processes, see `meet`. After this they can compare values and `connect`.
 
         Raises:
-            InvalidInputError: the number of processes is not tensor_parallel_size, or nothing names them.
-            RankFailedError: another process did not come in time.
+            InvalidInputError: the number of processes is not tensor_parallel_size, or the processes are unknown.
+            RankFailedError: another process did not join in time.
         """
         size = config.tensor_parallel_size
         if size == 1 and config.mesh is None:
@@ -102,7 +102,7 @@ class Ranks:
         return ranks
 
     def connect(self, device: torch.device) -> None:
-        """Let tensors of this device be sent."""
+        """Connect all processes for tensors of this device."""
         self._connect("data", device)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Ranks:
         return self.sum(x).div_(self.size)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return on rank 0 all ranks' rows [n, m] side by side, [n, size * m]; on others x."""
+        """Return on rank 0 all ranks' rows [n, m] side by side, [n, size * m]; on other ranks x."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -134,7 +134,7 @@ class Ranks:
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: torch.Tensor, *, on_device: bool = False) -> torch.Tensor:
-        """Replace x on every rank by rank 0's, on the host or on the device."""
+        """Overwrite x on every rank with rank 0's, on the host or on the device."""
         with self._sending("broadcast", x, "data" if on_device else "control") as group:
             group.broadcast(x, 0).wait()
         return x
@@ -149,32 +149,32 @@ class Ranks:
         return found
 
     def least(self, number: int) -> int:
-        """Return the least of all ranks' numbers."""
+        """Return the smallest of all ranks' numbers."""
         return int(torch.stack(self.compare(torch.tensor([number]))).min())
 
     def see_that_same(self, parts: Mapping[str, object]) -> None:
-        """Check that all processes have the same, each part by its name and its text.
+        """Check that all processes have equal parts: name -> value, compared as text.
 
         Raises:
-            InvalidInputError: they have not; the message names the first part that differs.
+            InvalidInputError: they differ; the message names the first part that does.
         """
         names, texts = list(parts), list(map(str, parts.values()))
-        # First the names: only ranks that have the same ones have equally many texts.
+        # Names first: ranks with equal names have equally many texts.
         for given, labels in (([repr(names)], ["names of settings and tensors"]), (texts, names)):
             sums = torch.stack(self.compare(torch.tensor([zlib.crc32(text.encode()) for text in given])))
             differs = sums != sums[self.rank]
             if differs.any():
                 ranks, first = differs.any(1).nonzero().flatten().tolist(), int(differs.any(0).nonzero()[0])
-                raise InvalidInputError(f"{labels[first]}: ranks {ranks} were given others than {shown(given[first])}")
+                raise InvalidInputError(f"{labels[first]}: ranks {ranks} have other values than {shown(given[first])}")
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Work that each rank does by itself, such as loading; leaves when all have done it, and sends nothing inside.
+        """Run work that each rank does on its own, such as loading; wait for all at the end. Sends nothing inside.
 
-        It may take any time, as long as no rank spends `timeout_s` between two calls of `tick`.
+        It may take any time if no rank spends `timeout_s` between two calls of `tick`.
 
         Raises:
-            RankFailedError: another rank has failed, ended or stood still; `tick` raises it, too.
+            RankFailedError: another rank has failed, ended or stalled; `tick` raises it too.
         """
         if self.size == 1:
             yield
@@ -193,12 +193,12 @@ class Ranks:
         self._check()
 
     def tick(self) -> None:
-        """Tell the others that this rank gets on with its work in `apart`."""
+        """Tell the others that this rank makes progress in `apart`."""
         self._progress += 1
         self._check()
 
     def _watch(self) -> None:
-        """Compare the progress of all ranks again and again, until all are done or one has failed."""
+        """Compare the progress of all ranks repeatedly until all are done or one has failed."""
         counts, moved, pause = [0] * self.size, [monotonic()] * self.size, _BEAT_S / 64
         with suppress(RankFailedError):
             while any(count != _DONE for count in counts):
@@ -212,14 +212,14 @@ class Ranks:
                 failed = [rank for rank, count in enumerate(counts) if count == _FAILED]
                 idle = [rank for rank, at in enumerate(moved) if now - at > self.config.timeout_s]
                 if failed and self.rank not in failed:
-                    self.fail(f"ranks {failed} failed, as their own errors say")
+                    self.fail(f"ranks {failed} failed; see their own errors")
                 elif idle:
                     self.fail(f"ranks {idle} made no progress in {self.config.timeout_s:g} s")
                 if failed or idle:
                     return
 
     def fail(self, reason: str) -> None:
-        """Leave the group, so that the others' calls fail, too."""
+        """Leave the group, so that the other ranks' calls fail too."""
         if self._failure is None:
             self._failure = reason
             groups, self._groups = self._groups, {}
@@ -228,7 +228,7 @@ class Ranks:
                     group.shutdown()
 
     def close(self) -> None:
-        """Leave the group; the others' calls then fail."""
+        """Leave the group; the other ranks' calls then fail."""
         self.fail("it has been shut down")
 
     def _check(self) -> None:
@@ -258,6 +258,6 @@ class Ranks:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # all that torch.distributed raises
+        except RuntimeError as error:  # torch.distributed raises nothing else
             self.fail(f"another rank has ended, or did not answer in {self.config.timeout_s:g} s ({error})")
             raise RankFailedError(f"rank {self.rank} of {self.size} cannot go on: {self._failure}") from error

@@ -18,14 +18,14 @@ from paged.models.loading.tensor_file import TensorFile
 from paged.models.loading.weights import Read, Slot, WeightSlots
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-# Their products are parts of a sum over all ranks, to which a bias comes once.
+# Projections whose results are summed over ranks; only one rank adds their bias.
 _SUMMED = ("o_proj", "down_proj")
 _SUMMED_BIAS = re.compile(rf"(?:{'|'.join(_SUMMED)})(?:\.bias|_bias)\Z")
 _VOCABULARY = ("model.embed_tokens", "lm_head")
 
 
 class Section(NamedTuple):
-    """Neighbouring features in one dimension of a tensor; a rank holds those from `start` to `stop`."""
+    """Consecutive features in one dimension of a tensor; a rank holds those from `start` to `stop`."""
 
     size: int
     start: int
@@ -35,7 +35,7 @@ class Section(NamedTuple):
 class Part(NamedTuple):
     """The part of a stored tensor that a rank reads: `ranges` of dimension `dim`.
 
-    numbers_groups: whether values are group numbers, which begin with 0 on every rank.
+    numbers_groups: whether values are group numbers, which start at 0 on every rank.
     """
 
     dim: int
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     numbers_groups: bool = False
 
     def read(self, tensors: TensorFile, name: str, slot: Slot) -> torch.Tensor:
-        """Read the part from an opened file."""
+        """Read the part from an open file."""
         parts = [tensors.get_part(name, self.dim, *bounds) for bounds in self.ranges]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
         return tensor - tensor.min() if self.numbers_groups else tensor
@@ -55,7 +55,7 @@ def _zeros(tensors: TensorFile, name: str, slot: Slot) -> torch.Tensor:
 
 
 def _own_sizes(tensors: TensorFile, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
-    """Return the sizes of a rank's shares of a projection."""
+    """Return the sizes of a rank's parts of a projection."""
     sizes = tensors.get_tensor(name).tolist()
     return torch.tensor([int(size * share) for size, share in zip(sizes, shares, strict=True)])
 
@@ -64,8 +64,8 @@ def _own_sizes(tensors: TensorFile, name: str, slot: Slot, *, shares: Sequence[F
 class Share:
     """The part of rank `rank` of `size`: equal parts of heads, MLPs and vocabulary.
 
-    Experts are split too, or with `expert_parallel` spread whole. Norms, routers and other small tensors are on every
-    rank. With more ranks than KV heads, several ranks have the same head.
+    Each expert is split too or, with `expert_parallel`, lies on one rank. Norms, routers and other small tensors are on
+    every rank. With more ranks than KV heads, several ranks hold the same head.
     """
 
     rank: int = 0
@@ -76,7 +76,7 @@ class Share:
         """Return the configuration with the sizes of this rank's layers; those of the vocabulary stay.
 
         Raises:
-            UnsupportedError: a size does not divide by the number of ranks.
+            UnsupportedError: a size is not a multiple of the number of ranks.
         """
         if self.size == 1:
             return whole
@@ -85,7 +85,7 @@ class Share:
             attention=tuple(map(self._attention, whole.attention)),
             moe=tuple(None if moe is None else self._moe(moe) for moe in whole.moe),
             intermediate_size=tuple(
-                # Most layers with experts have no other MLP; in one that has, a size of 0 is refused by `parts`.
+                # Most layers with experts have no other MLP; if one does, `parts` refuses a size of 0.
                 0 if moe is not None and size % self.size else self._divided("intermediate_size", size)
                 for size, moe in zip(whole.intermediate_size, whole.moe, strict=True)
             ),
@@ -99,16 +99,16 @@ class Share:
     def parts(self, config: DecoderConfig, whole: WeightSlots, own: WeightSlots) -> dict[str, Read]:
         """Return the parts of tensors that this rank reads; tensors without an entry are read whole.
 
-        config: of the whole network. whole, own: slots of the whole network, and of this rank.
+        config: of the whole network. whole, own: slots of the whole network and of this rank.
 
         Raises:
-            UnsupportedError: a rank's part of a packed tensor does not begin and end with a word or a group.
+            UnsupportedError: a rank's part of a packed tensor would begin or end within a word or a group.
         """
         parts: dict[str, Read] = {}
         for name, slot in own.items():
             if self.rank and _SUMMED_BIAS.search(name) and not (self.expert_parallel and ".experts." in name):
                 parts[name] = _zeros
-            elif name.endswith(".weight_shape"):  # of weights that are packed beside it
+            elif name.endswith(".weight_shape"):  # shape of the packed weights beside it
                 packed = f"{name.removesuffix('shape')}packed"
                 shares = list(map(Fraction, own[packed].shape, whole[packed].shape))
                 parts[name] = partial(_own_sizes, shares=shares)
@@ -159,7 +159,7 @@ class Share:
         return self.rank * layer.num_kv_heads // self.size, max(1, layer.num_kv_heads // self.size)
 
     def scales(self, layer: AttentionConfig, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's scales of a layer's cache, which are one, or one for each KV head."""
+        """Return this rank's scales of a layer's cache: a single one, or one per KV head."""
         first, count = self._kv_heads(layer)
         return {name: scale if len(scale) == 1 else scale[first : first + count] for name, scale in scales.items()}
 
@@ -195,7 +195,7 @@ class Share:
             return None
         (dim,) = differing
         sections = self.sections(config, name)
-        # Of packed tensors an entry stands for several features.
+        # An entry of a packed tensor holds several features.
         scale = Fraction(whole.shape[dim], sum(section.size for section in sections))
         bounds = [(bound.start * scale, bound.stop * scale) for bound in _placed(sections)]
         if any(bound.denominator != 1 for pair in bounds for bound in pair) or sum(
@@ -210,12 +210,12 @@ class Share:
 
 
 def cut(tensor: torch.Tensor, sections: Sequence[Section], dim: int) -> torch.Tensor:
-    """Return a rank's part of a plain tensor, whose dimension `dim` consists of the sections."""
+    """Return a rank's part of a plain tensor whose dimension `dim` consists of the sections."""
     return torch.cat([tensor.narrow(dim, kept.start, len(kept)) for kept in _placed(sections)], dim)
 
 
 def _placed(sections: Sequence[Section]) -> list[range]:
-    """Return a rank's ranges of sections that follow each other."""
+    """Return a rank's ranges in consecutive sections."""
     ends = accumulate((section.size for section in sections), initial=0)
     return [range(first + one.start, first + one.stop) for one, first in zip(sections, ends, strict=False)]
 
@@ -223,16 +223,16 @@ def _placed(sections: Sequence[Section]) -> list[range]:
 def step_bytes(
     config: DecoderConfig, *, num_sums: int, last_sums: int, size: int, itemsize: int, num_tokens: int, num_rows: int
 ) -> dict[str, int]:
-    """Return the bytes that a rank gives to collectives in a step, by kind, as `Ranks.num_bytes` counts them.
+    """Return the bytes that a rank gives to collectives in a step, by kind, like `Ranks.num_bytes`.
 
     Args:
         num_sums: all-reduces of hidden states, see `Llama.num_sums`.
-        last_sums: those of them in the last layer, over the `num_rows` rows whose logits are gathered.
+        last_sums: how many of them are in the last layer, over the `num_rows` rows with logits.
         size: number of ranks.
         itemsize: bytes of an activation.
     """
     logits = -(-config.vocab_size // size)
-    # Norms over all heads add up a float32 each, of queries and of keys.
+    # Norms over all heads sum one float32 for queries and one for keys.
     norms = sum(1 if one.shares_kv_with is not None else 2 for one in config.attention if one.qk_norm == "width")
     return {
         "sum": (num_tokens * (num_sums - last_sums) + num_rows * last_sums) * config.hidden_size * itemsize
@@ -242,5 +242,5 @@ def step_bytes(
 
 
 def ring_bytes(num_bytes: dict[str, int], size: int) -> float:
-    """Return the bytes that a rank sends for that: by a ring, every part except its own twice; gathered data once."""
+    """Return the bytes that a rank sends for `num_bytes` in a ring: parts but its own twice, gathered data once."""
     return num_bytes["sum"] * 2 * (size - 1) / size + num_bytes["gather"]

@@ -20,10 +20,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Stored(NamedTuple):
-    """A tensor of a projection as a file holds it, without dimensions of 1 at its end.
+    """A stored tensor of a projection, without trailing dimensions of 1.
 
-    dtype: float32 for any floating dtype of 16 bits or more. row_dim: dimension along the output features, None if
-    there is none; an entry spans `rows_each` of them.
+    dtype: float32 for any floating dtype of 16 bits or more. row_dim: dimension of the output features, None if there
+    is none; an entry spans `rows_each` of them.
     """
 
     shape: tuple[int, ...]
@@ -34,13 +34,13 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(ABC):
-    """How a checkpoint stores a projection, and how it becomes a `QuantizedWeight`.
+    """How a checkpoint stores a projection, and its conversion to a `QuantizedWeight`.
 
     Attributes:
         form: format of the codes, as in `QuantizedWeight.format`.
-        group_size: columns that share a scale, 0 for all of a row; for e4m3 128 means blocks of 128 x 128.
+        group_size: columns that share a scale; 0 for the whole row; for e4m3, 128 means blocks of 128 x 128.
         scale_dtype: dtype of integer formats' scales on the device.
-        in_words: which of "rows" and "columns" must be a multiple of the codes in a word.
+        in_words: dimension, "rows" or "columns", whose size must be a multiple of the codes in a word.
     """
 
     form: str
@@ -68,22 +68,22 @@ class Layout(ABC):
 
     @property
     def per_word(self) -> int:
-        """Integer codes in 32 bits."""
+        """Number of integer codes in 32 bits."""
         return 32 // self.num_bits
 
     def scale_rows(self, rows: int) -> int:
-        """Return the rows of scales for rows of weights."""
+        """Return the number of scale rows for this many weight rows."""
         return -(-rows // FP8_BLOCK) if self.in_blocks else rows
 
     def num_groups(self, columns: int) -> int:
-        """Return the number of scales in a row."""
+        """Return the number of scales per row."""
         return -(-columns // self.group_size) if self.group_size else 1
 
     def check(self, name: str, rows: int, columns: int) -> None:
-        """Check that a projection of this size can be stored so.
+        """Check that this format can store a projection of this size.
 
         Raises:
-            CheckpointError: groups or words do not divide it.
+            CheckpointError: the sizes are not multiples of groups or words.
         """
         if self.group_size and not self.in_blocks and columns % self.group_size:
             raise CheckpointError(f"{name}: {columns} columns, expected a multiple of the group size {self.group_size}")
@@ -93,14 +93,14 @@ class Layout(ABC):
 
     @abstractmethod
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
-        """Return the stored tensors by the ends of their names."""
+        """Return the stored tensors by name suffix."""
 
     @abstractmethod
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        """Return the weights; called with some rows at a time, for MXFP4 with all, because its largest exponent counts.
+        """Return the weights. Called with some rows at a time; for MXFP4 with all, because its largest exponent counts.
 
         Raises:
-            InvalidInputError: numbers contradict each other.
+            InvalidInputError: the tensors contradict each other.
         """
 
 
@@ -109,7 +109,7 @@ class EightBit(Layout):
     """`weight` in its own dtype, e4m3 or int8, and scales: weight = code * scale.
 
     one_scale: one scale for all weights; otherwise one per row, or one per e4m3 block if group_size is 128. scale_name,
-    input_scale_name: ends of the scales' names.
+    input_scale_name: name suffixes of the scales.
     """
 
     one_scale: bool = False
@@ -140,7 +140,7 @@ class EightBit(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class PackQuantized(Layout):
-    """Integers of compressed-tensors, see `from_compressed_tensors`."""
+    """Integers in compressed-tensors' layout, see `from_compressed_tensors`."""
 
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
         groups, per_word = self.num_groups(columns), self.per_word
@@ -165,7 +165,7 @@ class PackQuantized(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Gptq(Layout):
-    """GPTQ (Frantar et al., 2023), see `from_gptq`; symmetric files still hold zero points, all of the middle code."""
+    """GPTQ (Frantar et al., 2023), see `from_gptq`; in symmetric files all zero points are the middle code."""
 
     version: int
     in_words: ClassVar[tuple[str, ...]] = ("rows", "columns")
@@ -182,11 +182,11 @@ class Gptq(Layout):
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
         found: dict[str, Any] = dict(tensors)
         if not self.has_zero_points:
-            # The middle code in every position, less 1 in version 1, as an int32.
+            # The middle code in every position as an int32; version 1 stores it minus 1.
             code = 2 ** (self.num_bits - 1) - (2 - self.version)
             middle = int.from_bytes(bytes([code if self.num_bits == 8 else 17 * code] * 4), "little", signed=True)
             if (tensors["qzeros"] != middle).any():
-                raise InvalidInputError(f"qzeros: not all {middle}, which the configuration's sym = true stands for")
+                raise InvalidInputError(f"qzeros: not all {middle}, expected because the configuration has sym = true")
             found["qzeros"] = None
         return from_gptq(**found, num_bits=self.num_bits, format_version=self.version)
 
@@ -213,10 +213,10 @@ class Awq(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp4(Layout):
-    """NVFP4 or MXFP4 as compressed-tensors or ModelOpt store them; the names are ends of tensor names.
+    """NVFP4 or MXFP4 as compressed-tensors or ModelOpt store them; the names are name suffixes.
 
-    global_scale: scale of all weights, which NVFP4 has. ignored: scale of NVFP4 activations; here activations stay
-    plain, which is more exact.
+    global_scale: scale of all weights, only in NVFP4. ignored: scale of NVFP4 activations, unused because activations
+    are not quantised here, which is more exact.
     """
 
     weight: str = "weight_packed"
@@ -238,9 +238,9 @@ class Fp4(Layout):
         return from_nvfp4(weight, scale, **{self.global_scale: tensors[self.global_scale].float()})
 
 
-# A pattern of projections' names, and how those are stored; None for plain weights.
+# A pattern of projections' names and their format; None for plain weights.
 Rule = tuple[NamePattern, Layout | None]
-# Plain, though a configuration that means classes of modules says nothing of it: of theirs routers are none.
+# Always plain. A configuration for module classes does not name routers, because they have another class.
 _ROUTER = re.compile(r".*(?:gate|router)\Z")
 
 
@@ -248,16 +248,16 @@ _ROUTER = re.compile(r".*(?:gate|router)\Z")
 class Quantization:
     """Rules for packed projections; the first match counts. Without a match, and for routers, weights are plain.
 
-    plain: projections that a file holds as floating point, whatever the rules say; None if no file is read.
+    plain: projections that the file stores as floating point, whatever the rules say; None if no file is read.
     """
 
     rules: tuple[Rule, ...]
     plain: frozenset[str] | None = None
 
     def layout(self, name: str) -> Layout | None:
-        """Return how a projection is stored, None for plain weights.
+        """Return the format of a projection, None for plain weights.
 
-        name: such as `model.layers.0.mlp.down_proj`. Patterns may also name it as a part of a multimodal model.
+        name: such as `model.layers.0.mlp.down_proj`. Patterns may also match its name in a multimodal model.
         """
         if _ROUTER.match(name) or name in (self.plain or ()):
             return None
@@ -271,13 +271,13 @@ class Quantization:
         """Return the layout of projections that run as one product.
 
         Raises:
-            UnsupportedError: they are stored in several ways.
+            UnsupportedError: their formats differ.
         """
         found = {name: self.layout(name) for name in names}
         first, *others = found
         for other in others:
             if found[other] != found[first]:
                 raise UnsupportedError(
-                    f"{first}, {other}: quantised in two ways, supported is one for projections of the same input"
+                    f"{first}, {other}: quantised in two ways, expected one for projections of the same input"
                 )
         return found[first]

@@ -1,4 +1,4 @@
-"""Regular expressions of a configuration, matched against names of modules in bounded time."""
+"""Regular expressions of a configuration, matched against module names in bounded time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 
-# Longer than any published one.
+# Longer than any published pattern.
 _MAX_PATTERN = 1000
-# Characters of all expressions of a configuration, times 64 for each repetition that others stand within.
+# Limit of a configuration's cost: characters of all patterns, times 64 for each level of nested repetition.
 _MAX_COST, _ROUNDS = 1 << 18, 64
 _CHARACTERS = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
 _REPEATS, _ASSERTIONS = (sre.MAX_REPEAT, sre.MIN_REPEAT), (sre.ASSERT, sre.ASSERT_NOT)
@@ -25,12 +25,13 @@ _parsed = lru_cache(4096)(sre.parse)
 
 @dataclass(frozen=True)
 class NamePattern:
-    """A regular expression that begins where a name does, as `re.match` has it. Repetitions of a character take one
-    addition (Cameron et al., Bitwise data parallelism in regular expression matching, 2014), others a round for each
-    character of the name, so no expression takes exponential time.
+    """A regular expression that matches the beginning of a name, like `re.match`, but never in exponential time.
 
-    is_module: it ends where a part of the name does; or the name ends with the expression, as plain text, or has it as
-    parts within.
+    Repetitions of one character take one addition (Cameron et al., Bitwise data parallelism in regular expression
+    matching, 2014); other repetitions take a round per character of the name.
+
+    is_module: the match must end where a part of the name does. Also matches names that contain the expression as
+    parts, or end with it, as plain text.
     """
 
     expression: str
@@ -38,25 +39,30 @@ class NamePattern:
 
     @property
     def cost(self) -> int:
-        """Characters, times the rounds that each may take."""
+        """Cost of a match: characters times rounds."""
         rounds: int = _ROUNDS ** _depth(_parsed(self.expression))
         return len(self.expression) * rounds
 
     def check(self, source: str) -> None:
-        """Raise CheckpointError where it is no regular expression, UnsupportedError where it needs another engine."""
+        """Check the pattern.
+
+        Raises:
+            CheckpointError: it is not a regular expression.
+            UnsupportedError: it needs another engine.
+        """
         try:
             if len(self.expression) > _MAX_PATTERN:
                 raise ValueError(f"longer than {_MAX_PATTERN} characters")
             if self.cost > _MAX_COST:
-                raise NotImplementedError("so many repetitions within repetitions")
+                raise NotImplementedError("too many nested repetitions")
         except NotImplementedError as error:
-            raise UnsupportedError(f"{source} has {shown(self.expression)}: not supported is {error}") from None
+            raise UnsupportedError(f"{source} has {shown(self.expression)}, which is not supported ({error})") from None
         except (re.error, ValueError, OverflowError, RecursionError) as error:
-            message = f"{source} has {shown(self.expression)}, which is no pattern ({error})"
+            message = f"{source} has {shown(self.expression)}, which is not a pattern ({error})"
             raise CheckpointError(message) from error
 
     def match(self, name: str) -> bool:
-        """Whether a name, or one that it begins with, is of this form."""
+        """Return whether the beginning of a name matches."""
         if self.is_module and (name.endswith(self.expression) or f".{self.expression}." in name):
             return True
         ends = _ends(_parsed(self.expression), name, 1)
@@ -67,19 +73,19 @@ class NamePattern:
 
 
 def check_cost(patterns: list[NamePattern], source: str) -> None:
-    """Raise UnsupportedError where expressions would take long, each by itself or all together."""
+    """Raise UnsupportedError if matching all patterns would take long."""
     if sum(pattern.cost for pattern in patterns) > _MAX_COST:
         worst = max(patterns, key=lambda pattern: pattern.cost)
         raise UnsupportedError(
-            f"{source}: {len(patterns)} patterns, {shown(worst.expression)} among them, take too long"
+            f"{source}: {len(patterns)} patterns, such as {shown(worst.expression)}, take too long to match"
         )
 
 
 def _depth(tree: Any) -> int:
-    """How many repetitions stand within each other at the most, but for those of a character.
+    """Return the depth of nested repetitions, except those of a single character.
 
     Raises:
-        NotImplementedError: a node takes more than positions.
+        NotImplementedError: sets of positions cannot express a node.
     """
     depth = 0
     for kind, value in tree:
@@ -99,7 +105,7 @@ def _depth(tree: Any) -> int:
 
 
 def _ends(tree: Any, name: str, starts: int) -> int:
-    """The positions of a name where an expression may end, of those where it begins: bit i is set for position i,
+    """Return the positions of a name where a match may end, from those where it starts; bit i stands for the position
     before character i."""
     for kind, value in tree:
         if not starts:
@@ -121,7 +127,7 @@ def _ends(tree: Any, name: str, starts: int) -> int:
 
 @lru_cache(1024)
 def _one(kind: Any, value: Any, flags: int) -> re.Pattern[str]:
-    """An expression of one node."""
+    """Compile an expression of one node."""
     tree = sre.SubPattern(sre.State(), [(kind, value)])
     tree.state.flags = flags
     compiled: re.Pattern[str] = compile_tree(tree)
@@ -130,12 +136,12 @@ def _one(kind: Any, value: Any, flags: int) -> re.Pattern[str]:
 
 @lru_cache(1 << 14)
 def _places(one: re.Pattern[str], name: str) -> int:
-    """Positions where a character, or an anchor, is that an expression of one node stands for."""
+    """Return the positions where a one-node expression matches, a character or an anchor."""
     return sum(1 << at for at in range(len(name) + 1) if one.match(name, at))
 
 
 def _is_run(least: int, most: int, tree: Any) -> bool:
-    """Whether it is any number of one character."""
+    """Return whether a repetition is of one character, any number of times."""
     return len(tree) == 1 and tree[0][0] in _CHARACTERS and least <= 1 and most == sre.MAXREPEAT
 
 
@@ -144,7 +150,7 @@ def _repeat(name: str, starts: int, least: int, most: int, tree: Any) -> int:
         taken = _ends(tree, name, (2 << len(name)) - 1) >> 1
         starts = starts if least == 0 else _ends(tree, name, starts)
         return (((starts & taken) + taken) ^ taken) | starts
-    rounds = len(name) + 1  # after which all that is new has no characters
+    rounds = len(name) + 1  # later rounds match no characters
     for _ in range(min(least, rounds)):
         starts = _ends(tree, name, starts)
     reached = starts
@@ -155,7 +161,7 @@ def _repeat(name: str, starts: int, least: int, most: int, tree: Any) -> int:
 
 
 def _holds(name: str, place: int, direction: int, tree: Any) -> bool:
-    """Whether an expression stands before or behind a position."""
+    """Return whether an expression matches before or after a position."""
     if direction > 0:
         return _ends(tree, name, 1 << place) != 0
     first = place - tree.getwidth()[0]

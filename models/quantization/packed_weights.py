@@ -1,4 +1,4 @@
-"""Packed weights of projections that run as one product, and of experts that are stored together."""
+"""Packed weights of projections that run as one product, and of experts stored in one tensor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.loading.weights import ConvertedSlot, PackedModule, WeightSlots, without_ones
 from paged.models.quantization.layouts import Layout
 
-# Codes that are unpacked at once while a checkpoint is loaded, each of which takes 15 bytes for a moment: 64 MB.
+# Codes unpacked at once during loading: 64 MB, because each temporarily takes 15 bytes.
 _MOST_CODES = 1 << 22
 _VALUES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _SCALES = {"e4m3": torch.float32, "mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}
 
 
 class PackedWeights(PackedModule):
-    """Codes and scales of several projections in one tensor each.
+    """Codes and scales of several projections, in one tensor each.
 
-    runs: rows and their weights, one product each. It is one run if all projections share input order, input scale and
-    tensor scale, and only the last ends within a block of 128 rows.
+    runs: rows and their weights, one product each. There is one run if all projections share input order, input scale
+    and tensor scale, and only the last ends within a block of 128 rows.
     """
 
     runs: tuple[tuple[slice, QuantizedWeight], ...]
@@ -41,7 +41,7 @@ class PackedWeights(PackedModule):
         columns = num_words(in_features) if code == torch.int32 else in_features
         groups = layout.num_groups(in_features)
         is_flat = groups == 1 and not (layout.in_blocks or layout.has_tensor_scale)
-        # Rows of a group side by side, as a step reads them.
+        # Rows of a group are adjacent, because a step reads them together.
         scales = (scale_rows,) if is_flat else (groups, scale_rows)
         self.values = _parameter((rows, columns), code)
         self.scale = _parameter(scales, _SCALES.get(layout.form, layout.scale_dtype))
@@ -51,7 +51,7 @@ class PackedWeights(PackedModule):
         self.input_order = _parameter((len(sizes), in_features), torch.int32) if layout.has_order else None
 
     def bind(self) -> None:
-        """Find the runs, once the weights are at their final addresses."""
+        """Compute the runs; call it when the weights are at their final addresses."""
         starts = [0]
         for part in range(1, len(self.sizes)):
             if not self._continues(starts[-1], part):
@@ -69,7 +69,7 @@ class PackedWeights(PackedModule):
         return out
 
     def stacked(self, count: int) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
-        """Return weights, scales, zero points and tensor scales of `count` experts as `fused_moe` takes them.
+        """Return weights, scales, zero points and tensor scales of `count` experts in `fused_moe`'s layout.
 
         Raises:
             UnsupportedError: projections of one expert differ in them.
@@ -78,7 +78,7 @@ class PackedWeights(PackedModule):
         if tensor_scale is not None:
             scales = tensor_scale.view(count, -1)
             if (scales != scales[:, :1]).any():
-                raise UnsupportedError("experts: another scale of all weights of gate than of up, supported is one")
+                raise UnsupportedError("experts: gate and up have different tensor scales, expected the same")
             tensor_scale = scales[:, 0].contiguous()
         scale, zeros = (
             None if each is None else _by_rows(each).unflatten(0, (count, -1)) for each in (self.scale, self.zero_point)
@@ -90,7 +90,7 @@ class PackedWeights(PackedModule):
         return sorted({count for _, weight in self.runs for count in row_counts(most, weight, dtype)})
 
     def weight_slots(self, names: Sequence[str]) -> WeightSlots:
-        """Return the slots for tensors of the projections of these names."""
+        """Return the slots for the tensors of these projections."""
         slots: WeightSlots = {}
         for part, (name, rows) in enumerate(zip(names, self.sizes, strict=True)):
             projection = _Projection(self.layout, rows, self.in_features, self._weight(part, part + 1))
@@ -133,7 +133,7 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 class _Projection:
-    """Collects the tensors of a projection and packs them once all are there."""
+    """Collects a projection's tensors and packs them when complete."""
 
     def __init__(self, layout: Layout, rows: int, columns: int, weight: QuantizedWeight) -> None:
         self.layout, self.rows, self.weight = layout, rows, weight
@@ -150,14 +150,14 @@ class _Projection:
         self.found[end] = tensor.reshape(self.stored[end].shape)
         if len(self.found) == len(self.stored):
             step = max(_MOST_CODES // self.weight.in_features // FP8_BLOCK, 1) * FP8_BLOCK
-            if self.layout.form == "mxfp4":  # whose scales are relative to the largest of all
+            if self.layout.form == "mxfp4":  # scales are relative to the largest one
                 step = self.rows
             for start in range(0, self.rows, step):
                 self._pack(start, min(start + step, self.rows))
             self.found.clear()
 
     def _pack(self, start: int, end: int) -> None:
-        """Fill rows start to end, unpacked on their device."""
+        """Fill rows start to end; unpacking runs on their device."""
         weight, layout = self.weight, self.layout
         packed = layout.pack(
             {name: self._rows_of(name, start, end).to(weight.values.device) for name in self.found}, weight.in_features
@@ -174,7 +174,7 @@ class _Projection:
             columns = torch.arange(weight.in_features, dtype=torch.int32, device=weight.values.device)
             weight.input_order.copy_(columns if packed.input_order is None else packed.input_order)
         elif packed.input_order is not None:
-            raise InvalidInputError("g_idx: columns in an order of their own, expected them in steps of a group")
+            raise InvalidInputError("g_idx: columns in their own order, expected consecutive groups")
 
     def _rows_of(self, name: str, start: int, end: int) -> torch.Tensor:
         stored, tensor = self.stored[name], self.found[name]
@@ -185,28 +185,28 @@ class _Projection:
 
 
 class Mxfp4Experts(PackedModule):
-    """One projection of all experts in MXFP4 for `fused_moe`: as many bits as in the checkpoint, reordered."""
+    """One projection of all experts in MXFP4 for `fused_moe`: the checkpoint's bits, reordered."""
 
     def __init__(self, num_experts: int, out_features: int, in_features: int) -> None:
         super().__init__()
         self.in_features = in_features
         words, groups = (num_experts, out_features, num_words(in_features)), -(-in_features // MXFP4_GROUP)
         self.values = _parameter(words, torch.int32)
-        # Rows of a group side by side, as a step reads them.
+        # Rows of a group are adjacent, because a step reads them together.
         self.exponents = _parameter((num_experts, groups, out_features), torch.uint8)
 
     @property
     def scale(self) -> torch.Tensor:
-        """[num_experts, out_features, in_features / 32]."""
+        """Scales, [num_experts, out_features, in_features / 32]."""
         return self.exponents.mT
 
     def weight_slots(self, name: str) -> WeightSlots:
-        """Return the slots for blocks and scales of the tensor of this name."""
-        # Codes, two a byte, the first in the low bits.
+        """Return the slots for the blocks and scales of this tensor."""
+        # Two codes per byte, the first in the low bits.
         shape = torch.Size((*self.scale.shape, MXFP4_GROUP // 2))
         return {f"{name}_blocks": ConvertedSlot(shape, torch.uint8, self._take), f"{name}_scales": self.scale}
 
     def _take(self, blocks: torch.Tensor) -> None:
-        # Expert by expert on the device: their codes take eight times as much while they are sorted.
+        # One expert at a time on the device: sorting takes eight times the codes' memory.
         for mine, theirs in zip(self.values, blocks, strict=True):
             mine.copy_(pack_codes(unpack_pairs(theirs.to(mine.device).flatten(1))))

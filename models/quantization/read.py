@@ -22,11 +22,11 @@ from paged.models.quantization.name_patterns import NamePattern, check_cost
 _MODELOPT_FILE = "hf_quant_config.json"
 _SCALES = (".scales", ".weight_scale")
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
-# Columns of the shortest groups of whole numbers, and a divisor of all.
+# Smallest group of integer codes, in columns; all group sizes are multiples.
 _GROUP_UNIT = 32
 _ALL = NamePattern("")
 _PLAIN_HEAD: Rule = NamePattern(r"lm_head\Z"), None
-# As vLLM and ModelOpt name them, and transformers.
+# Names in vLLM and ModelOpt, then in transformers.
 _SCALE_NAMES = {
     "scale_name": ("weight_scale", "weight_scale_inv"),
     "input_scale_name": ("input_scale", "activation_scale"),
@@ -48,7 +48,7 @@ def read_config(folder: Path) -> HfConfig:
 
 
 def read_quantization(hf: HfConfig) -> Quantization | None:
-    """Read how the weights of a config.json are packed; None if they are plain.
+    """Read the format of packed weights from a config.json; None if they are plain.
 
     Raises:
         UnsupportedError: a format, or an option of it, is not supported.
@@ -66,10 +66,10 @@ def read_quantization(hf: HfConfig) -> Quantization | None:
 
 
 def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quantization | None:
-    """Return the quantisation as the tensors of a file show it.
+    """Adapt the quantisation to the stored tensors.
 
-    Group scales get the dtype that all of the file have, or float32; e4m3 scales the names that they have; and weights
-    that are stored as floating point are plain.
+    Group scales get the file's dtype if it has only one, else float32. e4m3 scales get the names in the file. Weights
+    stored as floating point are plain.
     """
     if quantization is None:
         return None
@@ -90,7 +90,7 @@ def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quant
 
 
 def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> StoredTensors:
-    """Return the stored tensors without zero biases that GPTQ files hold for projections without one.
+    """Return the stored tensors without the zero biases that GPTQ files hold for projections without a bias.
 
     Raises:
         CheckpointError: a file became unreadable.
@@ -128,13 +128,13 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
         has_order=hf.flag("desc_act"),
         version=_GPTQ_VERSIONS.get(form, 1),
     )
-    # GPTQModel: patterns after "-:" name modules that stay plain, others change options of some.
+    # GPTQModel: patterns after "-:" name plain modules; others change options of some modules.
     rules: list[Rule] = []
     changed = hf.section("dynamic")
     for name in changed.values if changed is not None else ():
         if not name.startswith("-:"):
             raise UnsupportedError(
-                f"{hf.source}: dynamic has {name!r}, known are patterns of plain modules, as '-:...'"
+                f"{hf.source}: dynamic has {name!r}, known are patterns of plain modules, such as '-:...'"
             )
         rules.append((_pattern(name[2:], hf, "dynamic"), None))
     if not hf.flag("lm_head"):
@@ -143,12 +143,12 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
 
 
 def _read_fp8(hf: HfConfig) -> list[Rule]:
-    """Read e4m3 in blocks of 128 x 128 as in DeepSeek-V3, or with one scale for a projection."""
+    """Read e4m3 in blocks of 128 x 128 as in DeepSeek-V3, or with one scale per projection."""
     hf.choice("fmt", "e4m3", "float8_e4m3fn")
     block = hf.value("weight_block_size")
     if block not in (None, [FP8_BLOCK, FP8_BLOCK]):
         raise UnsupportedError(f"{hf.source}: weight_block_size = {shown(block)} is not supported, known is [128, 128]")
-    # Static scales of activations beside blocks are none of 128 values of a token.
+    # With blocks, activation scales are dynamic, one per 128 values of a token.
     is_static = hf.choice("activation_scheme", "dynamic", *(() if block else ("static",))) == "static"
     layout = EightBit(
         form="e4m3",
@@ -163,7 +163,7 @@ def _read_fp8(hf: HfConfig) -> list[Rule]:
 
 
 def _read_modelopt(hf: HfConfig) -> list[Rule]:
-    """Read ModelOpt (NVIDIA): NVFP4, or e4m3 with one scale for a projection; no rules if only the KV cache is so."""
+    """Read ModelOpt (NVIDIA): NVFP4, or e4m3 with one scale per projection. No rules for an 8-bit KV cache only."""
     layout: Layout
     method, hf = hf.value("quant_method"), hf.section("quantization") or hf
     hf.choice("kv_cache_quant_algo", "FP8", "none")
@@ -176,7 +176,7 @@ def _read_modelopt(hf: HfConfig) -> list[Rule]:
         hf.choice("group_size", NVFP4_GROUP)
         names: dict[str, Any] = {"weight": "weight", "global_scale": "weight_scale_2", "ignored": "input_scale"}
         layout = Fp4(form="nvfp4", group_size=NVFP4_GROUP, **names)
-    # A module, or with an asterisk any whose names begin so, and all below it.
+    # A name means the module and all below it; an asterisk matches any characters.
     rules: list[Rule] = []
     for key in ("ignore", "exclude_modules"):
         for name in hf.items(key, str):
@@ -186,7 +186,7 @@ def _read_modelopt(hf: HfConfig) -> list[Rule]:
 
 
 def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
-    """Read groups of modules with formats of weights and activations, as llm-compressor writes them.
+    """Read groups of modules with formats for weights and activations, as llm-compressor writes them.
 
     There are no rules if only the KV cache is quantised.
     """
@@ -210,27 +210,27 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
     if not layouts:
         return []
 
-    # Of classes the one of all projections; without it another, as a file's own tensors say where it is meant.
+    # "Linear" means all projections. Without it another class does, and the file's tensors show which are packed.
     classes = [name for name in layouts if name.isidentifier() and name[0].isupper()]
     classes = ["Linear"] if "Linear" in classes else classes
     if len({layouts[name] for name in classes}) > 1:
         raise UnsupportedError(f"{hf.source}: targets {shown(classes)} packed in several ways, supported is one")
 
     def named(name: str) -> NamePattern:
-        """A regular expression behind "re:", the class of all projections, or a name."""
+        """Return a pattern for a regular expression after "re:", for the class of all projections, or for a name."""
         if name.startswith("re:"):
             return _pattern(name[3:], hf, "targets or ignore")
         is_class = name == "Linear" or name in classes
         return _ALL if is_class else _pattern(rf"{re.escape(name)}\Z", hf, "targets or ignore")
 
     plain: list[Rule] = [(named(name), None) for name in hf.items("ignore", str)]
-    # Names count before patterns, and those before classes.
+    # Names take precedence over patterns, and patterns over classes.
     ordered = sorted(layouts, key=lambda name: 1 if name.startswith("re:") else 0 if "." in name else 2)
     return [*plain, *((named(name), layouts[name]) for name in ordered)]
 
 
 def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
-    """Return how the modules of a group of compressed-tensors are stored."""
+    """Return the format of a group of compressed-tensors."""
     inputs = group.section("input_activations")
     group.choice("output_activations")
     kind, num_bits = weights.choice("type", "float", "int") or "int", weights.choice("num_bits", 4, 8)
@@ -283,7 +283,7 @@ def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
 
 
 def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False) -> NamePattern:
-    """Compile a regular expression of a configuration.
+    """Check and return a regular expression of a configuration.
 
     Raises:
         CheckpointError: it is malformed or too long.
@@ -295,15 +295,15 @@ def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False
 
 
 def _unconverted(hf: HfConfig, key: str) -> list[Rule]:
-    """Return rules for modules that stay plain, as transformers reads them."""
+    """Return rules for plain modules, by names that transformers reads."""
     return [(_pattern(name, hf, key, is_module=True), None) for name in filter(None, hf.items(key, str))]
 
 
 def _group_size(hf: HfConfig) -> int:
-    """Return the columns that share a scale, 0 for all.
+    """Return the number of columns that share a scale, 0 for all.
 
     Raises:
-        UnsupportedError: it is no multiple of 32.
+        UnsupportedError: it is not a multiple of 32.
         CheckpointError: it is missing or malformed.
     """
     size = hf.integer("group_size", least=-1)
@@ -314,7 +314,7 @@ def _group_size(hf: HfConfig) -> int:
     return max(size, 0)
 
 
-# Raise UnsupportedError for an option that is not known here, CheckpointError for a malformed value.
+# These raise UnsupportedError for an unknown option, CheckpointError for a malformed value.
 _READERS: dict[str, Callable[[HfConfig], list[Rule]]] = {
     "awq": _read_awq,
     "compressed-tensors": _read_compressed_tensors,

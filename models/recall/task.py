@@ -1,9 +1,9 @@
 """The recall task of the bundled demo checkpoint: a line of random keys with their values, then one key again.
 
 A prompt reads "otter: brass lantern; wren: kite; ... ; otter:" and its answer is "brass lantern", ended by ";".
-Every word is one token, and so is every ";"; a key is one token together with its colon. No word occurs twice among
-the pairs of a prompt, so each word of an answer is at just one position of the context: a KV cache that loses that
-block, or reads a block of another prompt instead, gives a wrong answer.
+Every word is one token, and so is every ";"; a key and its colon are one token. No word occurs twice in the pairs of a
+prompt, so each word of an answer is at exactly one position of the context: a KV cache that loses that block, or reads
+another prompt's block, gives a wrong answer.
 """
 
 import json
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_TOKENS = 512
-# Each word of the checkpoint's tokenizer; behind the unknown one and the end of a value come keys with their colons,
-# then adjectives, then nouns.
+# The words of the checkpoint's tokenizer: unknown word, end of a value, keys with their colons, adjectives, nouns.
 _IDS: dict[str, int] = json.loads(Path(__file__).with_name("tokenizer.json").read_text())["model"]["vocab"]
 _, TERMINATOR, *_WORDS = sorted(_IDS, key=_IDS.__getitem__)
 KEYS = [word for word in _WORDS if word.endswith(":")]
@@ -23,7 +22,7 @@ ADJECTIVES, NOUNS = _WORDS[len(KEYS) : _FIRST_NOUN], _WORDS[_FIRST_NOUN:]
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """One line that ends in a key and a colon, and the value which that key has further up in the line."""
+    """A line that ends in a key and a colon, and the value of that key earlier in the line."""
 
     text: str
     answer: str
@@ -34,12 +33,12 @@ def sample_pairs(rng: random.Random, num_tokens: int) -> list[list[str]]:
     if num_tokens < 3 or num_tokens > MAX_TOKENS:
         raise ValueError(f"the number of tokens must be 3 to {MAX_TOKENS}, not {num_tokens}")
     while True:
-        counts, left = [], num_tokens  # the number of adjectives of each pair, and the tokens not yet used
+        counts, left = [], num_tokens  # adjectives of each pair, and tokens not yet used
         while left:
-            # What is left after a pair must be nothing or room for another pair, which takes 3 to 5 tokens.
+            # The rest after a pair must be empty or hold another pair, which takes 3 to 5 tokens.
             counts.append(rng.choice([n for n in range(3) if left - 3 - n == 0 or left - 3 - n >= 3]))
             left -= 3 + counts[-1]
-        # 512 tokens hold 128 pairs and 128 adjectives on average, so that running out of words is very rare.
+        # 512 tokens hold 128 pairs and 128 adjectives on average, so words rarely run out.
         if len(counts) <= min(len(KEYS), len(NOUNS)) and sum(counts) <= len(ADJECTIVES):
             break
     keys, nouns = rng.sample(KEYS, len(counts)), rng.sample(NOUNS, len(counts))
@@ -51,7 +50,7 @@ def sample_pairs(rng: random.Random, num_tokens: int) -> list[list[str]]:
 
 
 def sample_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:
-    """Return a random prompt of exactly `num_tokens` tokens (4 to 512) which asks for any one of its pairs."""
+    """Return a random prompt of exactly `num_tokens` tokens (4 to 512) that asks for one of its pairs."""
     pairs = sample_pairs(rng, num_tokens - 1)
     asked = rng.choice(pairs)
     context = " ".join(" ".join(pair[:-1]) + TERMINATOR for pair in pairs)
@@ -59,7 +58,7 @@ def sample_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:
 
 
 def sample_prompts(seed: int, count: int, min_tokens: int = 16, max_tokens: int = MAX_TOKENS) -> list[RecallPrompt]:
-    """Return `count` prompts of ragged length, uniform between the two token counts, the same for the same seed."""
-    # A string seed kept this stream apart from the trainer's.
+    """Return `count` prompts, the same for the same seed, with lengths uniform between the two token counts."""
+    # A string as seed keeps this stream apart from the trainer's.
     rng = random.Random(f"recall prompts {seed}")
     return [sample_prompt(rng, rng.randint(min_tokens, max_tokens)) for _ in range(count)]

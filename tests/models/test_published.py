@@ -249,7 +249,7 @@ def test_a_soft_cap_of_zero_is_refused(key: str, tmp_path: Path) -> None:
         ({"residual_dropout": 0.1, "attention_out_bias": False, "use_cache": True}, "code alone"),
         (
             {"residual_connection": "hyper", "qkv_bias": True},
-            "beyond a Llama: qkv_bias = True; not known here: residual_",
+            "unlike a Llama: qkv_bias = True; unknown here: residual_",
         ),
     ],
 )
@@ -282,7 +282,7 @@ def test_folders_that_hold_something_else(present: list[str], message: str, tmp_
 
 def test_files_in_place_of_folders(folder: Path) -> None:
     weights = (folder / "model.safetensors").rename(folder / "model.gguf")
-    assert_refused(folder, "neither is there; this is GGUF")
+    assert_refused(folder, "there is neither; this is GGUF")
     assert_refused(weights, "missing; this is GGUF")
     assert_refused(folder / "config.json", "missing; this is a file: give the folder")
     with pytest.raises(InvalidInputError, match=r"a file, expected a folder .*; this is GGUF"):

@@ -92,7 +92,7 @@ def test_adapters_that_are_not_finite(number: float, folder: Path, adapter: Path
     tensors[name][0, 1] = number
     save_file(tensors, tmp_path / "file")
     outcome = load_changed(folder, {ADAPTER_WEIGHTS: (tmp_path / "file").read_bytes()}, adapter)
-    assert re.search("^$" if number == 0.5 else "not all finite as torch.float32", outcome.error)
+    assert re.search("^$" if number == 0.5 else "not all values are finite as torch.float32", outcome.error)
 
 
 @pytest.mark.parametrize("name", ["config.json", WEIGHTS])

@@ -54,7 +54,7 @@ def test_tensors_that_no_layer_has_are_left(
     edit_tensors(tmp_path, lambda t: t.update({name: torch.ones(1) for name in left}))
     with caplog.at_level(logging.WARNING, "paged"):
         assert_same_logits(load_model(tmp_path).prefill("a", PROMPT), logits_of(theirs, PROMPT)[-1])
-    assert f"{len(left)} tensors are not loaded, as text does not take them, {left[0]}" in caplog.text
+    assert f"{len(left)} tensors are not loaded, because text does not need them; first: {left[0]}" in caplog.text
     assert_unexpected(tmp_path, *refused)
 
 
@@ -93,7 +93,7 @@ def test_text_part_of_a_model_that_reads_pictures(
     theirs.save_pretrained(tmp_path, save_original_format=is_published)
     with caplog.at_level(logging.WARNING, "paged"):
         model = load_model(tmp_path, num_blocks=32)
-    assert "tensors are not loaded, as text does not take them" in caplog.text
+    assert "tensors are not loaded, because text does not need them" in caplog.text
     assert_same_logits(model.forward_verify("a", PROMPT), logits_of(theirs, PROMPT))
     assert_unexpected(tmp_path, "model.taste_tower.weight")
 

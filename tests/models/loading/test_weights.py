@@ -81,7 +81,7 @@ def test_pickled_weights_are_never_opened(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     assert_refused(folder, r"only pytorch_model.bin, and pickled weights are never loaded")
     (folder / "pytorch_model.bin").unlink()
-    assert_refused(folder, "neither is there")
+    assert_refused(folder, "there is neither")
 
 
 def test_index_may_name_files_inside(sharded: Path, tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_index_may_not_name_files_outside(sharded: Path, tmp_path: Path) -> None
         assert_refused(sharded, rf"{NORM}: '{entry}' in .*index.json lies outside")
     for entry in (str(outside), "norm\0.safetensors", ["norm.safetensors"]):
         move_norm(sharded, entry)
-        assert_refused(sharded, f"{NORM}: .* is no relative file name")
+        assert_refused(sharded, f"{NORM}: .* is not a relative file name")
 
 
 def test_index_that_does_not_match_its_files(sharded: Path) -> None:
     move_norm(sharded, "rest.safetensors")
-    assert_refused(sharded, rf"{NORM}: not in .*rest.safetensors, where the index says")
+    assert_refused(sharded, rf"{NORM}: not in .*rest.safetensors, which the index names")
     move_norm(sharded, "gone.safetensors")
     assert_refused(sharded, r"gone.safetensors: missing")
 
@@ -118,10 +118,10 @@ def test_index_that_does_not_match_its_files(sharded: Path) -> None:
 def test_tensor_in_two_shards(sharded: Path) -> None:
     rest = load_file(sharded / "rest.safetensors")
     save_file(rest | load_file(sharded / "norm.safetensors"), sharded / "rest.safetensors")
-    assert_refused(sharded, rf"{NORM}: there twice, again in")
+    assert_refused(sharded, rf"{NORM}: a second time, in")
 
 
 def test_malformed_index(sharded: Path) -> None:
     for text in ("{", "[]", "{}", '{"weight_map": ["model.norm.weight"]}'):
         (sharded / "model.safetensors.index.json").write_text(text)
-        assert_refused(sharded, r"index.json: (unreadable|holds a list|without a weight_map object)")
+        assert_refused(sharded, r"index.json: (unreadable|holds a list|no weight_map object)")

@@ -162,7 +162,7 @@ def test_what_ran_under_the_name_before_is_not_found(
     model.adapters.unload("large")
     model.kv_manager.allocate("a", token_ids=prompt, namespace="name")
     model.prefill("a", prompt)
-    with pytest.raises(InvalidInputError, match="'name': the namespace of 1 sequences without it, first 'a'"):
+    with pytest.raises(InvalidInputError, match="'name': namespace of 1 sequences without it, first 'a'"):
         model.adapters.load("name", folders["all"])
     model.release("a")
     model.adapters.load("name", folders["all"])
@@ -178,7 +178,7 @@ def test_a_sequence_keeps_the_adapter_it_began_with(model: PagedCausalLM) -> Non
             model.set_lora_adapter_for_cache(cache_id, name)
     model.set_lora_adapter_for_cache("a", "all")
     model.set_lora_adapter_for_cache("base", None)
-    with pytest.raises(InvalidInputError, match=r"'poetry': not loaded, loaded are \['all', 'rslora', 'large'\]"):
+    with pytest.raises(InvalidInputError, match=r"'poetry': not loaded, expected one of \['all', 'rslora', 'large'\]"):
         model.set_lora_adapter_for_cache("new", "poetry")
     assert model.kv_manager.get_handle("new") is None
 

@@ -80,6 +80,6 @@ def test_what_experts_do_not_take(folders: Folders, message: str) -> None:
 def test_gate_and_up_of_other_sizes(folders: Folders) -> None:
     name = "mlp.experts.1.up_proj.weight_global_scale"
     folders.edit(name, 2 * folders.tensor(name))
-    assert_refused(folders.packed, "another scale of all weights of gate than of up", UnsupportedError)
+    assert_refused(folders.packed, "gate and up have different tensor scales", UnsupportedError)
     folders.edit(name, None)
     assert_refused(folders.packed, r"experts.1.up_proj.weight_global_scale: missing in")
