@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-# What `typing` takes to load is half of the time before the command line can be interrupted without a traceback.
+# Importing `typing` would take half of the time before the command line handles an interrupt without a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -1,11 +1,11 @@
-"""`python -m paged`, and the script `paged`, are the command line."""
+"""The command line, as `python -m paged` and as the script `paged`."""
 
 import os
 import signal
 
 
 def main() -> int:
-    """Run the command line. An interrupt during the first imports just ends it: nothing can be left behind then."""
+    """Run the command line. An interrupt during the first imports just ends it: there is nothing to clean up yet."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from paged.executors.command_line.cli import start
 

@@ -44,8 +44,8 @@ class DrawToken:
         temperature: 0 takes the best token.
         key: key of the noise as two 32-bit halves, the lower one first.
         top_k: number of best tokens to keep; 0 keeps all.
-        top_p: share of the probability mass to keep; 1 keeps all.
-        min_p: lowest probability to keep, as a share of the best token's; 0 keeps all.
+        top_p: fraction of the probability mass to keep; 1 keeps all.
+        min_p: lowest probability to keep, as a fraction of the best token's; 0 keeps all.
     """
 
     temperature: float
@@ -92,7 +92,7 @@ class UnifiedBatchItem:
     logits_policy: LogitsPolicy = FullLogits()
 
     def __post_init__(self) -> None:
-        # A step makes hundreds of items, and each call would cost 0.2 us.
+        # Without further calls: a step makes hundreds of items, and each call would cost 0.2 us.
         if type(self.seq_id) is not str:
             object.__setattr__(self, "seq_id", as_seq_id("seq_id", self.seq_id))
         tokens = as_token_ids("q_tokens", self.q_tokens)
@@ -132,7 +132,7 @@ class PrefillInput:
         input_ids: int64 [B, S].
         attention_mask: [B, S]; 0 marks padding, on either side.
         position_ids: [B, S]; consecutive in each row, padding aside, from the length of the row's cache.
-        kv_caches: one handle for each row, or None for new sequences.
+        position_ids: [B, S]; consecutive in each row from the length of its cache, except for padding.
         metadata: as in `UnifiedBatchItem`, for every row.
     """
 
@@ -203,14 +203,14 @@ class DecodeOutput:
     kv_cache: KvCacheHandle | Sequence[KvCacheHandle]
 
 
-# A named tuple: a frozen dataclass takes three times as long to make, and a step makes one a sequence.
+# A named tuple: a frozen dataclass takes three times as long to make, and a step makes one per sequence.
 class KvSlotRequest(NamedTuple):
     """A request to `PagedKvCacheManager.reserve` for capacity of one sequence.
 
     Attributes:
         cache_id: id of the sequence.
         target_len: length in tokens to reserve capacity for.
-        admission_target_len: length that must also fit, but gets no capacity. None stands for target_len.
+        admission_target_len: length that must also fit, but is not reserved. None means target_len.
     """
 
     cache_id: SeqId

@@ -9,7 +9,7 @@ class OutOfBlocksError(PagedError):
     """The block pool has too few free blocks for a call.
 
     Attributes:
-        needed: blocks that the whole call needs beyond those its sequences hold.
+        needed: blocks that the call needs in addition to those of its sequences.
         free: blocks that could be handed out at that moment.
     """
 

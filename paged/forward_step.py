@@ -1,4 +1,4 @@
-"""A forward as a transaction on the cache: every sequence advances, or none does."""
+"""A forward as a transaction on the cache: either all sequences advance, or none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paged.staging import to_device
 
 @dataclass(eq=False)
 class ForwardStep:
-    """The input of a model's forward: host arrays, which are copied to the device together on first use there.
+    """The input of a model's forward: host arrays, copied to the device together on first use there.
 
     Attributes:
         token_ids: int64 [num_tokens], the items' tokens one after the other; `input_ids` on the device.
@@ -60,11 +60,11 @@ class ForwardStep:
 
     @property
     def outputs(self) -> OutputRows | None:
-        """`sample_rows` as the last layer takes them; None if they are all rows."""
+        """`sample_rows` in the form for the last layer; None if they are all rows."""
         return self._moved[3]
 
     def upload(self) -> None:
-        """Copy the arrays to the device, unless they are there."""
+        """Copy the arrays to the device unless they are already there."""
         _ = self._moved
 
     def fill(self, token_ids: NDArray[np.int64]) -> None:
@@ -104,7 +104,7 @@ class PreparedStep:
         """
         for handle in handles:
             if handle.num_tokens >= max_seq_len:
-                raise SequenceTooLongError(f"{handle!r}: the longest sequence is {max_seq_len}")
+                raise SequenceTooLongError(f"{handle!r}: full, expected at most {max_seq_len} tokens with the next one")
         rows = np.arange(len(handles), dtype=np.int64)
         self.step, self._reservation = _reserve(manager, handles, [1] * len(handles), np.zeros_like(rows), rows)
         self.is_used = False
@@ -115,12 +115,12 @@ class PreparedStep:
     def fits(self, items: Sequence[UnifiedBatchItem]) -> bool:
         """Return whether this is the forward of `items`, which are then valid.
 
-        They must have one token of the vocabulary for each of these sequences, none of them changed since, and be
-        final.
+        They must be final and have one token of the vocabulary for each of these sequences, none of which has changed
+        since.
         """
         if not self._reservation.is_whole:
             return False
-        if items is not self._fitting:  # the executor checks, and its model again
+        if items is not self._fitting:  # both the executor and its model check
             handles = tuple([item.kv_cache or self._manager.get_handle(item.seq_id) for item in items])
             if handles != self.step.handles or len({item.seq_id for item in items}) != len(items):
                 return False
@@ -132,9 +132,9 @@ class PreparedStep:
         return True
 
     def use_ids(self, token_ids: torch.Tensor) -> None:
-        """Run these tokens, int64 [num_seqs] on the device, in place of those of the items, which may then be any.
+        """Run these tokens, int64 [num_seqs] on the device, instead of those of the items, which may then be anything.
 
-        The cache does not learn them, see `PagedKvCacheManager.append_tokens`.
+        The cache does not record them, see `PagedKvCacheManager.append_tokens`.
         """
         self.step.device_ids = token_ids
 
@@ -164,7 +164,7 @@ def forward_step(
         SequenceTooLongError: a sequence would exceed the cache's `max_seq_len`.
         OutOfBlocksError: the pool has too few free blocks.
     """
-    new_ids: list[SeqId] = []  # noted before they are made, so that an interrupt between the two loses none
+    new_ids: list[SeqId] = []  # recorded before the sequences are made, so that an interrupt loses none
     reservation: KvSlotReservation | None = None
     try:
         if prepared is not None:
@@ -182,7 +182,7 @@ def forward_step(
             step, reservation = _reserve(manager, handles, counts, tokens, _sample_rows(items, counts))
         yield step
         known_ids = [item.q_tokens for item in items] if step.device_ids is None else None
-        reservation.commit(known_ids)  # last, as nothing takes that back
+        reservation.commit(known_ids)  # last, because it cannot be undone
     except BaseException:
         if reservation is not None:
             reservation.rollback()
@@ -225,7 +225,7 @@ def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> ND
 
 
 class StepPreparer:
-    """Holds at most one prepared step, which the next forward uses or cancels, as does preparing another."""
+    """Holds at most one prepared step. The next forward uses or cancels it; preparing another cancels it."""
 
     def __init__(self, manager: PagedKvCacheManager, *, vocab_size: int, max_seq_len: int) -> None:
         """vocab_size, max_seq_len: the model's."""
@@ -243,7 +243,7 @@ class StepPreparer:
         return self._prepared
 
     def expects(self, items: Sequence[UnifiedBatchItem]) -> bool:
-        """Return whether the forward of `items` is prepared, which also means that they are valid."""
+        """Return whether the forward of `items` is prepared, which implies that they are valid."""
         return self._prepared is not None and self._prepared.fits(items)
 
     def forward(self, items: Sequence[UnifiedBatchItem]) -> AbstractContextManager[ForwardStep]:
@@ -269,7 +269,7 @@ def validate_items(
     """Check a batch before anything is written. An empty batch is legal.
 
     Args:
-        length_of: the number of tokens the cache holds for an item; 0 for a sequence it does not know.
+        length_of: returns the number of tokens in the cache for an item, 0 for an unknown sequence.
 
     Raises:
         InvalidInputError: two items of the same sequence, an item without tokens, a `pos_offset` that is not the
@@ -298,4 +298,4 @@ def _refuse(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: i
     for token in item.q_tokens:
         if not 0 <= token < vocab_size:
             raise InvalidInputError(f"{name}: token id {token}, expected 0 <= id < {vocab_size}")
-    raise SequenceTooLongError(f"{name}: would reach {end} tokens, the longest sequence is {max_seq_len}")
+    raise SequenceTooLongError(f"{name}: would reach {end} tokens, expected at most {max_seq_len}")

@@ -1,4 +1,4 @@
-"""Metadata of a forward, built once a step and read by every layer."""
+"""Metadata of a forward, built once per step and read by every layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AttentionMetadata:
         max_seqlen_q: longest query, or an upper bound.
         plan: how attention splits the batch into tiles, shared by all layers.
         lora: rows that adapters change; None if there are none.
-        others: `(block_table, slot_mapping)` of further block tables, if layers differ in kind. Use `table` to choose.
+        others: `(block_table, slot_mapping)` of further tables, if layers differ in kind. Use `table` to choose.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -64,7 +64,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class OutputRows:
-    """Rows whose outputs a forward needs, if it does not need all; the last layer may skip the others.
+    """Rows whose outputs a forward needs, if not all; the last layer may skip the others.
 
     Attributes:
         rows: int64 [num_rows], ascending: the last rows of each sequence, or none of them.
@@ -83,7 +83,7 @@ class HostMetadata:
     """`AttentionMetadata` as arrays on the host.
 
     Attributes:
-        slot_mappings, block_tables: of all tables, along the first axis.
+        slot_mappings, block_tables: for all tables, along the first axis.
     """
 
     positions: NDArray[np.int64]
@@ -117,7 +117,7 @@ def make_host_metadata(
     """
     seq_lens = lengths + query_lens
     max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))
-    if max_seqlen_q == 1 and query_lens.all():  # a decode step needs no sums and repeats: 15 us of 90
+    if max_seqlen_q == 1 and query_lens.all():  # a decode step needs no sums and repeats: 15 us instead of 90
         offsets = np.arange(len(lengths) + 1)
         rows, positions = offsets[:-1], lengths
     else:

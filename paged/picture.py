@@ -1,4 +1,4 @@
-"""A picture of a KV cache at one moment, as text or SVG: which sequences hold which block."""
+"""A picture of a KV cache at one moment, as text or SVG: its blocks and the sequences that hold them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 Kind = Literal["free", "cached", "own", "shared", "copy"]
 _LETTERS = string.ascii_letters + string.digits
-# A mark and what it means.
+# Kind -> mark and meaning.
 _KINDS: dict[Kind, tuple[str, str]] = {
     "free": (".", "free"),
     "cached": ("~", "free, holds K/V that a prompt may begin with"),
-    "own": (" ", "of one sequence"),
-    "shared": ("+", "of several sequences"),
-    "copy": ("!", "of several, copied when one of them writes its next token"),
+    "own": (" ", "held by one sequence"),
+    "shared": ("+", "held by several sequences"),
+    "copy": ("!", "held by several, copied when one of them writes its next token"),
 }
 _CELL, _LINE, _LETTER = 22, 18, 8  # pixels; a letter of 12 takes 7.2 in most monospaced fonts
-_LONGEST_ID = 200  # characters of a request's id or a namespace that are shown
+_LONGEST_ID = 200  # characters shown of a request id or a namespace
 
 
 @dataclass(frozen=True)
 class BlockCell:
-    """One block of a picture.
+    """One block in a picture.
 
     Attributes:
         kind: "free", "cached", "own", "shared", or "copy" if it is copied before the next write.
         holders: indices of the sequences that hold it.
-        fill: share of its positions with valid K/V.
+        fill: fraction of its positions with valid K/V.
     """
 
     block: int
@@ -47,7 +47,7 @@ class BlockCell:
 
 @dataclass(frozen=True)
 class SequenceLine:
-    """One sequence of a picture; `letter` marks its blocks, `num_swapped` counts its blocks in host memory."""
+    """One sequence in a picture; `letter` marks its blocks, `num_swapped` counts its blocks in host memory."""
 
     letter: str
     request_id: SeqId
@@ -65,7 +65,7 @@ class CachePicture:
     Attributes:
         cells: blocks 1 to num_blocks, in order.
         sequences: live sequences, oldest first.
-        summary: counts in words.
+        summary: the cache's counts, as a sentence.
     """
 
     cells: tuple[BlockCell, ...]
@@ -93,7 +93,7 @@ class CachePicture:
         return "\n".join([*grid, "", *legend, "", *lines])
 
     def svg(self, columns: int = 32) -> str:
-        """Draw as a stand-alone SVG: a cell has a stripe for each holder, as high as the block is full."""
+        """Draw as a stand-alone SVG: a cell has a stripe per holder, filled like the block."""
         _check_columns(columns)
         num_rows = -(-len(self.cells) // columns)
         body = [self._svg_cell(cell, *divmod(index, columns)) for index, cell in enumerate(self.cells)]
@@ -118,7 +118,7 @@ class CachePicture:
         background = "#cfd8e6" if cell.kind == "cached" else "#f4f4f4"
         dashes = ' stroke-dasharray="3 2"' if cell.kind == "copy" else ""
         stripes, width = [], size / max(len(cell.holders), 1)
-        height = size * cell.fill if 0 <= cell.fill <= 1 else 0.0  # of NaN, too
+        height = size * cell.fill if 0 <= cell.fill <= 1 else 0.0  # also for NaN
         for stripe, index in enumerate(cell.holders):
             stripes.append(
                 f'<rect x="{x + stripe * width:.1f}" y="{y + size - height:.1f}" width="{width:.1f}" '
@@ -132,13 +132,13 @@ class CachePicture:
 
 
 def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
-    """Take a picture of the cache. No other call may change it meanwhile: it is read in several calls."""
+    """Take a picture of the cache. No other call may change it meanwhile, because it is read in several calls."""
     handles, stats, block_size = manager.handles(), manager.stats(), manager.config.block_size
     num_tables = len(manager.config.tables)
     cached = set(manager.cached_blocks())
     holders: dict[int, list[int]] = {}
     filled: dict[int, int] = {}
-    is_next: set[int] = set()  # blocks that some sequence's next token goes into
+    is_next: set[int] = set()  # blocks that a sequence's next token goes into
     for index, handle in enumerate(handles):
         for entry, block in enumerate(handle.blocks):
             if block == 0:  # swapped out, or behind the sliding window
@@ -194,5 +194,5 @@ def _check_columns(columns: int) -> None:
 
 
 def _colour(index: int) -> str:
-    """Hues a golden angle apart, so that neighbours differ however many there are."""
+    """Return a hue; consecutive hues are a golden angle apart, so that neighbours differ for any number."""
     return f"hsl({index * 137.5 % 360:.0f} 65% 60%)"

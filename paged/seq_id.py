@@ -1,4 +1,4 @@
-"""Ids of sequences, and namespaces within which sequences share K/V."""
+"""Ids of sequences, and namespaces in which sequences share K/V."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
 
 SeqId = str | int
-# Those of UUIDs, the widest in use; printing the digits of any larger integer is a denial of service.
+# Enough for UUIDs, the widest ids in use; printing a much larger integer could be a denial of service.
 _ID_BITS = 128
 
 
 def as_seq_id(name: str, value: object) -> SeqId:
-    """Return `value` as a sequence id: a str, or an int of 128 bits. 1 and "1" are two ids.
+    """Return `value` as a sequence id: a str, or an int of 128 bits. 1 and "1" are different ids.
 
-    Bools and floats are refused, because a dictionary takes True and 1.0 for 1. `name` is that of the argument, for the
+    Bools and floats are refused, because a dictionary treats True and 1.0 as 1. `name`: the argument, for the
     message.
 
     Raises:
-        InvalidInputError: it is anything else.
+        InvalidInputError: `value` is anything else.
     """
     if isinstance(value, str):
         return str(value)
@@ -34,10 +34,10 @@ def as_seq_id(name: str, value: object) -> SeqId:
 def as_namespace(name: str, value: object) -> Hashable:
     """Return `value` as a namespace: None, a str, bytes, an int of 128 bits, or a tuple or frozenset of these.
 
-    Integers of any library become ints. Bools and floats are refused, because a dictionary takes True and 1.0 for 1.
+    Integers of any library become ints. Bools and floats are refused, because a dictionary treats True and 1.0 as 1.
 
     Raises:
-        InvalidInputError: it is anything else.
+        InvalidInputError: `value` is anything else.
     """
     try:
         return _plain(value)

@@ -13,21 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Copies that may be under way at once. A step sends 17 where requests ask for all that there is: its metadata and token
-# ids, filters, penalties, rules, noise and whose log probabilities; and the next one's are prepared meanwhile. A draft
-# model sends up to 44 for seven drafts, between which nothing is waited for.
+# Number of concurrent copies. If requests use all options, a step makes 17: metadata, token ids, filters, penalties,
+# rules, noise and log probabilities; the next step is prepared meanwhile. A draft model makes up to 44 for seven drafts
+# without a wait in between.
 _NUM_BUFFERS = 64
 _FIRST_SIZE = 1 << 16
-# Triton compiles a kernel anew for pointers that are not aligned to 16.
+# Triton compiles another kernel for pointers that are not multiples of 16.
 _ALIGNMENT = 64
 
 
 def to_device(
     arrays: Sequence[NDArray[Any]], device: torch.device, *, out: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory; on the CPU themselves.
+    """Return the arrays as tensors on `device`, copied at once asynchronously through pinned memory; on the CPU, views.
 
-    out: memory for them, see `Staging.to_device`; copied to on the CPU as well.
+    out: memory for the tensors, see `Staging.to_device`; copied to on the CPU too.
     """
     if device.type == "cpu" and out is None:
         return [torch.from_numpy(array) for array in arrays]
@@ -45,12 +45,12 @@ def _staging(device: torch.device) -> Staging:
 
 
 class Staging:
-    """A ring of host buffers. One is written again when the copy out of it is done, so that a step never overwrites
-    what an earlier one is still sending. Thread-safe.
+    """A ring of host buffers. A buffer is reused only when the copy out of it is done, so that a step never overwrites
+    data that an earlier one is still sending. Thread-safe.
     """
 
     def __init__(self, device: torch.device, new_event: Callable[[], _StreamEvent] | None = None) -> None:
-        """Copies are asynchronous where `new_event` tells their end: on a GPU, where it is not given, as well."""
+        """new_event: makes events that mark the end of asynchronous copies; None takes CUDA events on a GPU."""
         if new_event is None and device.type == "cuda":
             new_event = partial(_StreamEvent, device)
         self._device = device
@@ -59,10 +59,10 @@ class Staging:
         self._lock = Lock()
 
     def to_device(self, arrays: Sequence[NDArray[Any]], out: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The arrays as tensors on the device, in one copy. Every tensor starts at a multiple of 64 bytes.
+        """Return the arrays as tensors on the device, in one copy. Every tensor starts at a multiple of 64 bytes.
 
-        out: uint8 [at least the last array's end], of which the tensors are then views: where each lies depends on the
-            sizes of those before it alone.
+        out: uint8 [at least the last array's end]; the tensors are then views of it. The offset of each depends only on
+            the sizes of those before it.
         """
         starts = _starts(arrays)
         moved = torch.empty(starts[-1], dtype=torch.uint8, device=self._device) if out is None else out[: starts[-1]]
@@ -84,12 +84,12 @@ class Staging:
 
 
 def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
-    """Where each array begins, and the end of all."""
+    """Return the offset of each array, and the end of the last."""
     return list(accumulate((math.ceil(array.nbytes / _ALIGNMENT) * _ALIGNMENT for array in arrays), initial=0))
 
 
 class _Buffer:
-    """Host memory, and the end of the last copy out of it; None where copies are done when they return."""
+    """Host memory, and an event for the end of the last copy out of it; None if copies are synchronous."""
 
     def __init__(self, copied: _StreamEvent | None) -> None:
         self.copied = copied
@@ -97,14 +97,14 @@ class _Buffer:
         self.bytes: NDArray[np.uint8] = self.memory.numpy()
 
     def grow(self, size: int, *, is_pinned: bool) -> None:
-        """Room for `size` bytes, by doubling. Nothing is kept."""
+        """Make capacity for `size` bytes by doubling. The content is lost."""
         length = max(_FIRST_SIZE, 1 << (size - 1).bit_length())
         self.memory = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         self.bytes = self.memory.numpy()
 
 
 class _StreamEvent:
-    """A point in the work of the current stream of `device`; before the first `record` there is nothing to wait for."""
+    """A point in the work of a device's current stream; before the first `record` there is nothing to wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

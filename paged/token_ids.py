@@ -1,4 +1,4 @@
-"""Token ids as Python integers, whatever integer type they came in. Takes neither torch nor numpy."""
+"""Token ids as Python integers, from any integer type. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_index, shown
 
-# Beyond the longest context of any model, and as Python integers already 0.6 GB.
+# Longer than any model's context; as Python integers already 0.6 GB.
 MAX_TOKEN_IDS = 1 << 24
-# Iterables that yield integers or nothing, yet are no sequences of token ids.
+# Iterables that yield integers or nothing, but are not sequences of token ids.
 _NOT_TOKEN_IDS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
@@ -23,7 +23,7 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -
             mixture of integer types. An iterator is used up.
 
     Raises:
-        InvalidInputError: it is something else, nested, holds anything but integers (a bool is none), or has more than
+        InvalidInputError: it is something else, nested, contains anything but integers (also bools), or has more than
             `max_length` items. An iterable is not read beyond that.
     """
     try:
@@ -35,9 +35,9 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -
         raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}") from error
     if ids is None or len(ids) > max_length:
         raise InvalidInputError(f"{name}: {shown(value)}, expected at most {max_length} token ids")
-    if len(ids) == 1 and type(ids[0]) is int:  # a decode step: half the time of the set
+    if len(ids) == 1 and type(ids[0]) is int:  # a decode step; takes half the time of the set
         return ids
-    if list(map(type, ids)).count(int) == len(ids):  # half the time of a set of them
+    if list(map(type, ids)).count(int) == len(ids):  # takes half the time of a set of them
         return ids
     integers = []
     for position, each in enumerate(ids):
@@ -49,7 +49,7 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -
 
 
 def _listed(value: Any, max_length: int) -> list[Any] | None:
-    """Return the items of `value`; None or one item too many if it is too long."""
+    """Return the items of `value`; None, or one item too many if it is too long."""
     if isinstance(value, _NOT_TOKEN_IDS):
         raise TypeError
     if getattr(value, "ndim", 1) != 1:

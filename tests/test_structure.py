@@ -28,7 +28,7 @@ MOST_FILES = 16
 
 
 def test_imports_run_one_way() -> None:
-    """Interop is a leaf, kernels take torch and triton alone, and loops by numba their own."""
+    """Interop is a leaf, kernels take torch and triton alone, and numba kernels their own."""
     for package, path in SOURCES:
         imports = names_imported(path)
         names = {name.split(".")[0] for name in imports}

@@ -1,4 +1,4 @@
-"""Every live sequence's block ids as rows of an array, from which a step's tables are gathered."""
+"""Block ids of all live sequences as rows of an array, from which the tables of a step are gathered."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from paged.cache.slot_reservation import SequenceState
 
 
 class BlockTables:
-    """Rows are brought up to date when they are read: in a decode step one sequence in block_size has a new block, and
-    converting all ids of 256 sequences of 512 blocks would take milliseconds.
+    """Rows of block ids, updated when they are read.
+
+    In a decode step only one sequence in block_size has a new block. Converting all ids of 256 sequences with 512
+    blocks would take milliseconds.
     """
 
     def __init__(self, num_tables: int) -> None:
         self._num_tables = num_tables
         self._rows = np.zeros((num_tables, 16, 16), np.int32)
         self._num_blocks = np.zeros(16, np.int64)
-        # Rows without a sequence, each with the blocks it still holds.
+        # Free rows, each with the blocks that it still stores.
         self._free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(16)]
-        # The sequence of each row, None for none; the last entry is what row -1 of removed sequences leads to.
+        # Sequence of each row, None for none; the last entry is for removed sequences, whose row is -1.
         self._owners: list[SequenceState | None] = [None] * 17
         self._is_updating = False
-        # A decode step mostly has the sequences of the one before: comparing 256 takes 1 us, looking them up 20.
+        # A decode step mostly has the previous step's sequences: comparing 256 takes 1 us, looking them up 20 us.
         self._last: list[SequenceState] = []
         self._last_rows = np.empty(0, np.int64)
 
@@ -34,21 +36,21 @@ class BlockTables:
             num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
             owners = [*self._owners, *[None] * count]
             free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(count, 2 * count)]
-            # Nothing fails from here on: the four are of one size.
+            # Nothing fails from here on: all four have the same size.
             self._rows, self._num_blocks, self._owners, self._free = rows, num_blocks, owners, free
         state.row, state.row_blocks = self._free[-1]
         del self._free[-1]
         self._owners[state.row] = state
 
     def remove(self, state: SequenceState) -> None:
-        """Take its row back."""
+        """Free a sequence's row."""
         self._last = []
         self._owners[state.row] = None
         self._free.append((state.row, state.row_blocks))
         state.row = -1
 
     def recount(self, states: list[SequenceState]) -> None:
-        """Give these sequences rows, and no others, where a call that adds or removes one came to no end."""
+        """Give rows to exactly these sequences, after a call that adds or removes one was interrupted."""
         owned, count = {state.row: state for state in states if state.row >= 0}, self._rows.shape[1]
         owners = [*map(owned.get, range(count)), None]
         if owners != self._owners or len(self._free) + len(owned) != count or len(self._num_blocks) != count:
@@ -60,7 +62,7 @@ class BlockTables:
                 self.add(state)
 
     def owns(self, states: list[SequenceState]) -> bool:
-        """Whether all of them have rows here, and none is given twice."""
+        """Return whether all of these sequences have rows here, and none occurs twice."""
         if states != self._last:
             rows = [state.row for state in states]
             if list(map(self._owners.__getitem__, rows)) != states or len(set(rows)) != len(rows):
@@ -69,10 +71,8 @@ class BlockTables:
         return True
 
     def gather(self, states: list[SequenceState]) -> NDArray[np.int32]:
-        """int32 [tables, len(states), most blocks of one], padded with block 0; for states that `owns` has just
-        approved.
-        """
-        if self._is_updating:  # a call before came to no end, so that rows hold anything
+        """Return int32 [tables, len(states), most blocks of a sequence], padded with block 0. Call `owns` first."""
+        if self._is_updating:  # an earlier call was interrupted, so rows may hold anything
             self._rows[:] = 0
             self._free = [(row, ()) for row, _ in self._free]
             for owner in filter(None, self._owners):
@@ -93,10 +93,10 @@ class BlockTables:
         kept = _first_change(new, old)
         same = kept // count
         if kept == len(old) and same == length - 1:
-            # Mostly: writing one number takes a fifth of the time of writing a slice.
+            # The common case: writing one number takes a fifth of the time of writing a slice.
             for table, block in enumerate(new[kept:]):
                 self._rows[table, row, same] = block
-        elif kept < len(new) == len(old) and new[kept + 1 :] == old[kept + 1 :]:  # given back behind a window
+        elif kept < len(new) == len(old) and new[kept + 1 :] == old[kept + 1 :]:  # freed behind a window
             self._rows[kept % count, row, same] = new[kept]
         else:
             for table in range(count):
@@ -107,10 +107,10 @@ class BlockTables:
 
 
 def _first_change(new: tuple[int, ...], old: tuple[int, ...]) -> int:
-    """Index of the first block that is another one, of those that `old` has; len(old) if none is."""
+    """Return the index of the first block that differs from `old`, or len(old) if none does."""
     if new[: len(old)] == old:
         return len(old)
-    low, high = 0, min(len(new), len(old))  # one before `high` is another, or `new` ends there
+    low, high = 0, min(len(new), len(old))  # a block before `high` differs, or `new` ends there
     while low < high:
         middle = (low + high + 1) // 2
         if new[low:middle] == old[low:middle]:

@@ -1,4 +1,4 @@
-"""Notifications of a KV cache: memory pressure, and published blocks that come and go."""
+"""Notifications of a KV cache: memory pressure, and blocks that are published or withdrawn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOG = logging.getLogger("paged")
 
 
 class MemoryPressure(Enum):
-    """Memory pressure, by the share of the pool that can be handed out, evictable cached blocks included.
+    """Memory pressure, by the fraction of the pool that can be handed out, evictable cached blocks included.
 
     Attributes:
         LOW: at least `low_watermark`.
@@ -44,8 +44,8 @@ class BlocksStored:
 
     Attributes:
         hashes: chained hash of each block.
-        parent_hash: hash of the block before the first one; that of the namespace if there is none.
-        token_ids: token ids of all these blocks.
+        parent_hash: hash of the block before the first one, or of the namespace if there is none.
+        token_ids: token ids of these blocks.
     """
 
     hashes: tuple[int | bytes, ...]
@@ -70,23 +70,22 @@ CacheEvent = BlocksStored | BlockRemoved | CacheCleared
 
 
 class Notifier:
-    """The cache's lock as a context manager, which rolls back on an error and notifies listeners otherwise.
+    """The cache's lock as a context manager: rolls back after an error, otherwise notifies listeners.
 
-    If a holder leaves by an exception, everything that `rollback` has kept since it entered is put back. Otherwise
-    callbacks run once the outermost holder has left, outside the lock. Every listener gets everything in order: a call
-    that ends during a delivery adds to it. Errors in callbacks are logged; KeyboardInterrupt and the like are raised
-    once everything is delivered.
+    If an exception leaves the block, every change recorded in `rollback` since then is undone. Otherwise callbacks run
+    outside the lock, after the outermost block. Every listener gets all events in order; calls that end during a
+    delivery append to it. Errors in callbacks are logged; KeyboardInterrupt and the like are raised after the delivery.
 
-    An exception can also come within `__enter__` or `__exit__`, as Ctrl-C does: `recover` then undoes the call. A
-    process forked while another thread holds the lock gets a new lock, and that thread's call is undone there.
+    An exception such as Ctrl-C can also interrupt `__enter__` or `__exit__`: `recover` then undoes the call. A process
+    forked while another thread holds the lock gets a new lock and undoes that thread's call.
     """
 
     def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
         self._lock = RLock()
-        # By the thread that holds the lock: where its call began in `rollback` and in events, and each within that, as
-        # those that the garbage collector makes.
+        # By thread: for each call in progress, the lengths of `rollback` and `_events` at its start. Calls nest if the
+        # garbage collector makes one.
         self._marks: dict[int, list[tuple[int, int]]] = {}
-        # What a call has done stands once its marks are gone; until the next one begins they and events are settled.
+        # A call is final when its marks are cleared; the next call settles its entries and events.
         self._leave: tuple[Callable[[], None], ...] = (self._marks.clear, self._lock.release)
         self.rollback = Rollback()
         self._events: list[CacheEvent] = []
@@ -100,11 +99,11 @@ class Notifier:
 
     @property
     def has_event_listeners(self) -> bool:
-        """Whether anybody listens to events."""
+        """Whether there are listeners to events."""
         return bool(self._event_listeners)
 
     def listen_to_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
-        """Register a callback for every level that differs from the one before."""
+        """Register a callback for every change of the level."""
         _check_callable(callback)
         with self:
             if not self._pressure_listeners:
@@ -118,7 +117,7 @@ class Notifier:
             self._event_listeners.append(callback)
 
     def add(self, event: CacheEvent) -> None:
-        """Add an event to deliver after the call, unless that fails; the caller holds the lock."""
+        """Queue an event to deliver after the call, unless the call fails; the caller holds the lock."""
         self._events.append(event)
 
     def __enter__(self) -> None:
@@ -137,26 +136,26 @@ class Notifier:
             marks.pop()
             return
         if exc_type is None or not marks:
-            # In C and on one line, so that no exception comes between the first two and few before the third.
+            # In C and on one line: no exception can come between the first two, and few before the third.
             any(map(call_of, self._leave)) or self._deliver()  # type: ignore[func-returns-value]
 
     @property
     def depth(self) -> int:
-        """How many calls of this thread are under way, one within the other."""
+        """Number of nested calls in progress in this thread."""
         return len(self._marks.get(get_ident(), ()))
 
     def recover(self, depth: int) -> None:
-        """After an exception in a call that began at `depth`: undo what it left half done, and let go of the lock."""
+        """Undo calls beyond `depth` that an exception interrupted; if it is 0, release the lock."""
         thread = get_ident()
         if thread in self._marks:
             self._undo(self._marks[thread], depth)
         if depth == 0:
             self._marks.pop(thread, None)
-            with suppress(RuntimeError):  # it does not hold it
+            with suppress(RuntimeError):  # this thread does not hold it
                 self._lock.release()
 
     def renew_lock(self) -> None:
-        """In a forked process, which has none of the other threads."""
+        """Replace the lock in a forked process, where the other threads do not exist."""
         if get_ident() not in self._marks:
             self._lock, self._is_delivering = RLock(), False
             self._leave = (self._marks.clear, self._lock.release)
@@ -165,7 +164,7 @@ class Notifier:
             self._marks.clear()
 
     def _undo(self, marks: list[tuple[int, int]], depth: int) -> None:
-        """Put back what was before each call beyond `depth`."""
+        """Undo the calls beyond `depth`."""
         while len(marks) > depth:
             mark, num_events = marks[-1]
             del self._events[num_events:]
@@ -173,7 +172,7 @@ class Notifier:
             marks.pop()
 
     def _settle(self) -> None:
-        """What the call before has left: nothing takes it back any more, and listeners are to hear of it."""
+        """Make the previous call final and queue its notifications."""
         self.rollback.clear()
         if self._events:
             self._calls.extend((callback, event) for event in self._events for callback in self._event_listeners)
@@ -203,7 +202,7 @@ class Notifier:
                 except BaseException as error:
                     ending = error
                 self._calls.popleft()
-        except BaseException:  # whoever is next goes on
+        except BaseException:  # the next call resumes the delivery
             self._is_delivering = False
             raise
         if ending is not None:
@@ -218,7 +217,7 @@ class Notifier:
 
 
 def recovering(cls: C) -> C:
-    """Have those methods of a class that take its `_guard` recover it where an exception leaves them."""
+    """Wrap those methods of a class that use its `_guard`, so that an exception recovers it."""
     for name, method in list(vars(cls).items()):
         function: Any = method.fget if isinstance(method, property) else method
         if "_guard" in getattr(getattr(function, "__code__", None), "co_names", ()) and name != "__init__":

@@ -1,4 +1,4 @@
-"""Groups of layers with one shape and window, and how groups share blocks of one size."""
+"""Groups of layers with the same shape and window, and how they share blocks of one size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
 
-# A step's metadata grows with the tables, as does the look-up of a prefix; Gemma 3 27B has 7.
+# A step's metadata and the look-up of a prefix grow with the number of tables; Gemma 3 27B has 7.
 _MAX_TABLES = 16
 # Positions behind a sliding window that are kept, so that rejected speculation can be rolled back.
 ROLLBACK_SLACK = 64
@@ -18,13 +18,13 @@ ROLLBACK_SLACK = 64
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers of one shape and one window; in `PagedKvCacheConfig.tables`, the layers of one block table.
+    """Layers of one shape and window; in `PagedKvCacheConfig.tables`, the layers of one block table.
 
     Attributes:
         layers: indices of the model's layers. A layer that reads another layer's K/V is in no group.
         num_kv_heads, head_dim: None takes the cache's.
         v_head_dim: head size of the values; None takes head_dim.
-        sliding_window: tokens that any token can see, itself included; None for all.
+        sliding_window: number of tokens that a token sees, itself included; None for all.
 
     Raises:
         InvalidInputError: layers are empty, repeated or not indices, or a size is not a positive integer.
@@ -40,10 +40,10 @@ class CacheGroup:
         try:
             given = list(self.layers)
         except TypeError:
-            raise InvalidInputError(f"layers: {shown(self.layers)}, expected indices of layers") from None
+            raise InvalidInputError(f"layers: {shown(self.layers)}, expected layer indices") from None
         layers = tuple(as_int("layers", layer) for layer in given)
         if not layers or len(set(layers)) != len(layers):
-            raise InvalidInputError(f"layers: {shown(layers)}, expected one or more different layers")
+            raise InvalidInputError(f"layers: {shown(layers)}, expected one or more distinct layers")
         object.__setattr__(self, "layers", layers)
         for name in ("num_kv_heads", "head_dim", "v_head_dim", "sliding_window"):
             if getattr(self, name) is not None:
@@ -64,7 +64,7 @@ class CacheGroup:
         return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
 
     def num_slots(self, width: int, num_layers: int) -> int:
-        """Return the slots of `width` elements that keys and values of `num_layers` take; small layers share one."""
+        """Return the slots of `width` elements for keys and values of `num_layers`; small layers share a slot."""
         return sum(-(-num_layers // (width // one)) for one in self.sizes)
 
     def first_seen_block(self, num_tokens: int, block_size: int) -> int:
@@ -73,7 +73,7 @@ class CacheGroup:
 
     @property
     def reach(self) -> int:
-        """Distance behind a sequence's end within which a group with a window keeps tokens, to allow rollbacks."""
+        """Number of tokens that a group with a window keeps behind a sequence's end, to allow rollbacks."""
         return ROLLBACK_SLACK + (self.sliding_window or 0) - 1
 
     def first_kept_block(self, num_tokens: int, block_size: int) -> int:
@@ -81,19 +81,19 @@ class CacheGroup:
         return 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
 
     def blocks_kept(self, num_tokens: int, block_size: int) -> int:
-        """Return the most blocks that a sequence of `num_tokens` holds after those behind the window are freed."""
+        """Return the largest number of blocks that `num_tokens` hold after blocks behind the window are freed."""
         return -(-num_tokens // block_size) - self.first_kept_block(num_tokens, block_size)
 
     def most_blocks_kept(self, block_size: int) -> int:
-        """Return the most blocks that any sequence holds, one being written included; for a group with a window."""
+        """Return the largest number of blocks of any sequence, the one being written included; needs a window."""
         return (ROLLBACK_SLACK + (self.sliding_window or 0)) // block_size + 2
 
 
 def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Split groups into the layers of each block table, so that a block of any table holds about as much.
+    """Split groups into the layers of each block table, so that blocks of all tables hold about the same amount.
 
-    Groups of one kind are joined, then cut into equal parts. A block holds all layers of one of the kinds: of the one
-    that wastes the least memory. Tables without a window come first, then those with the largest windows.
+    Groups of one kind are joined, then cut into equal parts. A block holds all layers of one kind, chosen to waste the
+    least memory. Tables without a window come first, then those with the largest windows.
     """
     kinds: dict[CacheGroup, list[int]] = {}
     for group in groups:
@@ -102,7 +102,7 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     width = max(max(kind.sizes) for kind in kinds)
 
     def counts(num_slots: int) -> list[int]:
-        """Tables of each kind, where a block has so many slots."""
+        """Return the tables of each kind if a block has this many slots."""
         most = [
             bisect_right(range(1, len(layers) + 1), num_slots, key=partial(kind.num_slots, width))
             for kind, layers in kinds.items()

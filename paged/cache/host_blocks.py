@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.staging import to_device
 
-# What crosses the bus at once at most. 64 MB take 1.2 ms on PCIe 5 (55 GB/s), against which the kernel's 40 us (read
-# and written at 3.3 TB/s) and the start of a copy, 10 us, are little: a second buffer to hide them in would gain 4 %.
+# Largest transfer. 64 MB take 1.2 ms on PCIe 5 (55 GB/s), much more than the kernel's 40 us (read and written at 3.3
+# TB/s) and a copy's start, 10 us. A second buffer to hide these would gain 4 %.
 _STAGED_BYTES = 64 << 20
 
 
 class HostBlocks:
     """Pinned memory for blocks, each with its part of every cache side by side, so that neighbours move in one copy.
 
-    On the device a kernel gathers blocks into staging memory, or scatters them from there, a chunk at a time. All this
-    is on a stream of its own, and the host waits for none of it: the kernels come after what the current stream was
-    given before the call, and what it is given after the call comes after them, though not after the copies to the
-    host. A call that fails has written to nothing but its targets.
+    On the device a kernel gathers blocks into staging memory, or scatters them from it, in chunks. All work is on its
+    own stream, and the host does not wait. The kernels run after all earlier work of the current stream and before all
+    later work; later work does not wait for the copies to the host. A call that fails has written only to its targets.
     """
 
     def __init__(self, caches: torch.Tensor, num_blocks: int) -> None:
@@ -36,7 +35,7 @@ class HostBlocks:
         is_pinned = caches.is_cuda and num_blocks > 0
         self._host = torch.empty((num_blocks + 1, *shape), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         self._stream = torch.cuda.Stream(self._device) if caches.is_cuda else None
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():  # the allocator knows who uses this
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():  # tells the allocator the stream
             length = min(num_blocks, max(1, _STAGED_BYTES // self._host[0].nbytes))
             self._staged = torch.empty((length, *shape), dtype=torch.uint8, device=self._device)
             self._gather = BlockCopy(caches.unbind(), self._staged.unbind(1))
@@ -52,7 +51,7 @@ class HostBlocks:
                     on_host.copy_(staged, non_blocking=True)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy host block to device block for every pair. The first chunk comes while the forward in flight runs."""
+        """Copy host block to device block for every pair. The first chunk is sent while the current forward runs."""
         staged_pairs, hosts = self._stage(pairs, host=0)
         with self._beside() as run:
             for chunk in self._chunks(hosts):
@@ -61,9 +60,9 @@ class HostBlocks:
                 run(self._scatter, staged_pairs[chunk])
 
     def _stage(self, pairs: Sequence[tuple[int, int]], host: int) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Pairs on the device with staged blocks in place of the host's, in whose order they are, and those.
+        """Return pairs of device and staged blocks in host order, and the host blocks.
 
-        host: which of a pair's two blocks is the host's.
+        host: index of the host block in a pair.
         """
         ids = np.array(sorted(pairs, key=itemgetter(host)), np.int64).reshape(-1, 2)
         hosts = ids[:, host].copy()
@@ -75,7 +74,7 @@ class HostBlocks:
         return [slice(start, start + length) for start in range(0, len(hosts), length)]
 
     def _runs(self, hosts: NDArray[np.int64]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The host's and the staged memory of a chunk, once for each run of neighbours on the host."""
+        """Return host and staged memory of a chunk, one pair for each run of neighbouring host blocks."""
         borders = [0, *(np.flatnonzero(np.diff(hosts) != 1) + 1).tolist(), len(hosts)]
         firsts = hosts.tolist()
         return [
@@ -85,7 +84,7 @@ class HostBlocks:
 
     @contextmanager
     def _beside(self) -> Iterator[Callable[[BlockCopy, torch.Tensor], None]]:
-        """Makes our stream the current one, and gives what runs a kernel there between the other's work."""
+        """Make the own stream current; yield a function that runs a kernel ordered with the other stream's work."""
         if self._stream is None:
             yield BlockCopy.__call__
             return

@@ -39,11 +39,11 @@ class KvInspection:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
             self.window.check_seen(state, self.tensors.table_of(layer), position, end)
             self.slots.make_exclusive([(state, position, end)])
-            if position < state.num_tokens:  # a rollback must not bring back what stood here
+            if position < state.num_tokens:  # a rollback must not restore the previous ids
                 state.begin_change(rollback)
             else:
                 state.keep(rollback)
-            if len(key):  # what is written here need not be the K/V of the ids at these positions
+            if len(key):  # the new K/V may not match the ids at these positions
                 state.chain.cut(position, position // self.tensors.block_size, rollback)
             self.tensors.write(layer, state.blocks, position, key, value, rollback)
             readable = max(state.num_tokens, state.num_written)

@@ -1,4 +1,4 @@
-"""Recounts of references from live sequences and open reservations, and their comparison with the stored counts."""
+"""Recount of references from live sequences and open reservations, and comparison with the stored counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paged.errors import PagedError
 
 
 def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[int]]:
-    """References of blocks on the device and on the host."""
+    """Count the references to blocks on the device and on the host."""
     states = [handle._state for handle in sequences.handles.values()]
     reservations = {state.reservation for state in states if state.reservation is not None}
     on_device = [*(state.blocks for state in states), *(reservation.kept_blocks for reservation in reservations)]
@@ -22,7 +22,7 @@ def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[i
 
 
 def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
-    """Derive all counts from the sequences and published blocks, which a rollback has restored."""
+    """Derive all counts from the sequences and published blocks that a rollback has restored."""
     sequences.tables.recount([handle._state for handle in sequences.handles.values()])
     prefixes.index.recount()
     references, host_references = _count_references(sequences)
@@ -34,7 +34,7 @@ def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: 
     """Recount every reference from the live sequences and open reservations.
 
     Raises:
-        PagedError: names the first contradiction.
+        PagedError: a count is wrong; the message names the first error.
     """
     for handle in sequences.handles.values():
         state = sequences.state(handle, may_be_swapped=True)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     import torch
 
 
-# A row of int8 has a float32 of its own.
+# A row of int8 has a float32 scale.
 SCALE_BYTES = 4
-# Ids of blocks are int32 where kernels read them.
+# Kernels read block ids as int32.
 _MAX_SIZE = (1 << 31) - 2
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a row, the key or value of one head and token, with its scale if it has one."""
+    """Return the bytes of a row (the key or value of one head and token), with its scale if there is one."""
     return head_dim * dtype.itemsize + (0 if dtype.is_floating_point else SCALE_BYTES)
 
 
@@ -33,7 +33,7 @@ class PagedKvCacheConfig:
     """Shape and policy of a KV cache.
 
     Attributes:
-        num_kv_heads, head_dim: of layers whose group sets none.
+        num_kv_heads, head_dim: for layers whose group sets none.
         block_size: positions in a block.
         num_blocks: blocks that can be handed out. Storage holds one more, block 0.
         num_swap_blocks: blocks of host memory for `swap_out`.
@@ -43,18 +43,18 @@ class PagedKvCacheConfig:
         enable_prefix_cache: whether full blocks are published and shared.
         low_watermark, high_watermark: fractions of the pool that can be handed out. Below the first, pressure is HIGH;
             below the second, CRITICAL.
-        max_seq_len: longest sequence in tokens; None for no limit but the pool's.
-        sliding_window: tokens that any token can see, itself included, if the same for every layer. Blocks that no
+        max_seq_len: longest sequence in tokens; None for the pool's capacity.
+        sliding_window: number of tokens that a token sees, itself included, if all layers have the same. Blocks that no
             later token can see are freed. None keeps all.
         prefix_hash: "fast", a polynomial modulo 2^64, or "sha256". With either, token ids are compared on every hit.
         groups: layers of several shapes or windows; None for one group of all. A layer in no group has no K/V of its
             own.
-        tables: the groups that have a block table each, derived from `groups`; those without a window come first.
+        tables: the groups with a block table each, derived from `groups`; groups without a window come first.
 
     Raises:
         InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
             enable_prefix_cache is not a bool, or the hash is unknown; or groups are not CacheGroups, share a layer,
-            have one beyond num_layers, or are given together with sliding_window.
+            contain one beyond num_layers, or are given together with sliding_window.
     """
 
     num_layers: int
@@ -102,21 +102,19 @@ class PagedKvCacheConfig:
         self._set("groups", tuple(self.groups))
         layers = [layer for group in self.groups for layer in group.layers]
         if not layers or len(set(layers)) != len(layers) or max(layers) >= self.num_layers:
-            raise InvalidInputError(
-                f"groups: layers {shown(layers)}, expected some of {self.num_layers}, each of them once"
-            )
+            raise InvalidInputError(f"groups: layers {shown(layers)}, expected distinct layers below {self.num_layers}")
         if self.sliding_window is not None:
-            raise InvalidInputError(f"sliding_window: {self.sliding_window}, expected None where groups have their own")
+            raise InvalidInputError(f"sliding_window: {self.sliding_window}, expected None beside groups")
         return self.groups
 
     def _set(self, name: str, value: Any) -> None:
-        """Store a converted field while the frozen configuration is made."""
+        """Store a converted field of the frozen configuration."""
         object.__setattr__(self, name, value)
 
     @property
     def num_whole(self) -> int:
         """Number of tables that get blocks when capacity is reserved: those without a window, at least the first."""
-        # Others get a block when it is written: a long prompt frees blocks chunk by chunk.
+        # Other tables get a block when it is written: a long prompt frees blocks chunk by chunk.
         return max(1, [table.sliding_window for table in self.tables].count(None))
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -128,7 +126,7 @@ class PagedKvCacheConfig:
         return -(-num_tokens // self.block_size) * self.num_whole
 
     def blocks_to_grow(self, num_tokens: int, capacity: int, target: int) -> int:
-        """Return the number of blocks that a sequence lacks for `target` tokens, less those it frees on the way."""
+        """Return the number of blocks that a sequence lacks for `target` tokens, minus those it frees on the way."""
         missing = max(0, -(-target // self.block_size) - capacity // self.block_size) * self.num_whole
         for table in self.tables[self.num_whole :]:
             kept, now = (table.blocks_kept(length, self.block_size) for length in (target, num_tokens))
@@ -137,7 +135,7 @@ class PagedKvCacheConfig:
 
     @property
     def capacity_tokens(self) -> int:
-        """Length of the longest sequence that fits the whole pool; it may be longer if every table has a window."""
+        """Length of the longest sequence that fits into the pool; it may be longer if every table has a window."""
         others = sum(table.most_blocks_kept(self.block_size) for table in self.tables[self.num_whole :])
         whole = max(self.num_blocks // len(self.tables), (self.num_blocks - others) // self.num_whole)
         return whole * self.block_size
@@ -158,7 +156,7 @@ class PagedKvCacheConfig:
 
     @property
     def rows_per_slot(self) -> int:
-        """Largest number of rows of a token in a slot, over all layers there; a row is one head's key or value."""
+        """Largest number of rows of a token in a slot, over all layers; a row is one head's key or value."""
         _, size = self.slots
         return max(size // one * (table.num_kv_heads or 0) for table in self.tables for one in table.sizes)
 

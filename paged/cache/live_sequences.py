@@ -28,7 +28,7 @@ _HANDLE_TYPES = {KvCacheHandle}
 
 
 class LiveSequences:
-    """handles: of all sequences by request id, oldest first. tables: their block ids."""
+    """All live sequences. handles: by request id, oldest first. tables: their block ids."""
 
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
         self.handles: dict[SeqId, KvCacheHandle] = {}
@@ -48,23 +48,23 @@ class LiveSequences:
         return handle
 
     def remove(self, state: SequenceState) -> None:
-        """Forget a sequence that is being changed; its handle says so from now on."""
+        """Remove a sequence that is being changed; its handle becomes invalid."""
         self._rollback.append((self.handles.__setitem__, state.request_id, self.handles[state.request_id]))
         state.is_valid = False
         self.tables.remove(state)
-        del self.handles[state.request_id]  # last, as the order of sequences is not brought back
+        del self.handles[state.request_id]  # last, because a rollback does not restore the order
 
     def new_name(self, request_id: object) -> SeqId:
-        """Return a valid request id that no live sequence has; else raise InvalidInputError."""
+        """Return `request_id` if it is valid and no live sequence has it; else raise InvalidInputError."""
         name = as_seq_id("request_id", request_id)
         if name in self.handles:
-            raise InvalidInputError(f"request_id: {shown(name)} names a live sequence")
+            raise InvalidInputError(f"request_id: {shown(name)} is the id of a live sequence")
         return name
 
     def check_length(self, num_tokens: int) -> None:
         """Raise SequenceTooLongError if `num_tokens` exceeds max_seq_len."""
         if self._max_seq_len is not None and num_tokens > self._max_seq_len:
-            raise SequenceTooLongError(f"{num_tokens} tokens, max_seq_len is {self._max_seq_len}")
+            raise SequenceTooLongError(f"{num_tokens} tokens, expected at most max_seq_len {self._max_seq_len}")
 
     def check_unused(self, namespace: Hashable) -> None:
         """Raise InvalidInputError if a sequence of the namespace holds tokens."""
@@ -104,7 +104,7 @@ class LiveSequences:
         for cache_id, target, admission in zip(cache_ids, targets, admissions, strict=True):
             handle = handles.get(cache_id)
             if handle is None:
-                raise InvalidInputError(f"cache_id: {shown(cache_id)} names no live sequence")
+                raise InvalidInputError(f"cache_id: {shown(cache_id)} is not a live sequence")
             state = handle._state
             if state.host_blocks is not None:
                 self.state(handle)
@@ -127,13 +127,13 @@ class LiveSequences:
     def of_step(
         self, handles: list[KvCacheHandle], counts: list[Any], *, any_swapped: bool
     ) -> tuple[list[SequenceState], NDArray[np.int64]]:
-        """Return the sequences of a step, all able to run, and the number of new tokens of each.
+        """Return the sequences of a step, all ready to run, and the number of new tokens of each.
 
         any_swapped: whether any sequence is swapped out; otherwise this is not checked.
 
         Raises:
-            InvalidInputError, StaleHandleError: one is unknown, freed, swapped out, given twice or gets a negative
-                number.
+            InvalidInputError, StaleHandleError: a sequence is unknown, freed, swapped out or given twice, or its number
+                is negative.
         """
         states = [handle._state for handle in handles]
         is_owned = self.tables.owns(states)
@@ -150,23 +150,23 @@ class LiveSequences:
     def step_pairs(
         self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
     ) -> tuple[list[KvCacheHandle], list[Any]]:
-        """Return the handles of a step and the new tokens of each; without the lock, as it runs the caller's code."""
+        """Return the handles of a step and the new tokens of each. Call it without the lock: it runs caller code."""
         return as_pairs("items", items, self._item_tokens)
 
     def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
         handle = item.kv_cache or self.handles.get(item.seq_id)
         if handle is None:
-            raise InvalidInputError(f"items: {item.seq_id!r} names no live sequence")
+            raise InvalidInputError(f"items: {item.seq_id!r} is not a live sequence")
         return handle, len(item.q_tokens)
 
 
 def as_pairs(
     name: str, items: Iterable[Any], convert: Callable[[UnifiedBatchItem], Any] | None = None
 ) -> tuple[list[KvCacheHandle], list[Any]]:
-    """The handles, and what comes with each, of pairs; `convert` makes pairs of batch items, where all are that.
+    """Split pairs into handles and second elements; `convert` makes a pair of a batch item.
 
     Raises:
-        InvalidInputError: one is no pair that begins with a handle.
+        InvalidInputError: an element is not a pair that begins with a handle.
     """
     try:
         pairs = list(items)
@@ -183,9 +183,7 @@ def as_pairs(
 
 
 def as_columns(requests: Iterable[KvSlotRequest]) -> RequestColumns:
-    """Ids, target and admission lengths of requests, each of the type it should be. Without the lock, as it runs the
-    caller's code.
-    """
+    """Return checked ids, target and admission lengths of requests. Call it without the lock: it runs caller code."""
     try:
         rows = list(requests)
         cache_ids, targets, admissions = map(list, zip(*rows, strict=True)) if rows else ([], [], [])
@@ -193,7 +191,7 @@ def as_columns(requests: Iterable[KvSlotRequest]) -> RequestColumns:
         raise
     except Exception as error:
         raise InvalidInputError(f"requests: {shown(requests)}, expected KvSlotRequests") from error
-    # One look at the types of all: a step has a request for each of hundreds of sequences.
+    # Check the types of all at once: a step has a request for each of hundreds of sequences.
     if not set(map(type, cache_ids)) <= _ID_TYPES:
         cache_ids = [as_seq_id("cache_id", one) for one in cache_ids]
     if not set(map(type, targets)) <= {int}:

@@ -37,9 +37,9 @@ from paged.token_ids import as_token_ids
 class PagedKvCacheManager:
     """The KV cache of many sequences, in fixed-size blocks of one preallocated pool.
 
-    Thread-safe. Every call is atomic: on any error it is rolled back. Only cached blocks that it evicted in order to
-    write to them stay evicted. What a callback raises comes after the call has done its work; then only a
-    new sequence or reservation is given up. A caller interrupted before it noted a handle finds it by `get_handle`.
+    Thread-safe. Every call is atomic: after any error it is rolled back. Only cached blocks that it has evicted and
+    overwritten stay evicted. An exception of a callback comes after the call has done its work; only a new sequence or
+    reservation is then dropped. A caller interrupted before it stored a handle finds it by `get_handle`.
 
     `num_tokens` of a handle counts positions that hold valid K/V. `capacity` counts positions that its blocks can hold.
     Blocks may be shared; a shared block is copied before it is written.
@@ -54,7 +54,7 @@ class PagedKvCacheManager:
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         self.config = config
-        self._tensors = KvCacheTensors(config)  # first: where there is no memory for it, there is nothing to count
+        self._tensors = KvCacheTensors(config)  # first: without memory for it, nothing else is needed
         self._guard = Notifier(self._measure_pressure)
         rollback = self._guard.rollback
         self._prefixes = PrefixCache(config, self._guard)
@@ -74,7 +74,7 @@ class PagedKvCacheManager:
 
     @property
     def tensors(self) -> KvCacheTensors:
-        """Memory of the cache. Its `listener` is told of every call that moves or clears blocks, to mirror them."""
+        """Memory of the cache. Its `listener` is called for every move or clearing of blocks, to mirror it."""
         return self._tensors
 
     def allocate(
@@ -85,10 +85,10 @@ class PagedKvCacheManager:
         token_ids: Iterable[int] | None = None,
         namespace: Hashable = None,
     ) -> KvCacheHandle:
-        """Start a sequence with capacity for `num_tokens`, or for `token_ids` if those are more.
+        """Start a sequence with capacity for `num_tokens`, or for `token_ids` if there are more of them.
 
-        The length is 0, or that of the longest published prefix of `token_ids`, whose blocks the sequence shares. The
-        last of `token_ids` is always left to compute, because its logits are needed.
+        The length is that of the longest published prefix of `token_ids`, whose blocks the sequence shares, or 0. The
+        last of `token_ids` is never taken from the cache, because its logits are needed.
 
         Args:
             request_id: a str, or an int of 128 bits, that no live sequence has.
@@ -99,7 +99,7 @@ class PagedKvCacheManager:
 
         Raises:
             InvalidInputError: `request_id` is in use, an argument has another type, `num_tokens` is negative, or a
-                token id that was looked up exceeds int32; `commit` refuses the others.
+                token id that was looked up exceeds int32; `commit` checks the others.
             SequenceTooLongError: the sequence would exceed `max_seq_len`.
             OutOfBlocksError: the pool has too few free blocks.
         """
@@ -150,8 +150,8 @@ class PagedKvCacheManager:
         """Mark `num_tokens` more positions as holding valid K/V.
 
         Raises:
-            InvalidInputError: `num_tokens` is negative or exceeds the capacity, or a table has no blocks there because
-                neither `reserve` nor `build_metadata` made them.
+            InvalidInputError: `num_tokens` is negative or exceeds the capacity, or a table lacks blocks there, which
+                `reserve` and `build_metadata` allocate.
             SequenceTooLongError: the sequence would exceed `max_seq_len`.
         """
         num_tokens = as_int("num_tokens", num_tokens)
@@ -197,8 +197,8 @@ class PagedKvCacheManager:
         """Roll a sequence back to its first `num_tokens` positions and free the blocks behind them.
 
         Raises:
-            InvalidInputError: `num_tokens` is negative or exceeds the length, or blocks that the sliding window shows
-                from there have been freed.
+            InvalidInputError: `num_tokens` is negative or exceeds the length, or blocks that its sliding window needs
+                have been freed.
         """
         num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
@@ -257,7 +257,7 @@ class PagedKvCacheManager:
     def swap_out(self, handle: KvCacheHandle) -> None:
         """Move a sequence's K/V to host memory and free its blocks; does nothing if it is swapped out.
 
-        Blocks that another sequence shares stay on the device. Capacity beyond the length is given up.
+        Blocks that other sequences share stay on the device. Capacity beyond the length is freed.
 
         Raises:
             OutOfBlocksError: the host pool has too few free blocks.
@@ -303,7 +303,7 @@ class PagedKvCacheManager:
             raise
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
-        """Give the empty sequence `target` the first `num_blocks` blocks of `source`, in place of its own.
+        """Replace the blocks of the empty sequence `target` by the first `num_blocks` blocks of `source`.
 
         Raises:
             InvalidInputError: the blocks are not all full of valid tokens, `target` is not empty or is `source`, their
@@ -351,13 +351,13 @@ class PagedKvCacheManager:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks in use; cheaper than `stats`, which looks at every sequence."""
+        """Bytes of the blocks in use; cheaper than `stats`, which reads every sequence."""
         with self._guard:
             return (self._pool.num_blocks - self._pool.num_free) * self._tensors.bytes_per_block
 
     @property
     def pressure(self) -> MemoryPressure:
-        """Memory pressure now, by the share of blocks that can be handed out, evictable ones included."""
+        """Current memory pressure, by the fraction of blocks that can be handed out, evictable ones included."""
         with self._guard:
             return self._measure_pressure()
 
@@ -435,7 +435,7 @@ class PagedKvCacheManager:
             OutOfBlocksError: a shared block has to be copied and none is free. This cannot happen after `reserve`.
         """
         pairs = self._sequences.step_pairs(items)
-        with self._guard:  # to the end, so that block copies are rolled back if this fails
+        with self._guard:  # to the end, so that block copies are rolled back on failure
             host = self._host_metadata(*pairs)
             return host.over(to_device(host.arrays, self.device))
 
@@ -466,7 +466,7 @@ class PagedKvCacheManager:
             value: the same, with the head size of the values.
 
         Raises:
-            InvalidInputError: layer, position or a shape does not fit.
+            InvalidInputError: the layer, position or a shape is invalid.
             OutOfBlocksError: a shared block has to be copied and none is free.
         """
         self._inspection.write(handle, layer, position, key, value)
@@ -480,9 +480,9 @@ class PagedKvCacheManager:
         int8 is returned as float32, multiplied by its scales.
 
         Raises:
-            InvalidInputError: the layer does not exist or has no K/V of its own, or a position is not written or behind
-                the sliding window. Written are the first `num_tokens` of the sequence and what `write_kv` added after
-                them without a gap.
+            InvalidInputError: the layer does not exist or has no K/V of its own, or a position is not written or lies
+                behind the sliding window. Written positions are the first `num_tokens` and those that `write_kv` added
+                after them without a gap.
         """
         return self._inspection.read(handle, layer, start, num_tokens)
 
@@ -494,8 +494,8 @@ class PagedKvCacheManager:
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return `stats()`, the pressure and histograms of sampled blocks as a dict, ready for JSON.
 
-        Entry i of `block_lifetimes_ms` and `block_reuse_gaps_ms` counts ages from 2^(i - 1) to 2^i ms, the first one
-        all below 1 ms, the last one all above.
+        Entry i of `block_lifetimes_ms` and `block_reuse_gaps_ms` counts ages from 2^(i - 1) to 2^i ms, the first entry
+        all below 1 ms, the last all above.
         """
         with self._guard:
             ages = self._pool.ages
@@ -510,7 +510,7 @@ class PagedKvCacheManager:
         """Recount every reference from the live sequences and open reservations.
 
         Raises:
-            PagedError: a count contradicts another; the message names the first contradiction.
+            PagedError: a count is wrong; the message names the first error.
         """
         with self._guard:
             check_integrity(self._sequences, self._prefixes, self._swap.pool)

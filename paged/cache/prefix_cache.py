@@ -1,4 +1,4 @@
-"""Prefix caching: full blocks are published in an index, and the pool keeps them until it needs them."""
+"""Prefix caching: full blocks are published in an index, and the pool keeps them until it needs their memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNTS = ("num_hits", "num_misses", "num_hit_tokens", "num_evictions")
 
 
 class PrefixCache:
-    """A pool and the index of its published blocks. Every change is announced to `guard`; the caller holds its lock."""
+    """A block pool and the index of its published blocks. Reports changes to `guard`; the caller holds its lock."""
 
     def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
@@ -37,7 +37,7 @@ class PrefixCache:
         self._is_enabled = config.enable_prefix_cache
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Take blocks for `count` times block_size positions; 0 for a table that gets its blocks when they are written.
+        """Take blocks for `count` times block_size positions; 0 for a table that gets blocks when they are written.
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks.
@@ -63,11 +63,11 @@ class PrefixCache:
         held = [block for block in blocks if block] if len(self._tables) > 1 else blocks
         fresh = max(0, most - len(blocks) // len(self._tables))
         if fresh * self._num_whole + len(held) > self.pool.num_free:
-            # Free blocks that are revived can no longer be handed out.
+            # Revived free blocks can no longer be handed out.
             needed = fresh * self._num_whole + self.pool.count_cached(held)
             if needed > self.pool.num_free >= most * self._num_whole:
-                # A prefix takes blocks of tables with a window, too, a new sequence only when it writes them: the
-                # room that there is without is what `can_allocate` has promised.
+                # A prefix also takes blocks of tables with a window; a new sequence takes those only when it writes.
+                # Keep the capacity that `can_allocate` has promised.
                 length, blocks, held, fresh = 0, [], [], most
             else:
                 self.pool.require(needed)
@@ -90,7 +90,7 @@ class PrefixCache:
         if other_tables is None or not found:
             return min(len(found) * block_size, longest), found
         indices = np.arange(len(found))
-        lengths = np.minimum(np.arange(len(found) + 1) * block_size, longest)  # of each number of blocks
+        lengths = np.minimum(np.arange(len(found) + 1) * block_size, longest)  # for each number of blocks
         rows = np.column_stack([found, other_tables.of(found)])
         is_usable = np.ones(len(lengths), bool)
         for column, table in enumerate(self._tables):
@@ -105,16 +105,16 @@ class PrefixCache:
         return int(lengths[count]), rows[:count].ravel().tolist()
 
     def commit(self, state: SequenceState, token_ids: list[int]) -> None:
-        """Publish the full blocks; `token_ids` are those at positions 0.., as far as they are known.
+        """Publish the full blocks; `token_ids` are the known ids from position 0 on.
 
         Raises:
-            InvalidInputError: they are not those the sequence was given before, or one is not an integer of 32 bits.
+            InvalidInputError: the ids differ from those given before, or one is not an integer of 32 bits.
         """
         known, num_given = state.chain.ids, min(len(token_ids), state.num_tokens)
         num_known = len(known)
         if token_ids[: min(num_known, num_given)] != known[:num_given]:
-            raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
-        # A last, partial block; the others are checked when published.
+            raise InvalidInputError(f"token_ids: differ from those given before for {state.request_id!r}")
+        # Check the last, partial block; the others are checked when they are published.
         pack(token_ids[num_given - num_given % self._block_size : num_given])
         self._rollback.keep_end(known, num_known)
         known += token_ids[num_known:num_given]
@@ -138,7 +138,7 @@ class PrefixCache:
             return
         num_tables = len(self._tables)
         blocks = state.blocks[first * num_tables : last * num_tables : num_tables]
-        if 0 in blocks:  # behind the sliding window: the chain is broken
+        if 0 in blocks:  # freed behind the sliding window: the chain ends
             return
         others: list[tuple[int, ...]] = []
         if num_tables > 1:
@@ -157,7 +157,7 @@ class PrefixCache:
                 self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
-        """`PagedKvCacheManager.share_prefix_blocks`, from `giver` to `taker`."""
+        """Implement `PagedKvCacheManager.share_prefix_blocks`."""
         if giver is taker:
             raise InvalidInputError("target: the same sequence as source")
         if giver.namespace != taker.namespace:
@@ -183,14 +183,14 @@ class PrefixCache:
         taker.chain = giver.chain.copy(num_tokens, num_blocks)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
-        """`blocks` can no longer be found."""
+        """Make `blocks` unfindable."""
         withdrawn = self.index.forget(blocks)
         if self._guard.has_event_listeners:
             for _, hash_ in withdrawn:
                 self._guard.add(BlockRemoved(hash_))
 
     def clear(self, states: Iterable[SequenceState]) -> None:
-        """Withdraw everything; `states` are all sequences there are."""
+        """Withdraw all blocks; `states` are all live sequences."""
         published = list(self.index.published)
         self.index.forget(published)
         for block in published:
@@ -201,7 +201,7 @@ class PrefixCache:
             self._guard.add(CacheCleared())
 
     def overwrite(self, blocks: Sequence[int]) -> None:
-        """K/V are about to be written to `blocks`: those that a failed call had evicted before stay evicted."""
+        """Prepare to write K/V to `blocks`: those that an earlier, failed call had evicted stay evicted."""
         self._rollback.keep_lost(self._drop_cached, blocks)
 
     def _drop_cached(self, blocks: Sequence[int]) -> None:
@@ -214,7 +214,7 @@ class PrefixCache:
         self._rollback.keep_fields(self, _COUNTS)
         num_cached = self.pool.num_cached
         self.withdraw(blocks)
-        self.num_evictions += len(blocks) + num_cached - self.pool.num_cached  # with what is of no use without them
+        self.num_evictions += len(blocks) + num_cached - self.pool.num_cached  # with the blocks that needed them
 
 
 def _cut_ids(chains: Iterable[TokenChain], lengths: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ class SlidingWindow:
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
         self._block_size, self._tables = config.block_size, config.tables
         self._windows = [pair for pair in enumerate(config.tables) if pair[1].sliding_window is not None]
-        # Of each: how far behind a sequence's end tokens are kept, and where its block -1 would stand in `blocks`.
+        # For each table: its reach, and the index that its block -1 would have in `blocks`.
         self._reaches = [(table.reach, index - len(config.tables)) for index, table in self._windows]
         self._rollback = rollback
         self._pool = pool
@@ -39,7 +39,7 @@ class SlidingWindow:
         dropped = []
         for reach, before in self._reaches:
             last = (state.num_tokens - reach) // self._block_size * step + before
-            while last >= 0 and blocks[last]:  # before the last one that is gone all are
+            while last >= 0 and blocks[last]:  # blocks before a freed one are all freed
                 dropped.append(last)
                 last -= step
         state.keep(self._rollback)
@@ -50,17 +50,17 @@ class SlidingWindow:
         state.blocks = tuple(kept)
 
     def check_room(self, state: SequenceState, target: int) -> None:
-        """Raise InvalidInputError if a table lacks a block from the length to `target`."""
+        """Raise InvalidInputError if a table lacks a block between the length and `target`."""
         first = state.num_tokens // self._block_size
         if any(self._has_gap(state, index, first, target) for index, _ in self._windows):
-            raise InvalidInputError(f"num_tokens: length {target}, but not all blocks before it were written to")
+            raise InvalidInputError(f"num_tokens: length {target}, but not all blocks before it are allocated")
 
     def check_rollback(self, state: SequenceState, num_tokens: int) -> None:
         """Raise InvalidInputError if a block that the token after `num_tokens` sees has been freed."""
         for index, table in self._windows:
             first = table.first_seen_block(num_tokens, self._block_size)
             if self._has_gap(state, index, first, num_tokens):
-                raise InvalidInputError(f"num_tokens: {num_tokens}, its sliding window has been given back in part")
+                raise InvalidInputError(f"num_tokens: {num_tokens}, but part of its sliding window has been freed")
 
     def check_seen(self, state: SequenceState, index: int, start: int, end: int) -> None:
         """Raise InvalidInputError if one of the positions start..end of a table has been freed."""
@@ -68,6 +68,6 @@ class SlidingWindow:
             raise InvalidInputError(f"positions {start}..{end} of {state.request_id!r} lie behind its sliding window")
 
     def _has_gap(self, state: SequenceState, index: int, first: int, num_tokens: int) -> bool:
-        """Whether a table lacks a block from `first` on that holds one of the first `num_tokens`."""
+        """Return whether a table lacks a block from `first` on for one of the first `num_tokens`."""
         step = len(self._tables)
         return 0 in state.blocks[first * step + index : -(-num_tokens // self._block_size) * step : step]

@@ -15,17 +15,17 @@ from paged.errors import InvalidInputError
 from paged.seq_id import SeqId
 
 Span = tuple[SequenceState, int, int]
-"""A sequence, the first position that will be written, and the end of those."""
+"""A sequence, the first position to write, and the end of the positions to write."""
 
 _Need = tuple[SequenceState, list[int], list[int], int]
-"""A sequence; indices of blocks a span writes to that are shared or not there yet, of published ones; blocks missing at
-its end."""
+"""A sequence; indices of shared or missing blocks that a span writes to; indices of published ones; number of blocks
+missing at its end."""
 
 
 class KvSlotAllocator:
-    """Makes positions writable. The caller holds `guard`, which the reservations made here take as well.
+    """Makes positions writable. The caller holds `guard`; the reservations made here also take it.
 
-    num_copies: blocks copied since the start, because they were shared and about to be written.
+    num_copies: number of shared blocks copied before a write since the start.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KvSlotAllocator:
         self._window = window
 
     def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
-        """Raise OutOfBlocksError unless every sequence could grow to its target length; takes nothing."""
+        """Raise OutOfBlocksError unless every sequence could grow to its target length; takes no blocks."""
         self._pool.require(_blocks_needed(self._needs(_spans(states, targets))))
 
     def reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> KvSlotReservation:
@@ -75,7 +75,7 @@ class KvSlotAllocator:
         for state, _, target in unready:
             if target > len(state.blocks) // self._num_tables * self._block_size:
                 raise InvalidInputError(
-                    f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
+                    f"items: {state.request_id!r} has no capacity for {target - state.num_tokens} more tokens"
                 )
         self.make_exclusive(unready)
 
@@ -89,13 +89,13 @@ class KvSlotAllocator:
             self._pool.release(list(undo.replaced.values()))
 
     def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
-        """Return the spans from lengths to targets that are not writable yet, and perhaps others.
+        """Return spans from lengths to targets that may need a change; others are writable.
 
-        Only the block that the length lies in can be shared or published: later ones hold no tokens.
+        Only the block that contains the length can be shared or published: later blocks hold no tokens.
         """
         block_size, num_tables = self._block_size, self._num_tables
         without_room: list[Span] = []
-        written: list[int] = []  # one look at the blocks of all spans takes a fifth of the time of one look a span
+        written: list[int] = []  # checking the blocks of all spans at once takes a fifth of the time
         for state, target in zip(states, targets, strict=True):
             start, blocks = state.num_tokens, state.blocks
             if target > start:
@@ -103,18 +103,18 @@ class KvSlotAllocator:
                     without_room.append((state, start, target))
                 elif num_tables == 1:
                     written.append(blocks[start // block_size])
-                else:  # one behind a window may not be there
+                else:  # a block behind a window may be missing
                     written += blocks[start // block_size * num_tables : -(-target // block_size) * num_tables]
         if self._are_writable(written):
             return without_room
         return _spans(states, targets)
 
     def _are_writable(self, blocks: Sequence[int]) -> bool:
-        """Whether all are there, and none is shared or published."""
+        """Return whether all blocks exist and none is shared or published."""
         return 0 not in blocks and self._pool.shared.isdisjoint(blocks) and self._index.published.isdisjoint(blocks)
 
     def _needs(self, spans: Iterable[Span]) -> list[_Need]:
-        """What must change before the spans can be written; sequences that are ready are left out."""
+        """Return the changes that make the spans writable; sequences that are ready are left out."""
         shared_blocks, published = self._pool.shared, self._index.published
         needs = []
         for state, start, end in spans:
@@ -127,7 +127,7 @@ class KvSlotAllocator:
             replaced: list[int] = []
             stale: list[int] = []
             for i in range(start // self._block_size * self._num_tables, min(last, num_blocks)):
-                if blocks[i] in shared_blocks or (not blocks[i] and i >= written):  # before, it is behind a window
+                if blocks[i] in shared_blocks or (not blocks[i] and i >= written):  # earlier ones are behind a window
                     replaced.append(i)
                 elif blocks[i] in published:
                     stale.append(i)
@@ -138,8 +138,7 @@ class KvSlotAllocator:
     def _make_room(self, spans: Iterable[Span]) -> dict[SeqId, Undo]:
         """Extend sequences to their spans' ends, copy shared blocks there, and withdraw published ones.
 
-        Returns data to undo this for every sequence whose blocks changed. The caller owns the references of replaced
-        blocks.
+        Returns data to undo this for each changed sequence. The caller owns the references to replaced blocks.
         """
         needs = self._needs(spans)
         if not needs:
@@ -152,7 +151,7 @@ class KvSlotAllocator:
         for state, replaced, stale, fresh in needs:
             if replaced or stale:
                 self._prefixes.withdraw([state.blocks[index] for index in stale])
-                # A copy is not published, and neither is what will change: the chain goes on from before them.
+                # Neither copies nor blocks to be written are published: the chain continues before them.
                 state.chain.cut(len(state.chain.ids), min([*replaced, *stale]) // num_tables, rollback)
             if replaced or fresh:
                 originals = {index: state.blocks[index] for index in replaced}

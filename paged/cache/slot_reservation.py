@@ -28,10 +28,10 @@ class SequenceState:
     Attributes:
         blocks: ids, the first of every table, then the second of every table; 0 if a table has no block there.
             Replaced, never changed in place, so that an old value can be kept for a rollback.
-        num_written: positions below it were written through write_kv, without a gap after num_tokens.
+        num_written: positions below it were written by write_kv, without a gap after num_tokens.
         chain: known token ids and their published blocks.
-        host_blocks: while swapped out, the host block by index in `blocks`, which is 0 there.
-        row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks stored there.
+        host_blocks: while swapped out, host blocks by index in `blocks`, which is 0 there.
+        row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks stored in it.
     """
 
     request_id: SeqId
@@ -48,11 +48,11 @@ class SequenceState:
     row_blocks: tuple[int, ...] = ()
 
     def keep(self, rollback: Rollback) -> None:
-        """Keep all fields for a rollback, except the row, and the chain's lists, which keep themselves."""
+        """Save all fields for a rollback, except the row; the chain's lists save themselves."""
         rollback.keep_fields(self, _KEPT)
 
     def begin_change(self, rollback: Rollback) -> None:
-        """Keep the state for a rollback before a call changes it, and take it out of an open reservation."""
+        """Save the state for a rollback before a call changes it, and take the sequence out of an open reservation."""
         self.keep(rollback)
         if self.reservation is not None:
             self.reservation.settle(self)
@@ -63,8 +63,8 @@ class Undo:
     """Data to undo a reservation's changes of one sequence.
 
     Attributes:
-        replaced: shared block by its index in `blocks`, where its copy stands now; 0 if there was none. The reservation
-            keeps the reference.
+        replaced: shared blocks by index in `blocks`, where their copies are now; 0 if there was none. The reservation
+            holds their references.
     """
 
     num_blocks: int
@@ -103,7 +103,7 @@ class KvSlotReservation:
         for state, target in zip(states, targets, strict=True):
             if target > state.num_tokens:
                 state.reservation = self
-            else:  # one that grows by nothing has nothing to keep or to take back
+            else:  # a sequence that does not grow has nothing to undo
                 self._is_whole = False
 
     @property
@@ -113,12 +113,12 @@ class KvSlotReservation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is open, all of its sequences grow by it, and no other call has changed one of them since."""
+        """Whether it is open, all its sequences grow by it, and no other call has changed one since."""
         return self._is_whole
 
     @property
     def kept_blocks(self) -> list[int]:
-        """Shared blocks that copies replaced, kept for a rollback."""
+        """Shared blocks that copies have replaced, kept for a rollback."""
         return [block for undo in self._undo.values() for block in undo.replaced.values() if block]
 
     def covers(self, states: Sequence[SequenceState], targets: Sequence[int]) -> bool:
@@ -133,10 +133,10 @@ class KvSlotReservation:
                 published.
 
         Raises:
-            InvalidInputError: the reservation is closed, or `token_ids` are not integers of 32 bits, as many as the new
-                tokens of each sequence. The reservation stays as it is.
+            InvalidInputError: the reservation is closed, or `token_ids` are not integers of 32 bits, one list per
+                sequence with as many ids as it has new tokens. The reservation does not change.
         """
-        new_ids = None if token_ids is None else self._new_ids(token_ids)  # without the lock: it runs the caller's code
+        new_ids = None if token_ids is None else self._new_ids(token_ids)  # without the lock: it runs caller code
         with self._guard:
             if not self._is_open:
                 raise InvalidInputError("commit: the reservation is closed")
@@ -151,7 +151,7 @@ class KvSlotReservation:
             self._on_commit(grown, new_ids)
 
     def rollback(self) -> None:
-        """Restore blocks, reference counts and lengths from before the reservation; does nothing once it is closed."""
+        """Restore blocks, reference counts and lengths from before the reservation; does nothing if it is closed."""
         with self._guard:
             for state in self._states:
                 undo = self._undo.get(state.request_id) if state.reservation is self else None
@@ -169,7 +169,7 @@ class KvSlotReservation:
             self._close(is_released=False)
 
     def leave(self) -> None:
-        """Keep the room and leave the lengths alone. Does nothing once it is closed."""
+        """Close the reservation but keep the capacity; lengths do not change. Does nothing if it is closed."""
         with self._guard:
             self._close()
 
@@ -183,7 +183,7 @@ class KvSlotReservation:
             self._pool.release(list(self._undo.pop(state.request_id).replaced.values()))
 
     def _close(self, *, is_released: bool = True) -> None:
-        """is_released: whether the blocks that copies replaced are released."""
+        """is_released: whether to release the blocks that copies have replaced."""
         if not self._is_open:
             return
         ours, starts = self._states, self._starts
@@ -194,13 +194,13 @@ class KvSlotReservation:
         for state in ours:
             state.reservation = None
         for undo in self._undo.values() if is_released else ():
-            if undo.replaced:  # seldom, and 16 calls that release nothing are 2 % of a decode step of 256 sequences
+            if undo.replaced:  # rare; 16 calls that release nothing take 2 % of a decode step of 256 sequences
                 self._pool.release(list(undo.replaced.values()))
         self._undo = {}
         self._is_open = self._is_whole = False
 
     def _keep(self, states: Sequence[SequenceState], lengths: Sequence[int]) -> None:
-        """Record for a rollback that `states` of these lengths were in the reservation."""
+        """Record for a rollback that `states`, with these lengths, were in the reservation."""
         self._guard.rollback.append((self._reopen, states, lengths, self._undo, self._is_whole))
 
     def _new_ids(self, token_ids: Iterable[Iterable[int]]) -> list[list[int]]:
@@ -210,8 +210,8 @@ class KvSlotReservation:
         except MemoryError:
             raise
         except Exception as error:
-            raise InvalidInputError(f"token_ids: {shown(token_ids)}, expected one list a sequence") from error
-        # One look at the ids of all, as a decode step has hundreds of lists with one each.
+            raise InvalidInputError(f"token_ids: {shown(token_ids)}, expected one list per sequence") from error
+        # Check the ids of all lists at once: a decode step has hundreds with one id each.
         if not set(map(type, rows)) <= {list}:
             rows = [as_token_ids("token_ids", row) for row in rows]
         flat = rows[0] if len(rows) == 1 else list(chain.from_iterable(rows))
@@ -221,12 +221,12 @@ class KvSlotReservation:
         counts = list(map(sub, self._targets, self._starts))
         if list(map(len, rows)) != counts:
             given = [len(row) for row in rows]
-            raise InvalidInputError(f"token_ids: {shown(given)} of them, expected {shown(counts)} as in the requests")
+            raise InvalidInputError(f"token_ids: {shown(given)} ids, expected {shown(counts)} as in the requests")
         pack(flat)
         return rows
 
     def _abandon(self) -> None:
-        """Undo the making of the reservation."""
+        """Undo the reservation while it is being made."""
         self._undo = {}
         self._is_open = self._is_whole = False
         for state in self._states:

@@ -14,22 +14,22 @@ from paged.cache.tensors import KvCacheTensors
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counts of a KV cache at one moment; hits, evictions, swaps, copies and failures since it was made.
+    """Counts of a KV cache at one moment; hits, evictions, swaps, copies and failures count from its creation.
 
     Attributes:
         free_blocks: blocks that can be handed out, cached ones included.
         used_blocks: blocks that are not free.
         shared_blocks: blocks with more than one reference.
         num_tokens: sum of all lengths; a shared position counts once for each sequence.
-        capacity_tokens: length of the longest sequence that fits the whole pool.
+        capacity_tokens: length of the longest sequence that fits into the pool.
         utilization: used_blocks / num_blocks.
-        cow_copies: blocks copied before a write, because they were shared.
-        allocation_failures: refusals for lack of blocks on the device or on the host.
+        cow_copies: shared blocks copied before a write.
+        allocation_failures: calls that failed for lack of blocks on the device or on the host.
         bytes_per_block: K and V of all layers of a table, scales included.
-        cached_blocks: free blocks that still hold K/V that a prompt may begin with.
-        published_blocks: all blocks that a prompt may begin with, those in use included.
+        cached_blocks: free blocks with K/V that a prompt may begin with.
+        published_blocks: all blocks that a prompt may begin with, including those in use.
         prefix_hits, prefix_misses: prompts that found a published prefix, or none.
-        prefix_hit_tokens: prompt tokens that were not computed again.
+        prefix_hit_tokens: prompt tokens found in the cache, so not computed again.
         evictions: cached blocks that were handed out or withdrawn.
         swapped_out_blocks, swapped_in_blocks: blocks moved to the host, and back.
         swap_blocks_free: free host blocks.

@@ -1,4 +1,4 @@
-"""Host memory that sequences are swapped to."""
+"""Host memory for swapped-out sequences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _COUNTS = ("num_sequences", "num_blocks_out", "num_blocks_in")
 
 
 class SwapSpace:
-    """The pool of host blocks, and the moves of K/V between host and device.
+    """The pool of host blocks, and moves of K/V between host and device.
 
-    num_sequences: swapped out now. num_blocks_out, num_blocks_in: moved since the start.
+    num_sequences: currently swapped out. num_blocks_out, num_blocks_in: moved since the start.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class SwapSpace:
         self._tensors = tensors
 
     def swap_out(self, state: SequenceState) -> None:
-        """Move the blocks with one reference to the host; does nothing if they are there.
+        """Move the blocks that have one reference to the host; does nothing if the sequence is swapped out.
 
         Raises:
             OutOfBlocksError: the host pool has too few free blocks.
@@ -39,7 +39,7 @@ class SwapSpace:
         if state.host_blocks is not None:
             return
         pool = self._prefixes.pool
-        # An open reservation may hold a block that ours replaced: that makes no difference to what we hold.
+        # An open reservation may hold a block that was replaced; it is not among this sequence's blocks.
         kept = self._config.blocks_for(state.num_tokens)
         moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in pool.shared]
         host_blocks = self.pool.allocate(len(moved))
@@ -77,12 +77,12 @@ class SwapSpace:
         state.blocks = tuple(blocks)
         self.discard(state)
         self.num_blocks_in += len(moved)
-        # What it had published may have been evicted meanwhile.
+        # Its published blocks may have been evicted meanwhile.
         state.chain.cut(len(state.chain.ids), min(moved, default=len(blocks)), self._rollback)
         self._prefixes.publish(state)
 
     def discard(self, state: SequenceState) -> None:
-        """Give up the host blocks of a sequence that is being changed, if it is swapped out."""
+        """Free the host blocks of a sequence that is being changed, if it is swapped out."""
         if state.host_blocks is not None:
             self._rollback.keep_fields(self, _COUNTS)
             self.pool.release(list(state.host_blocks.values()))

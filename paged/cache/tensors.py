@@ -21,13 +21,13 @@ from paged.staging import to_device
 
 
 class KvCacheTensors:
-    """One storage [num_slots, num_blocks + 1, elements]: a block is its row of every slot, whichever table holds it.
+    """One storage [num_slots, num_blocks + 1, elements]: a block is its row in every slot, whichever table holds it.
 
-    The layers of a table have their keys in slots of their own, and their values; one of another table lies in the same
-    ones, in other blocks. The scales of int8 rows are in a second storage of the same slots and blocks: in the first, a
-    compiler that copies what is written would copy the one over the other.
+    A table's layers have separate slots for keys and values; other tables use the same slots in other blocks. Scales of
+    int8 rows are in a second storage with the same slots and blocks. In the first, a compiler that copies written
+    tensors would overwrite one with the other.
 
-    listener: told of every call that moves or clears blocks before it is made, by its name and arguments.
+    listener: called with name and arguments of every call that moves or clears blocks, before the call.
     """
 
     listener: Callable[[str, tuple[Any, ...]], None] | None = None
@@ -35,9 +35,9 @@ class KvCacheTensors:
     def __init__(self, config: PagedKvCacheConfig) -> None:
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
         if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype == torch.int8):
-            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point type or int8")
+            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point dtype or int8")
         if dtype is torch.float4_e2m1fn_x2:
-            raise InvalidInputError(f"dtype: {dtype}, expected a type of one value an element")
+            raise InvalidInputError(f"dtype: {dtype}, expected a dtype with one value per element")
         self.block_size, self._num_tables = config.block_size, len(config.tables)
         num_slots, size = config.slots
         shape = num_slots, config.num_blocks + 1, config.block_size * size
@@ -52,13 +52,13 @@ class KvCacheTensors:
             self.host_blocks = [HostBlocks(storage, config.num_swap_blocks) for storage in self.storages]
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, AssertionError) as error:  # more memory than there is, or no such device
+        except (RuntimeError, TypeError, AssertionError) as error:  # not enough memory, or no such device
             where = "" if config.device is None else f" on {shown(config.device)}"
             raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
         self._copies = [BlockCopy(slots, slots) for slots in map(torch.Tensor.unbind, self.storages)]
         self._num_layers = config.num_layers
         self._stacks = [self._views(table) for table in config.tables]
-        # A layer's table, its keys and values, and where they have them their scales.
+        # A layer's table, keys and values, and scales if it has them.
         self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {
             layer: (index, tuple(caches))
             for index, (table, stacks) in enumerate(zip(config.tables, self._stacks, strict=True))
@@ -66,8 +66,8 @@ class KvCacheTensors:
         }
 
     def _views(self, table: CacheGroup) -> list[torch.Tensor]:
-        """Keys and values of a table's layers, each [slots, layers a slot, num_blocks + 1, block_size, num_kv_heads,
-        head_dim], and of int8 their scales, without the last axis.
+        """Return keys and values of a table's layers, [slots, layers per slot, num_blocks + 1, block_size,
+        num_kv_heads, head_dim] each, and for int8 their scales without the last axis.
         """
         stacks, scales, start = [], [], 0
         num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size
@@ -86,35 +86,35 @@ class KvCacheTensors:
         return stacks + scales
 
     def k_cache(self, layer: int) -> torch.Tensor:
-        """Keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
+        """Return the keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
 
         Raises:
-            InvalidInputError: there is no such layer, or it has no K/V of its own.
+            InvalidInputError: the layer does not exist, or has no K/V of its own.
         """
         return self._caches[self.layer(layer)][1][0]
 
     def v_cache(self, layer: int) -> torch.Tensor:
-        """Values of one layer, as `k_cache`."""
+        """Return the values of one layer, as `k_cache`."""
         return self._caches[self.layer(layer)][1][1]
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """k_scale and v_scale of a layer's rows of int8, float32 views [num_blocks + 1, block_size, num_kv_heads]; of
-        other types (None, None). Errors as of `k_cache`.
+        """Return k_scale and v_scale of an int8 layer, float32 views [num_blocks + 1, block_size, num_kv_heads]; (None,
+        None) for other dtypes. Errors are those of `k_cache`.
         """
         _, _, *scales = self._caches[self.layer(layer)][1]
         return (scales[0], scales[1]) if scales else (None, None)
 
     def table_of(self, layer: int) -> int:
-        """Which table's blocks a layer's K/V lie in; errors as of `k_cache`."""
+        """Return the index of the table with a layer's K/V; errors are those of `k_cache`."""
         return self._caches[self.layer(layer)][0]
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: K and V of all layers of a table, and their scales."""
+        """Bytes of one block: K and V of all layers of a table, scales included."""
         return sum(storage[:, 0].nbytes for storage in self.storages)
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block `source` to `destination` for every pair, without a wait of the host."""
+        """Copy block `source` to `destination` for every pair; the host does not wait."""
         if block_pairs:
             self._tell("copy", block_pairs)
             (pairs,) = to_device((np.array(block_pairs, np.int64),), self.storage.device)
@@ -122,7 +122,7 @@ class KvCacheTensors:
                 copy(pairs)
 
     def clear(self, blocks: Sequence[int], start: int, end: int) -> None:
-        """Fill positions start..end of the sequence in `blocks` with zeros, K and V of all layers."""
+        """Fill positions start..end of the sequence in `blocks` with zeros, in K and V of all layers."""
         if start < end:
             self._tell("clear", blocks, start, end)
             for table, stacks in enumerate(self._stacks):
@@ -143,17 +143,17 @@ class KvCacheTensors:
             memory.swap_in(block_pairs)
 
     def layer(self, layer: int) -> int:
-        """`layer` as an int; InvalidInputError unless there is such a layer, and it has K/V of its own."""
+        """Return `layer` as an int; raise InvalidInputError unless it exists and has K/V of its own."""
         layer = as_int("layer", layer, high=self._num_layers - 1)
         if layer not in self._caches:
             raise InvalidInputError(f"layer: {layer} has no K/V of its own")
         return layer
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both as [num_tokens, num_kv_heads, head_dim] of a layer, which one token's may do without the first axis.
+        """Return both as [num_tokens, num_kv_heads, head_dim]; for one token the first axis may be absent.
 
         Raises:
-            InvalidInputError: they are no tensors, or not of these shapes and the same num_tokens.
+            InvalidInputError: they are not tensors, or do not have these shapes with the same num_tokens.
         """
         for name, rows in (("key", key), ("value", value)):
             check_is_tensor(name, rows)
@@ -169,22 +169,22 @@ class KvCacheTensors:
     def write(
         self, layer: int, blocks: Sequence[int], start: int, key: torch.Tensor, value: torch.Tensor, rollback: Rollback
     ) -> None:
-        """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, from position `start` of
-        the sequence in `blocks` on.
+        """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, to the sequence in
+        `blocks` from position `start` on.
         """
         table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, start + len(key))
         stored = [cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype) for rows in (key, value)]
         written = [rows for both in zip(*stored, strict=True) for rows in both if rows is not None]
         for cache, rows in zip(map(_bytes, caches), written, strict=True):
-            # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
+            # Expanded rows without elements keep their strides in contiguous(), and view refuses those.
             rows = _bytes(rows.clone(memory_format=torch.contiguous_format))
             rollback.append((cache.index_put_, index, cache[index]))
             cache.index_put_(index, rows)
 
     def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V at positions start..end of the sequence in `blocks`, each [end - start, num_kv_heads,
-        head_dim]; of int8 times their scales, in float32.
+        """Return copies of K and V at positions start..end of the sequence in `blocks`, each [end - start,
+        num_kv_heads, head_dim]; for int8 in float32, multiplied by their scales.
         """
         table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, end)
@@ -198,7 +198,7 @@ class KvCacheTensors:
             self.listener(name, arguments)
 
     def _positions(self, table: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [end - start] each, in which block of a table these positions stand, and where in it."""
+        """Return the block and the offset in it of each position in a table, int64 [end - start] each."""
         indices, within = np.divmod(np.arange(start, end), self.block_size)
         ids = np.array(blocks[table :: self._num_tables], np.int64)[indices]
         device = self.storage.device
@@ -206,7 +206,7 @@ class KvCacheTensors:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """For the slow accesses: indexing is not implemented for the 8-bit float types."""
+    """View a tensor as bytes for slow accesses: 8-bit floats do not support indexing."""
     return tensor.view(torch.uint8)
 
 

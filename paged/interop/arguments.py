@@ -1,4 +1,4 @@
-"""Translate the arguments of FlashAttention's functions to this project's names, and errors back."""
+"""Translation of FlashAttention's arguments to this project's names, and of errors back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS = (
     "max_seqlen_q out q q_scale return_attn_probs return_lse seq_lens seqused_q sinks softcap softmax_scale v_cache "
     "v_scale window_size "
 )
-# Other spellings of an argument, in FlashAttention 3 and 4, vLLM's fork and SGLang's.
+# Other names of an argument, in FlashAttention 3 and 4, vLLM's fork and SGLang's.
 _SPELLINGS = {
     "attention_chunk": "attention_chunk_size",
     "k_descale": "k_scale",
@@ -39,8 +39,8 @@ def _honoured(more: str, spellings: dict[str, str]) -> dict[str, str]:
     return {name: name for name in (_KEYS + more).split()} | _SPELLINGS | spellings
 
 
-# What is honoured, by the caller's names: of functions whose `k` and `v` are what is attended to, and of those where
-# they are what is added to it.
+# Supported arguments by the callers' names: for functions where `k` and `v` are the keys and values to attend to, and
+# for those where they are new ones to append.
 _ATTENTION = _honoured(
     "cu_seqlens kv max_seqlen num_heads_q qkv", {"k": "k_cache", "seqused_k": "seq_lens", "v": "v_cache"}
 )
@@ -48,12 +48,12 @@ _CACHED_ATTENTION = _honoured(
     "cache_batch_idx cache_leftpad cu_seqlens_k_new key rotary_cos rotary_interleaved rotary_seqlens rotary_sin value",
     {"cache_seqlens": "seq_lens", "k": "key", "v": "value"},
 )
-# What says how to compute a result, not which: taken whatever its value.
+# Arguments that change how a result is computed, but not the result: any value is accepted.
 _HINTS = frozenset(
     "deterministic disable_scheduler_metadata fa_version min_seqlen_k num_splits pack_gqa scheduler_metadata "
     "seqlen_k_per_split sm_margin ver".split()
 )
-# None, False and 0 turn an argument off that is not honoured here. For these it is another number.
+# None, False and 0 turn an unsupported argument off. For these, another number does.
 _OFF = {"cp_world_size": 1, "window_size_left": -1, "window_size_right": -1}
 
 
@@ -76,8 +76,8 @@ class Arguments(dict[str, Any]):
         """Read arguments by the caller's names.
 
         Raises:
-            UnsupportedError: an argument that cannot be honoured has a value that asks for something.
-            InvalidInputError: one thing is given twice under two names.
+            UnsupportedError: an unsupported argument has a value that is not neutral.
+            InvalidInputError: an argument is given twice under two names.
         """
         super().__init__()
         self.function = function
@@ -105,7 +105,7 @@ class Arguments(dict[str, Any]):
 
     def tensor(self, key: str) -> torch.Tensor:
         if key not in self:
-            raise InvalidInputError(f"{key}: None, expected one: {self.function} needs it")
+            raise InvalidInputError(f"{key}: None, expected a tensor: {self.function} needs it")
         value = self[key]
         if not isinstance(value, torch.Tensor):
             raise InvalidInputError(f"{key}: {shown(value)}, expected a tensor")
@@ -133,7 +133,7 @@ class Arguments(dict[str, Any]):
         return as_float("softmax_scale", self["softmax_scale"], 0.0, 1e30) if "softmax_scale" in self else None
 
     def softcap(self) -> float:
-        """Return the softcap; 0 for none, which FlashAttention also spells as a negative number."""
+        """Return the softcap; 0 or, as in FlashAttention, a negative number for none."""
         softcap = as_float("softcap", self.get("softcap", 0.0), -math.inf, 1000.0)
         if 0.0 < softcap < 1e-6:
             raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least 1e-06")
@@ -151,7 +151,7 @@ class Arguments(dict[str, Any]):
 
 
 def takes(needed: str, options: Callable[..., None]) -> Callable[[Callable[[dict[str, Any]], R]], Callable[..., R]]:
-    """Give a function of a dict the parameters `needed`, which may not be None, those of `options`, and any keyword."""
+    """Decorate a function of a dict: parameters `needed`, which may not be None, `options`, and any keyword."""
     first = needed.split()
     leading = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
     defaults = {name: parameter.default for name, parameter in signature(options).parameters.items()}
@@ -164,10 +164,10 @@ def takes(needed: str, options: Callable[..., None]) -> Callable[[Callable[[dict
             placed = dict(zip(order, args, strict=False))
             given = {**defaults, **placed, **named}
             if len(args) > len(order) or placed.keys() & named.keys() or not given.keys() >= set(first):
-                table.bind(*args, **named)  # raises TypeError, which says why
+                table.bind(*args, **named)  # raises TypeError with the reason
             for name in first:
                 if given[name] is None:
-                    raise InvalidInputError(f"{name}: None, expected one: {function.__name__} needs it")
+                    raise InvalidInputError(f"{name}: None, but {function.__name__} needs it")
             return function(given)
 
         call.__signature__ = table  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Attention behind all of FlashAttention's functions: one paged call for any layout of arguments."""
+"""The implementation of all FlashAttention functions: one paged call for any layout of arguments."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_device, check_dtype,
 from paged.kernels.common.errors import arguments_named
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 
-Rows = dict[str, Any]  # a tensor or None, by the name of the argument
-# Positions: more than any sequence has, and int32.
+Rows = dict[str, Any]  # a tensor or None, by argument name
+# A position beyond any sequence's, still an int32.
 _FAR = 1 << 30
 _ROUNDED_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
@@ -37,7 +37,7 @@ _ROUNDED_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 def attend(
     function: str, given: Mapping[str, Any], *, has_negative_edges: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a function of FlashAttention, by name, with arguments by the caller's names, of any version.
+    """Run a FlashAttention function of any version; `given` has the caller's names.
 
     has_negative_edges: whether negative numbers in window_size are edges, as in version 4, instead of no limit.
 
@@ -56,16 +56,16 @@ def attend(
 def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the call; errors name the keys of `args`."""
     unpack(args)
-    # All is read and checked before the first key is written: a call that fails leaves the cache as it was.
+    # Read and check everything before writing the first key: a call that fails does not change the cache.
     batch = read_batch(args)
     for key, values in (("q_scale", batch.q), ("k_scale", batch.k_cache), ("v_scale", batch.v_cache)):
-        if values.dtype != torch.float8_e4m3fn:  # FlashAttention reads no scale of other values
+        if values.dtype != torch.float8_e4m3fn:  # FlashAttention reads scales only for e4m3 values
             args.pop(key, None)
     new = _read_new_keys(args, batch)
     args.refuse_gradients()
     check_lengths(batch, 0 if new is None else new.counts)
     num_seqs, device = batch.num_seqs, batch.q.device
-    dtype = torch.bfloat16 if batch.q.dtype == torch.float8_e4m3fn else batch.q.dtype  # all values of which it has
+    dtype = torch.bfloat16 if batch.q.dtype == torch.float8_e4m3fn else batch.q.dtype  # holds all values of e4m3
     num_q_heads, num_kv_heads = batch.q.shape[1], batch.k_cache.shape[2]
     options: dict[str, Any] = {
         "softmax_scale": args.softmax_scale(),
@@ -94,7 +94,7 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
         check_within("cache_leftpad", padding, 0, batch.seq_lens, "seq_lens")
     in_tokens = batch if padding is None else by_token(batch, padding)
     if new is not None and new.is_scaled:
-        k_scale = v_scale = None  # `rows` has what they are read with
+        k_scale = v_scale = None  # `rows` has the scales for reading
     is_local = edges != (None, None) or options["attention_chunk_size"] > 0
     batch, new = _rotate(args, batch, new, in_order=options["causal"] or is_local)
     if new is not None:
@@ -115,7 +115,7 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
 
 
 def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the caller's `out`, and memory for the rows: the same if its rows can be addressed there."""
+    """Return the caller's `out`, and memory for the rows: the same memory if `paged_attention` can address its rows."""
     given, v_head_dim = args.optional_tensor("out"), batch.v_cache.shape[3]
     if given is not None:
         check_tensor("out", given, (*args.tensor("q").shape[:-1], v_head_dim), (dtype,), batch.q.device)
@@ -165,7 +165,7 @@ def _without_negative_edges(
 
 
 def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[Batch, Rows]:
-    """Split each sequence in two: its first `used` queries, and the others, which see no key."""
+    """Split each sequence in two: its first `used` queries, and the rest, which see no key."""
     starts = batch.cu_seqlens_q[:-1]
     offsets = torch.cat([torch.stack([starts, starts + used], 1).flatten(), batch.cu_seqlens_q[-1:]])
     seq_lens = torch.stack([batch.seq_lens, torch.zeros_like(batch.seq_lens)], 1).flatten()
@@ -177,7 +177,7 @@ def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[
 def _fill(out: torch.Tensor, batch: Batch, rows: Rows, options: dict[str, Any], has_lse: bool) -> torch.Tensor | None:
     """Run `paged_attention` into `out` and return the log-sum-exp if asked for.
 
-    If sequences have rows of their own, they run one after the other.
+    If sequences have different rows, they run one after another.
     """
     if not any(map(_is_by_sequence, rows.values())):
         result = paged_attention(**batch._asdict(), out=out, return_lse=has_lse, **options, **rows)
@@ -205,10 +205,10 @@ def _is_by_sequence(row: torch.Tensor | None) -> bool:
 
 
 def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> torch.Tensor | None:
-    """Read slopes or scales: FlashAttention takes a row for each sequence, `paged_attention` one for all.
+    """Read slopes or scales. FlashAttention takes a row per sequence, `paged_attention` one for all.
 
-    Returns [num_heads], or [] or [1] for a scale. Rows of [num_seqs, num_heads] that are one in memory, expanded, are
-    equal. Others are compared on the host, which waits for the device; if they differ, all rows are returned.
+    Returns [num_heads], or [] or [1] for a scale. Expanded rows share their memory, so they are equal. Others are
+    compared on the host, which waits for the device; if they differ, all rows are returned.
     """
     values = args.optional_tensor(key)
     if values is None:
@@ -227,17 +227,17 @@ def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> to
     is_one = leading == [1] or values.stride(0) == 0
     if not is_one:
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(f"{key}: {num_seqs} rows in memory, a graph takes one row, expanded")
+            raise UnsupportedError(f"{key}: {num_seqs} rows in memory, expected one expanded row in a graph")
         is_one = torch.equal(values, values[:1].expand_as(values))
     return (values[0] if is_one else values).contiguous()
 
 
 class _NewKeys(NamedTuple):
-    """New keys and values of all sequences, with their places.
+    """New keys and values of all sequences, and their positions.
 
     key, value: [num_new, num_kv_heads, head_dim], each with its cache's head_dim. seqs, steps: int64 [num_new], the
-    sequence of each row and its index there. counts: new keys of each sequence, int32 [num_seqs], or one number for
-    all. is_scaled: they came as float8_e4m3fn, which the cache holds as they are.
+    sequence of each row and its index in it. counts: new keys of each sequence, int32 [num_seqs], or one number for
+    all. is_scaled: they are float8_e4m3fn, which the cache stores unchanged.
     """
 
     key: torch.Tensor
@@ -251,13 +251,13 @@ class _NewKeys(NamedTuple):
 def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
     """Read [batch, seqlen_new, num_kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new."""
     if ("key" in args) != ("value" in args):
-        raise InvalidInputError("key, value: one of them is None, expected both or none")
+        raise InvalidInputError("key, value: only one given, expected both or neither")
     num_seqs, device = batch.num_seqs, batch.k_cache.device
     offsets = lengths(args, "cu_seqlens_k_new", num_seqs + 1, device)
     if "key" not in args:
-        return None  # with offsets, too: SGLang gives those of all its keys, which FlashAttention 3 leaves unread
+        return None  # even with offsets: SGLang passes those of all its keys, which FlashAttention 3 ignores
     if "seq_lens" not in args:
-        raise InvalidInputError(f"cache_seqlens: None, expected one: {args.function} needs it")
+        raise InvalidInputError(f"cache_seqlens: None, but {args.function} needs it")
     key, value = args.tensor("key"), args.tensor("value")
     rows: tuple[int | str, ...] = (num_seqs, "seqlen_new") if offsets is None else ("total_new",)
     dtypes = FLOAT_DTYPES if batch.k_cache.dtype != torch.float8_e4m3fn else _ROUNDED_DTYPES
@@ -273,10 +273,10 @@ def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
 
 
 def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bool) -> tuple[Batch, _NewKeys | None]:
-    """Return rotated copies, from each sequence's length on; without `in_order` its queries all take that position."""
+    """Return rotated copies from each sequence's length on; unless `in_order`, all its queries take that position."""
     cos, sin = args.optional_tensor("rotary_cos"), args.optional_tensor("rotary_sin")
     if cos is None:
-        return batch, new  # FlashAttention reads none of the others then
+        return batch, new  # FlashAttention then ignores the other arguments
     if sin is None or new is None:
         raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
     starts = lengths(args, "rotary_seqlens", batch.num_seqs, batch.k_cache.device)
@@ -292,7 +292,7 @@ def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bo
         seqs, steps = _packed_steps(batch.cu_seqlens_q, len(batch.q))
     else:
         seqs, steps = _steps(batch.num_seqs, batch.max_seqlen_q, table.device)
-    # Rows behind the last sequence belong to none: they are rotated as of position 0, and never used.
+    # Rows after the last sequence belong to none: they are rotated as at position 0 and never used.
     of_queries = (starts.index_select(0, seqs) + (steps if in_order else 0)) * (steps >= 0)
     of_keys = (starts.index_select(0, new.seqs) + new.steps) * (new.steps >= 0)
     rotated = []
@@ -305,7 +305,7 @@ def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bo
 
 
 def _append(batch: Batch, new: _NewKeys, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> Batch:
-    """Write the new keys and values behind those in the cache."""
+    """Write the new keys and values after those in the cache."""
     num_blocks, block_size = batch.k_cache.shape[:2]
     positions = batch.seq_lens.index_select(0, new.seqs) + new.steps
     blocks = batch.block_table[new.seqs, (positions // block_size).clamp_(min=0)].long()
@@ -326,13 +326,13 @@ def _divided(rows: torch.Tensor, scale: torch.Tensor | None, seqs: torch.Tensor)
 
 
 def _steps(num_seqs: int, seqlen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each row of [num_seqs, seqlen] its sequence and its index there."""
+    """Return the sequence of each row of [num_seqs, seqlen], and its index in it."""
     rows = torch.arange(num_seqs * seqlen, device=device)
     return rows // max(seqlen, 1), rows % max(seqlen, 1)
 
 
 def _packed_steps(offsets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same for sequences that begin at `offsets`; index -1 behind the last one."""
+    """Return the same for sequences that begin at `offsets`; after the last one the index is -1."""
     rows = torch.arange(num_rows, device=offsets.device)
     seqs = torch.searchsorted(offsets[1:], rows, right=True, out_int32=False).clamp_(max=offsets.shape[0] - 2)
     return seqs, torch.where(rows < offsets[-1], rows - offsets[seqs], -1)

@@ -4,10 +4,10 @@ Versions 3 and 4 are in `flash_attention_3` and `flash_attention_4`. By keyword,
 of the other versions and of vLLM's fork: `page_table`, `seqused_q`, `seqused_k`, `learnable_sink` or `s_aux`, scales of
 8-bit caches, `out`, `return_softmax_lse`. Arguments that do not change the result are accepted without effect:
 `deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `ver`, `pack_gqa`, `sm_margin`, `min_seqlen_k`,
-and what FlashAttention does not read either. Any other argument raises UnsupportedError with its name, unless its value
+and those that FlashAttention ignores. Any other argument raises UnsupportedError with its name, unless its value
 turns it off: None, False or 0; 1 for `cp_world_size`, -1 for `window_size_left` and `window_size_right`.
 
-Forward only. A query row that sees no key gives 0 and, unlike FlashAttention, lse -inf.
+Forward only. A query row that sees no key returns 0 and, unlike in FlashAttention, lse -inf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, 
 
 @_takes("q k v")
 def flash_attn_func(given: dict[str, Any]) -> Result:
-    """Attention of sequences of one length, as `flash_attn.flash_attn_func`.
+    """Attention of sequences of equal length, as `flash_attn.flash_attn_func`.
 
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim].
@@ -68,38 +68,38 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
             dtype of q or float8_e4m3fn. Head sizes are 1 to 512; that of v may differ.
         cu_seqlens_q, cu_seqlens_k: int32 [num_seqs + 1], offsets of the sequences. cu_seqlens_k may be None with
             seqused_k and a block table.
-        max_seqlen_q, max_seqlen_k: upper bounds of the longest. max_seqlen_k may be None with a block table. Without
-            one, a table of int32 [num_seqs, max_seqlen_k] is made.
+        max_seqlen_q, max_seqlen_k: upper bounds of the longest lengths. max_seqlen_k may be None with a block table.
+            Without one, an int32 table [num_seqs, max_seqlen_k] is made.
         dropout_p: 0.
         softmax_scale: 0 to 1e30; None for 1 / sqrt(head_dim).
-        causal: whether a query sees only keys up to its own position; the last query stands at the last key.
-        window_size: (left, right) keys seen on each side besides the own one; None or negative for no limit.
+        causal: whether a query sees only keys up to its own position; the last query is aligned with the last key.
+        window_size: (left, right), number of visible keys on each side besides its own; None or negative for no limit.
         attention_chunk: position i sees j only if j // attention_chunk equals i // attention_chunk; 0 for no limit.
         softcap: 1e-6 to 1000: scores become softcap * tanh(score / softcap). None, 0 or negative for none.
         alibi_slopes: [num_q_heads] or [num_seqs, num_q_heads].
         block_table (page_table): int32 [num_seqs, max_blocks_per_seq].
-        seqused_q, seqused_k: int32 [num_seqs], number of queries and keys of each sequence that count; None for all.
-            Rows of other queries give 0 and -inf.
-        s_aux (learnable_sink, sinks): [num_q_heads], score of one more key, whose value is 0.
+        seqused_q, seqused_k: int32 [num_seqs], number of queries and keys of each sequence that are used; None for all.
+            Rows of other queries return 0 and -inf.
+        s_aux (learnable_sink, sinks): [num_q_heads], score of an additional key whose value is 0.
         q_descale, k_descale, v_descale: float32, one value, [num_kv_heads] or [num_seqs, num_kv_heads], factors for
-            8-bit values, not read beside others. Rows that are not one row expanded are compared, which waits for the
-            device. If they differ, sequences run one after the other.
-        out: like q (bfloat16 if q has 8 bits) with v's head_dim; None makes one.
+            8-bit values, otherwise ignored. Rows that are not one expanded row are compared, which waits for the
+            device. If they differ, sequences run one after another.
+        out: like q (bfloat16 if q has 8 bits) with v's head_dim; None allocates it.
 
     Returns:
         out [total_q, num_q_heads, v's head_dim]. With return_softmax_lse (out, lse), lse float32 [num_q_heads,
         total_q]. With return_attn_probs (out, lse, None), because without dropout there are no probabilities.
 
     Raises:
-        InvalidInputError: an argument does not fit; the message has its name.
-        UnsupportedError: an argument cannot be honoured, or requires a gradient; the message has its name.
+        InvalidInputError: an argument is invalid; the message has its name.
+        UnsupportedError: an argument is not supported, or requires a gradient; the message has its name.
     """
     if given["cu_seqlens_k"] is None and given.get("seqused_k") is None:
         raise InvalidInputError("cu_seqlens_k, seqused_k: both None, expected one of them")
     has_table = given["block_table"] is not None or given.get("page_table") is not None
     for name in ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k", "max_seqlen_k")[: 2 if has_table else 4]:
         if given[name] is None:
-            raise InvalidInputError(f"{name}: None, expected one; that of keys is not needed with a block_table")
+            raise InvalidInputError(f"{name}: None, expected a number; max_seqlen_k may be None with a block_table")
     return _attend("flash_attn_varlen_func", given)
 
 
@@ -128,16 +128,16 @@ def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
             `flash_attn_varlen_func`.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] with a block table, else [batch_cache,
             seqlen_cache, num_kv_heads, head_dim].
-        k, v: [batch, seqlen_new, num_kv_heads, head_dim], written behind the cache_seqlens keys of each sequence; with
+        k, v: [batch, seqlen_new, num_kv_heads, head_dim], appended to the cache_seqlens keys of each sequence; with
             cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim]. float8_e4m3fn only for a cache of
-            that dtype, which keeps them as they are. Others are divided by its scales.
+            that dtype, which stores them unchanged. Others are divided by its scales.
         rotary_cos, rotary_sin: [max_position, rotary_dim / 2]. k is rotated from position cache_seqlens on, or from
-            rotary_seqlens if given, before it is written. q is too if causal or windowed; otherwise all of q takes that
-            one position.
+            rotary_seqlens if given, before it is written. q is rotated likewise if causal or windowed; otherwise all of
+            q takes that one position.
         cache_seqlens: int32 [batch], or one length for all. None for the whole cache, without k and v.
         cache_batch_idx: int32 or int64 [batch], rows of block_table, or of a cache without one; None for
             0, 1, ...
-        cache_leftpad: int32 [batch], keys at the start of each sequence that no query sees.
+        cache_leftpad: int32 [batch], number of keys at the start of each sequence that no query sees.
         block_table (page_table): int32 [batch, max_blocks_per_seq], of any number of rows with cache_batch_idx.
 
     The other arguments are those of `flash_attn_varlen_func`.
@@ -147,8 +147,8 @@ def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
         [num_q_heads, total_q].
 
     Raises:
-        InvalidInputError: k without v, new keys without lengths, rotation without new keys, or an argument does not
-            fit; the message has its name. The cache is unchanged.
+        InvalidInputError: k without v, new keys without lengths, rotation without new keys, or an invalid argument; the
+            message has its name. The cache is unchanged.
         UnsupportedError: as in `flash_attn_varlen_func`.
     """
     return _attend("flash_attn_with_kvcache", given)

@@ -25,7 +25,7 @@ Result = torch.Tensor | tuple[torch.Tensor | None, ...]
     return_attn_probs=False: None
 )  # fmt: skip
 def flash_attn_func(given: dict[str, Any]) -> Result:
-    """Attention of sequences of one length."""
+    """Attention of sequences of equal length."""
     return _attend("flash_attn_func", given)
 
 
@@ -60,8 +60,7 @@ def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
     """Attention to a KV cache, after new keys and values are written to it.
 
     Returns:
-        out; with return_softmax_lse (out, lse, None, None). FlashAttention 3 has partial results in the last two
-        places.
+        out; with return_softmax_lse (out, lse, None, None). FlashAttention 3 returns partial results in the last two.
     """
     return _attend("flash_attn_with_kvcache", given, None, None)
 
@@ -71,22 +70,22 @@ def flash_attn_combine(
     out_dtype: torch.dtype | None = None, cu_seqlens: Any = None, seqused: Any = None, varlen_batch_idx: Any = None,
     return_lse: bool = True, *, virtual_batch_idx: Any = None, max_seqlen_q: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Attention over all keys, from the results over parts of them.
+    """Combine attention over parts of the keys into attention over all.
 
     Args:
         out_partial: float32, float16 or bfloat16 [num_parts, batch, seqlen, num_heads, head_dim], or [num_parts,
             total_q, num_heads, head_dim].
         lse_partial: float32 [num_parts, ..., num_heads], natural log; -inf and inf mark a part without keys.
         out: like one part, written in place.
-        out_dtype: of the result; out's, or out_partial's where not given.
-        return_lse: from version 4, whose other arguments are not read: rows beyond seqused are computed, too.
+        out_dtype: dtype of the result; None takes out's, else out_partial's.
+        return_lse: from version 4. Its other arguments are ignored: rows beyond seqused are computed too.
 
     Returns:
         out like one part, and its log-sum-exp, float32 [..., num_heads], or None without return_lse.
 
     Raises:
-        InvalidInputError: shapes, dtypes or devices do not fit.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype or device is invalid.
+        UnsupportedError: a tensor requires a gradient.
     """
     check_is_tensor("out_partial", out_partial)
     leading = ("num_parts", "batch", "seqlen") if out_partial.dim() == 5 else ("num_parts", "total_q")
@@ -114,7 +113,7 @@ def flash_attn_combine(
     num_splits=0, pack_gqa=None, sm_margin=0: None
 )  # fmt: skip
 def get_scheduler_metadata(given: dict[str, Any]) -> torch.Tensor:
-    """One int32 on the device of cache_seqlens, for scheduler_metadata, which is not read here."""
+    """Return an int32 on the device of cache_seqlens, for scheduler_metadata, which has no effect here."""
     check_is_tensor("cache_seqlens", given["cache_seqlens"])
     return torch.zeros(1, dtype=torch.int32, device=given["cache_seqlens"].device)
 

@@ -25,7 +25,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
     block_sparse_tensors_bwd=None, return_lse=False: None
 )  # fmt: skip
 def flash_attn_func(given: dict[str, Any]) -> Result:
-    """Attention of sequences of one length."""
+    """Attention of sequences of equal length."""
     return attend("flash_attn_func", given, has_negative_edges=True)
 
 
@@ -39,11 +39,11 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
 def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths.
 
-    q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. Longest lengths of None count
+    q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. A maximum length of None means
     all rows.
     """
     return attend("flash_attn_varlen_func", given, has_negative_edges=True)
 
 
 def get_scheduler_metadata(*args: Any, **named: Any) -> None:
-    """None, which scheduler_metadata takes: nothing is scheduled ahead here."""
+    """Return None for scheduler_metadata: nothing is scheduled in advance here."""

@@ -1,6 +1,6 @@
-"""Queries and keys in every layout of FlashAttention, as rows, offsets and a block table.
+"""Conversion of every FlashAttention layout of queries and keys to rows, offsets and a block table.
 
-Lengths, offsets and ids are checked on the host. On a device they are not read, because that would wait for it.
+Lengths, offsets and ids are checked on the CPU only: reading them from a GPU would wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paged.kernels.common.scalars import as_int
 class Batch(NamedTuple):
     """Arguments of `paged_attention`, by its names.
 
-    seq_lens: number of keys before any are added.
+    seq_lens: number of keys before new ones are appended.
     """
 
     q: torch.Tensor
@@ -37,12 +37,12 @@ class Batch(NamedTuple):
 
     @property
     def max_seqlen_k(self) -> int:
-        """Keys of a sequence that the block table can hold."""
+        """Number of keys of a sequence that the block table can hold."""
         return self.block_table.shape[1] * self.k_cache.shape[1]
 
 
 def lengths(args: Arguments, key: str, size: int, device: torch.device) -> torch.Tensor | None:
-    """A contiguous int32 [size] argument on `device`, or None."""
+    """Return a contiguous int32 [size] argument on `device`, or None."""
     tensor = args.optional_tensor(key)
     if tensor is not None:
         check_tensor(key, tensor, (size,), (torch.int32,), device)
@@ -55,7 +55,7 @@ def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(args: Arguments) -> None:
-    """Replace packed qkv or kv by q, k and v, and shared offsets by both."""
+    """Replace packed qkv or kv by q, k and v, and shared offsets by separate ones."""
     num_q_heads = args.integer("num_heads_q")
     for name, keys in (("qkv", ("q", "k_cache", "v_cache")), ("kv", ("k_cache", "v_cache"))):
         if name in args:
@@ -80,9 +80,9 @@ def unpack(args: Arguments) -> None:
 
 
 def read_batch(args: Arguments) -> Batch:
-    """Read queries and keys of any layout. Only those that are not a cache are copied, if their last stride is not 1.
+    """Read queries and keys of any layout. Keys that are not a cache are copied if their last stride is not 1.
 
-    Queries: [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q. Keys: in blocks with a block
+    Queries: [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q. Keys: blocks with a block
     table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...]. Without a table, a packed row
     is a block of one token, and a padded sequence is one block.
     """
@@ -92,7 +92,7 @@ def read_batch(args: Arguments) -> Batch:
     if "cu_seqlens_q" in args:
         cu_seqlens_q = args.tensor("cu_seqlens_q")
         if q.dim() == 4:
-            raise UnsupportedError("cu_seqlens_q: q has 4 axes, expected 3, sequence after sequence")
+            raise UnsupportedError("cu_seqlens_q: q has 4 axes, expected 3 with concatenated sequences")
         if q.dim() != 3:
             raise InvalidInputError(f"q: shape {list(q.shape)}, expected [total_q, num_q_heads, head_dim]")
         check_tensor("cu_seqlens_q", cu_seqlens_q, ("num_seqs + 1",), (torch.int32,), q.device)
@@ -113,7 +113,7 @@ def read_batch(args: Arguments) -> Batch:
     _check_shapes(args, q, k, v, num_seqs, is_packed=table is None and offsets is not None)
     if rows is not None:
         check_tensor("cache_batch_idx", rows, (num_seqs,), (torch.int32, torch.int64), q.device)
-    if not args.adds_keys:  # a copy of a cache would lose what is written to it
+    if not args.adds_keys:  # copying a cache would lose the appended keys
         k, v = with_contiguous_rows(k), with_contiguous_rows(v)
     longest = k.shape[1]
     if table is not None:
@@ -133,14 +133,14 @@ def read_batch(args: Arguments) -> Batch:
         else:
             args.put("block_table", None, "cache_batch_idx")
         table = rows.to(torch.int32).unsqueeze(1)
-        if longest == 0:  # no keys at all: blocks of a token that no table names
+        if longest == 0:  # no keys: blocks of one token that no table refers to
             k, v, table = *(x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (k, v)), table[:, :0]
     seq_lens = _seq_lens(args, num_seqs, longest, offsets, q.device)
     if "block_table" not in args and offsets is not None and is_readable(seq_lens):
         check_offsets("cu_seqlens_k", offsets, len(k))
         check_within("seq_lens", seq_lens, 0, offsets.diff(), "the keys of each sequence in cu_seqlens_k")
         if num_seqs and (most := int(seq_lens.max())) > longest:
-            raise InvalidInputError(f"max_seqlen_k: {longest}, the longest sequence has {most}")
+            raise InvalidInputError(f"max_seqlen_k: {longest}, but the longest sequence has {most}")
     return Batch(q, k, v, table, cu_seqlens_q, seq_lens, max_seqlen_q)
 
 
@@ -148,13 +148,13 @@ def by_token(batch: Batch, left_padding: torch.Tensor) -> Batch:
     """Return the same keys in blocks of one token, without the first left_padding (int32 [num_seqs]) of each sequence.
 
     Raises:
-        UnsupportedError: blocks do not begin at multiples of the distance between two tokens.
+        UnsupportedError: the stride of blocks is not a multiple of the stride of tokens.
     """
     k, v, table = batch.k_cache, batch.v_cache, batch.block_table
     num_blocks, block_size = k.shape[:2]
     (ratio, rest), of_values = (divmod(x.stride(0), max(x.stride(1), 1)) for x in (k, v))
     if rest or of_values != (ratio, rest) or num_blocks * ratio >= 1 << 31:
-        raise UnsupportedError(f"cache_leftpad: a cache of strides {k.stride()} cannot be cut")
+        raise UnsupportedError(f"cache_leftpad: cannot cut a cache with strides {k.stride()}")
     size = (num_blocks - 1) * ratio + block_size if num_blocks else 0
     positions = torch.arange(batch.max_seqlen_k, device=k.device) + left_padding[:, None]
     positions = positions.clamp_(max=max(batch.max_seqlen_k - 1, 0))
@@ -168,21 +168,21 @@ def is_readable(tensor: torch.Tensor) -> bool:
 
 
 def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
-    """Raise InvalidInputError unless offsets rise within 0 to `total`."""
+    """Raise InvalidInputError unless offsets ascend within 0 to `total`."""
     if not is_readable(offsets):
         return
     if int(offsets[0]) < 0 or int(offsets[-1]) > total or bool((offsets.diff() < 0).any()):
-        raise InvalidInputError(f"{name}: {_few(offsets)}, expected to rise from 0 to at most {total}")
+        raise InvalidInputError(f"{name}: {_few(offsets)}, expected ascending values from 0 to at most {total}")
 
 
 def check_within(name: str, values: torch.Tensor, least: int, most: torch.Tensor | int, what: str) -> None:
-    """Raise InvalidInputError unless all of `values` lie in least..most; `what` describes the range."""
+    """Raise InvalidInputError unless all of `values` lie in least..most; `what` describes the upper limit."""
     if is_readable(values) and bool(((values < least) | (values > most)).any()):
         raise InvalidInputError(f"{name}: {_few(values)}, expected {least} to {what}")
 
 
 def check_lengths(batch: Batch, num_new: torch.Tensor | int) -> None:
-    """Check lengths and block ids; num_new: keys yet to be added to each sequence."""
+    """Check lengths and block ids; num_new: keys to be appended to each sequence."""
     if is_readable(batch.seq_lens):
         room = batch.max_seqlen_k - num_new
         check_within("seq_lens", batch.seq_lens, 0, room, f"{_few(room)}, for which there is room")
@@ -211,7 +211,7 @@ def _check_shapes(
     elif is_packed:
         rows = ("total_k",)
     elif "cache_batch_idx" in args or (args.adds_keys and k.dim() == 4 and k.shape[0] > num_seqs):
-        rows = "batch_cache", "seqlen_cache"  # whose first rows are the sequences' where none are picked
+        rows = "batch_cache", "seqlen_cache"  # without cache_batch_idx, the first rows are the sequences'
     dtypes = q.dtype, torch.float8_e4m3fn
     check_tensor("k_cache", k, (*rows, "num_kv_heads", head_dim), dtypes, q.device)
     check_tensor("v_cache", v, (*k.shape[:-1], "v_head_dim"), (k.dtype,), q.device)
@@ -222,18 +222,18 @@ def _check_shapes(
         heads = f"{num_q_heads} heads, expected a multiple of the keys' {k.shape[-2]}"
         raise InvalidInputError(f"q: {heads}")
     if not is_packed and k.shape[1] == 0 and (is_paged or "key" in args):
-        raise InvalidInputError("k_cache: room for 0 tokens, expected at least 1")
+        raise InvalidInputError("k_cache: capacity for 0 tokens, expected at least 1")
 
 
 def _seq_lens(
     args: Arguments, num_seqs: int, max_seqlen: int, offsets: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Return the number of keys of each sequence: as given, between the offsets, or all."""
+    """Return the number of keys of each sequence: as given, from the offsets, or all."""
     given = args.get("seq_lens")
     if args.names.get("seq_lens") == "cache_seqlens" and given is not None and getattr(given, "ndim", 0) == 0:
         length = as_int("cache_seqlens", given)
         if length > max_seqlen:
-            raise InvalidInputError(f"cache_seqlens: {length}, there is room for {max_seqlen} keys")
+            raise InvalidInputError(f"cache_seqlens: {length}, expected at most {max_seqlen}, the cache's capacity")
         max_seqlen = length
     elif (seq_lens := lengths(args, "seq_lens", num_seqs, device)) is not None:
         return seq_lens

@@ -5,7 +5,7 @@
     model.set_experts_implementation("paged_triton")
     model.generate_batch(...)
 
-Continuous batching keeps K and V in pages of transformers' own; layers with full attention read them in place.
+Continuous batching keeps K and V in transformers' own pages; layers with full attention read them in place.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from paged.kernels.moe.fused_moe import fused_moe
 
 NAME = "paged_triton"
 
-# The modules of continuous batching that ask whether an implementation needs masks, and admit others than "sdpa" and
-# "paged|eager" only where their name says "flash".
+# Modules of continuous batching that ask whether an implementation needs masks. Apart from "sdpa" and "paged|eager"
+# they only admit names with "flash".
 _ASKING: tuple[Any, ...] = (cache, continuous_api, initialization)
-# What `fused_moe`'s "swiglu_oai" has built in of gpt-oss's gate.
+# Constants of gpt-oss's gate in `fused_moe`'s "swiglu_oai".
 _CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
@@ -44,12 +44,12 @@ def register() -> None:
     May be called repeatedly. For inference only: the attention needs the cache of `generate_batch`.
 
     Raises:
-        UnsupportedError: this transformers version selects implementations for continuous batching in another way; 5.23
+        UnsupportedError: this transformers version selects implementations for continuous batching differently; 5.23
             works.
     """
     for module in _ASKING:
         if not hasattr(module, "is_flash_attention_requested"):
-            raise UnsupportedError(f"transformers {transformers.__version__}: {module.__name__} is not as in 5.23")
+            raise UnsupportedError(f"transformers {transformers.__version__}: {module.__name__} differs from 5.23")
     AttentionInterface.register(NAME, PagedTritonAttention())
     ExpertsInterface.register(NAME, fused_experts_forward)
     for module in _ASKING:
@@ -70,11 +70,11 @@ class PagedTritonAttention:
     """An attention function of transformers for continuous batching."""
 
     def __init__(self) -> None:
-        # Block table and plan, by the step's write index and whether a graph is being captured: what was made before is
-        # no part of the graph.
+        # Block table and plan, by the step's write index and whether a graph is being captured: objects made before the
+        # capture are not part of the graph.
         self._steps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    # As transformers' own paged functions: its cache hands out views of one tensor.
+    # Not compiled, like transformers' own paged functions: its cache returns views of one tensor.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
@@ -97,7 +97,7 @@ class PagedTritonAttention:
 
         Args:
             query: [1, num_q_heads, num_tokens, head_dim].
-            key, value: [1, num_kv_heads, num_tokens, head_dim]; in layers with full attention value may be narrower.
+            key, value: [1, num_kv_heads, num_tokens, head_dim]; with full attention value may be narrower.
 
         Returns:
             Attention [1, num_tokens, num_q_heads, the values' head_dim], and None for weights.
@@ -110,9 +110,9 @@ class PagedTritonAttention:
         refused = {"attention_mask": attention_mask, "position_bias": position_bias, "dropout": dropout or None}
         for name, given in {**refused, "block_table": table}.items():
             if given is not None:
-                raise UnsupportedError(f"{name}: {NAME} takes none")
+                raise UnsupportedError(f"{name}: {NAME} does not take it")
         if paged_cache is None:
-            raise UnsupportedError(f"cache: None, {NAME} needs the paged cache of generate_batch")
+            raise UnsupportedError(f"cache: None, but {NAME} needs the paged cache of generate_batch")
         kind: dict[str, Any] = {
             "softmax_scale": scaling,
             "causal": module.is_causal if is_causal is None else is_causal,
@@ -130,7 +130,7 @@ class PagedTritonAttention:
             expected = f"in this layer the cache of generate_batch has {heads} heads of {head_dim}"
             raise UnsupportedError(f"{shapes}; {expected}")
         if not allocator.supports_block_table:
-            # A window's cache is a ring, whose oldest keys the new ones replace before they have been read.
+            # A windowed layer's cache is a ring: new keys replace the oldest ones before those have been read.
             key, value = paged_cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
             flash_attn_varlen_func(
                 q,
@@ -168,8 +168,8 @@ class PagedTritonAttention:
     ) -> tuple[torch.Tensor, AttentionPlan]:
         """Return the block table and the plan, from the index of every token to read.
 
-        In each page the tokens fill a run from its first slot. The index is empty if nothing was cached before: the
-        tokens to read are those just written.
+        Tokens fill each page from its first slot. The index is empty if nothing was cached before; then the tokens
+        to read are the new ones.
         """
         steps: dict[bool, tuple[torch.Tensor, AttentionPlan]] = self._steps.setdefault(write_index, {})
         capturing = write_index.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -198,20 +198,20 @@ def fused_experts_forward(
 
 
 def _read_experts(experts: Any) -> dict[str, Any]:
-    """Return weights, biases and activation of a module of experts, as arguments of `fused_moe`.
+    """Return weights, biases and activation of an experts module, as arguments of `fused_moe`.
 
-    Weights stored as [num_experts, in, out] are rewritten in memory once, so that the rows of each output are
+    Weights stored as [num_experts, in, out] are reordered in memory once, so that the rows of each output are
     contiguous; the parameter keeps its shape and values.
 
     Raises:
-        UnsupportedError: the experts are no gated SiLU or gpt-oss MLPs, or their weights have another order.
+        UnsupportedError: the experts are not gated SiLU or gpt-oss MLPs, or their weights have another order.
     """
     gate = type(experts)._apply_gate
     is_clamped = gate.__qualname__ == "GptOssExperts._apply_gate"
     expected = {"has_gate": True, "has_post_expert_norm": False, "is_concatenated": not is_clamped}
     for name, value in (expected | _CLAMPED if is_clamped else expected).items():
         if getattr(experts, name) != value:
-            raise UnsupportedError(f"{name}: {getattr(experts, name)}, expected experts where it is {value}")
+            raise UnsupportedError(f"{name}: {getattr(experts, name)}, expected {value}")
     if not is_clamped and gate is not _default_apply_gate:
         raise UnsupportedError(f"_apply_gate: {type(experts).__name__}'s own, expected act_fn(gate) * up or gpt-oss's")
     if not is_clamped and not isinstance(experts.act_fn, torch.nn.SiLU | SiLUActivation):
@@ -220,7 +220,7 @@ def _read_experts(experts: Any) -> dict[str, Any]:
     if experts.is_transposed:
         if w1.shape[-1] != 2 * w2.shape[-2]:
             shapes = f"{list(w1.shape)} and {list(w2.shape)}"
-            raise UnsupportedError(f"is_transposed: True, with weights {shapes} that are not")
+            raise UnsupportedError(f"is_transposed: True, but the weights are {shapes}")
         w1, w2 = _transposed(w1), _transposed(w2)
     return {
         "w1": w1,
@@ -236,7 +236,7 @@ def _transposed(weight: torch.Tensor) -> torch.Tensor:
     """Return [num_experts, out, in] with contiguous rows."""
     if weight.stride(-2) == 1:
         return weight.mT
-    # What is made in a graph is the graph's.
+    # Memory allocated in a graph belongs to the graph.
     if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return weight.mT.contiguous()
     weight.data = weight.data.mT.contiguous().mT

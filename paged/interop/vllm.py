@@ -16,9 +16,9 @@ from paged.kernels.moe.fused_moe import fused_moe
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
 E4M3_CACHES = ("fp8", "fp8_e4m3")
-# vLLM's names of gpt-oss's activation: rows of w1 that alternate, or all gate rows first.
+# vLLM's names for gpt-oss's activation: alternating rows of w1, or all gate rows first.
 _SWIGLU = {"swigluoai": True, "swigluoai_uninterleave": False}
-# What tells vLLM's configuration of quantised experts from anything else.
+# Attributes that identify vLLM's configuration of quantised experts.
 _QUANT_CONFIG = ("quant_dtype", "weight_quant_dtype", "w1_bias", "w2_bias")
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
@@ -37,9 +37,9 @@ def reshape_and_cache_flash(
 
     Args:
         key, value: [at least num_tokens, num_kv_heads, head_dim]; rows beyond num_tokens are padding.
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim]; uint8 stands for e4m3.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim]; uint8 means e4m3.
         slot_mapping: int64 [num_tokens]; negative to skip a token.
-        kv_cache_dtype: "auto", "float16" and "bfloat16" store values as they are and ignore the scales; "fp8" and
+        kv_cache_dtype: "auto", "float16" and "bfloat16" store values unchanged and ignore the scales; "fp8" and
             "fp8_e4m3" divide values by their scales.
         k_scale, v_scale: float32, one value or [num_kv_heads].
 
@@ -102,8 +102,8 @@ def fused_experts(
     if num_experts not in (-1, *known):
         raise InvalidInputError(f"global_num_experts: {num_experts}, expected -1 or {list(known)}")
     if topk_ids.dtype not in _INTEGERS:
-        raise InvalidInputError(f"topk_ids: dtype {topk_ids.dtype}, expected an integer one")
-    if topk_ids.dtype == torch.int64:  # ids that name no expert stay such
+        raise InvalidInputError(f"topk_ids: dtype {topk_ids.dtype}, expected an integer dtype")
+    if topk_ids.dtype == torch.int64:  # ids that are no expert stay invalid
         topk_ids = topk_ids.clamp(-1, torch.iinfo(torch.int32).max)
     if quant_config is not None and not any(hasattr(quant_config, name) for name in _QUANT_CONFIG):
         raise UnsupportedError(f"quant_config: {shown(quant_config)}, expected None or vLLM's")

@@ -6,7 +6,7 @@ import logging
 from inspect import signature
 from typing import Any
 
-# Backends' interface changes between minor versions of vLLM, the meaning of an argument with it.
+# The backends' interface, and meanings of its arguments, change between minor versions of vLLM.
 VERSIONS = ("0.32", "0.33")
 BACKEND = "paged.interop.vllm_engine.backend.PagedBackend"
 
@@ -16,9 +16,9 @@ _LOGGER = logging.getLogger(__name__)
 def register() -> None:
     """Register the backend as `AttentionBackendEnum.CUSTOM`; this does not select it.
 
-    vLLM calls it in each of its processes, even if another backend is in use. If it cannot register, it logs a warning
-    with the reason and leaves vLLM unchanged: VERSIONS lacks vLLM's version, or CUSTOM is another plug-in's. Selecting
-    CUSTOM then gives vLLM's own error, or that plug-in's backend.
+    vLLM calls it in each of its processes, even if another backend is in use. It logs a warning with the reason and
+    leaves vLLM unchanged if VERSIONS lacks vLLM's version, or if CUSTOM is another plug-in's. Selecting CUSTOM then
+    gives vLLM's own error, or that plug-in's backend.
     """
     import vllm
 
@@ -39,9 +39,9 @@ def register() -> None:
 
 
 def _offer_on_cpu(custom: Any) -> None:
-    """Let the CPU platform accept CUSTOM, which by itself it would replace by one of its own backends.
+    """Let the CPU platform accept CUSTOM, which it would otherwise replace by its own backend.
 
-    Its choice is wrapped once: for CUSTOM it answers as vLLM's GPU platforms do, with the path or the reasons against
+    Its choice is wrapped once: for CUSTOM it answers like vLLM's GPU platforms, with the path or the reasons against
     it.
     """
     from vllm import platforms

@@ -86,7 +86,7 @@ def test_an_evicted_block_never_leaves_half_a_prefix(cache: Cache) -> None:
 
 def test_room_is_not_there_before_it_is_asked_for(cache: Cache) -> None:
     handle = cache.manager.allocate("a", 20)
-    with pytest.raises(InvalidInputError, match="not all blocks before it were written to"):
+    with pytest.raises(InvalidInputError, match="not all blocks before it are allocated"):
         cache.manager.advance(handle, 20)
     cache.manager.build_metadata([(handle, 20)])
     cache.manager.advance(handle, 20)
@@ -103,7 +103,7 @@ def test_groups_that_are_none() -> None:
     ):
         with pytest.raises(InvalidInputError, match=message):
             PagedKvCacheConfig(5, 1, 8, groups=groups)
-    with pytest.raises(InvalidInputError, match="where groups have their own"):
+    with pytest.raises(InvalidInputError, match="expected None beside groups"):
         PagedKvCacheConfig(5, 1, 8, groups=GROUPS, sliding_window=4)
     for layers in ((), (0, 0), (-1,), 3, (0.5,)):
         with pytest.raises(InvalidInputError, match="layers: "):

@@ -53,7 +53,7 @@ def test_longest_length() -> None:
         manager.allocate("a", 7)
     handle = manager.allocate("a", 6)
     for call in (manager.extend, manager.advance):
-        with pytest.raises(SequenceTooLongError, match="7 tokens, max_seq_len is 6"):
+        with pytest.raises(SequenceTooLongError, match="7 tokens, expected at most max_seq_len 6"):
             call(handle, 7)
     manager.extend(handle, 5)
     manager.advance(handle, 1)

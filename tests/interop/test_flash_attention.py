@@ -327,7 +327,7 @@ def test_heads_of_queries_keys_and_values_in_one_tensor(device: torch.device) ->
 def test_layouts_that_are_refused(device: torch.device) -> None:
     q, padding = torch.zeros(3, 2, 4, 2, device=device), torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
     cache = torch.as_strided(torch.zeros(500, device=device), (3, 8, 2, 2), (37, 4, 2, 1))
-    with pytest.raises(UnsupportedError, match=r"^cache_leftpad: a cache of strides"):
+    with pytest.raises(UnsupportedError, match=r"^cache_leftpad: cannot cut a cache with strides"):
         flash_attn_with_kvcache(q, cache, cache, cache_leftpad=padding)
     with pytest.raises(InvalidInputError, match=r"^qkv: shape"):
         flash_attention.flash_attn_qkvpacked_func(torch.randn(1, 8, 2, 2, 16, device=device))

@@ -85,5 +85,5 @@ def test_validate_items(manager: PagedKvCacheManager) -> None:
     ):
         with pytest.raises(InvalidInputError, match=message):
             validate(*items)
-    with pytest.raises(SequenceTooLongError, match="would reach 9 tokens, the longest sequence is 8"):
+    with pytest.raises(SequenceTooLongError, match="would reach 9 tokens, expected at most 8"):
         validate(UnifiedBatchItem("a", [1, 2, 3], kv_cache=handle, pos_offset=6))

@@ -1,4 +1,4 @@
-"""Lifetimes of blocks and reuse gaps of cached blocks, from a sample."""
+"""Lifetimes of blocks, and times until cached blocks are reused, from a sample."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterable, Sequence
 
 _NUM_BUCKETS = 24
-# Of every 16th call that hands out blocks the first block is watched, at most 256 at a time: a call of 128 blocks then
-# spends 2 us of 25 on them.
+# In every 16th call that hands out blocks, the first block is sampled, at most 256 at a time. This takes 2 us of the 25
+# us of a call for 128 blocks.
 _SAMPLE_EVERY = 16
 _MAX_WATCHED = 256
 
 
 class BlockAges:
-    """Histograms over powers of two of a millisecond: bucket i counts ages below 2^i ms, the last one all above."""
+    """Histograms with powers of two of a millisecond: bucket i counts ages below 2^i ms, the last bucket all above."""
 
     def __init__(self) -> None:
         self.lifetimes = [0] * _NUM_BUCKETS
@@ -36,7 +36,7 @@ class BlockAges:
             self._count(self.lifetimes, blocks)
 
     def revived(self, blocks: Iterable[int]) -> None:
-        """Record that free blocks were taken up again."""
+        """Record that cached free blocks were shared again."""
         if self._since:
             self._count(self.reuse_gaps, blocks)
 

@@ -15,11 +15,11 @@ from paged.errors import OutOfBlocksError, PagedError
 class BlockPool:
     """References to blocks 1..num_blocks. Block 0 is never handed out: padding rows may point at it.
 
-    A block that is not free has one reference and those counted in a dictionary: nearly all have just one, and handing
-    out or taking back a hundred of them is then a matter of slices.
+    A block in use has one reference, plus those in a dictionary. Nearly all blocks have just one, so a hundred are
+    handed out or freed by slicing.
 
-    Free blocks that `published` contains are handed out last, least recently used first, after `on_evict` was told;
-    until then `share` revives them.
+    Free blocks in `published` are handed out last, least recently used first, after a call of `on_evict`. Until then
+    `share` can revive them.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class BlockPool:
         self._rollback = Rollback() if rollback is None else rollback
         self._extra_references: dict[int, int] = {}
         self._free = list(range(num_blocks, 0, -1))
-        # Free and published, least recently used first, each with a number that rises in that order.
+        # Free and published blocks, least recently used first, each with an ascending number.
         self._cached: OrderedDict[int, int] = OrderedDict()
         self._ticks = count_from()
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, evictable ones included."""
+        """Number of blocks that can be handed out, evictable ones included."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that are published."""
+        """Number of free blocks that are published."""
         return len(self._cached)
 
     @property
@@ -62,7 +62,7 @@ class BlockPool:
         return self._extra_references.keys()
 
     def ref_count(self, block: int) -> int:
-        """How many references `block` has; 0 for a free one. Slow, as it looks through the free blocks."""
+        """Return the number of references to `block`, 0 if it is free. Slow: it searches the free blocks."""
         if block in self._cached or block in self._free:
             return 0
         return 1 + self._extra_references.get(block, 0)
@@ -92,7 +92,7 @@ class BlockPool:
             raise OutOfBlocksError(count, self.num_free)
 
     def count_cached(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are cached: free, and revived when shared."""
+        """Return the number of `blocks` that are cached: free, and revived when shared."""
         return list(map(self._cached.__contains__, blocks)).count(True)
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class BlockPool:
             self.ages.revived(revived)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each of `blocks`, which are distinct except for zeros, which are skipped.
+        """Drop one reference of each of `blocks`, which are distinct. Zeros are skipped.
 
         Blocks without references become free. Of unpublished ones, `blocks[0]` is reused first. Of published ones, the
         last is evicted first, because later blocks are useless without earlier ones.
@@ -133,7 +133,7 @@ class BlockPool:
         self.ages.freed(freed)
 
     def evict(self, count: int) -> int:
-        """Withdraw up to `count` cached blocks, least recently used first; how many there were."""
+        """Withdraw up to `count` cached blocks, least recently used first; return their number."""
         count = min(count, len(self._cached))
         if count > 0:
             blocks = list(islice(self._cached, count))
@@ -144,7 +144,7 @@ class BlockPool:
         return count
 
     def unpublished(self, block: int) -> None:
-        """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
+        """Handle that `block` is no longer published: if it is free, it may be reused first."""
         if block in self._cached:
             self._keep_cached([block])
             del self._cached[block]
@@ -155,7 +155,7 @@ class BlockPool:
         self._rollback.append((_update, cached, blocks, list(map(cached.__getitem__, blocks))))
 
     def recount(self, references: Mapping[int, int]) -> None:
-        """Count again: these references are held. Free blocks are in the order in which they were before."""
+        """Set the reference counts to those held. Free blocks keep their order."""
         published, cached = self._published, self._cached
         self._extra_references = {block: count - 1 for block, count in references.items() if count > 1}
         self._free[:] = [block for block in self._free if block not in references and block not in published]
@@ -169,12 +169,12 @@ class BlockPool:
         """Compare with the references that the holders of blocks count.
 
         Raises:
-            PagedError: names the first contradiction.
+            PagedError: a count is wrong; the message names the first error.
         """
         listed = [*self._free, *self._cached]
         free = set(listed)
         if len(free) != len(listed):
-            raise PagedError("the free lists hold a block twice")
+            raise PagedError("the free lists contain a block twice")
         if 0 in free or references.get(0) or 0 in self._extra_references:
             raise PagedError("block 0 is in use or in a free list")
         for block in range(1, self.num_blocks + 1):
@@ -185,7 +185,7 @@ class BlockPool:
             if block in free and block in self._extra_references:
                 raise PagedError(f"block {block} is free and shared")
             if block in free and (block in self._cached) != (block in self._published):
-                raise PagedError(f"block {block} is free; cached: {block in self._cached}, published otherwise")
+                raise PagedError(f"block {block} is free, and either cached or published, expected both or neither")
 
 
 def _update(mapping: dict[int, int], keys: Sequence[int], values: Sequence[int]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 class Rollback(list[Sequence[Any]]):
     """State before a call that cannot be derived: sequences, publications, and the order of free blocks.
 
-    The rest, such as reference counts, is derived again by `recount`. Code appends a function with the arguments that
-    restore a value before it changes the value. Without entries nothing is restored, so an essential one comes first.
+    `recount` derives the rest, such as reference counts. Before code changes a value, it appends a function and the
+    arguments that restore it. Without entries nothing is restored, so an essential entry comes first.
     """
 
     def __init__(self) -> None:
@@ -19,23 +19,23 @@ class Rollback(list[Sequence[Any]]):
         self.recount: Callable[[], None] = lambda: None
 
     def keep_fields(self, owner: object, names: Sequence[str]) -> None:
-        """Keep two or more fields of an object."""
+        """Save two or more fields of an object."""
         self.append((_set_fields, owner, names, attrgetter(*names)(owner)))
 
     def keep_end(self, items: list[Any], start: int) -> None:
-        """Keep the items of a list from `start` on, and its length."""
+        """Save the items of a list from `start` on, and its length."""
         self.append((list.__setitem__, items, slice(start, None), items[start:]))
 
     def keep_absence(self, mapping: dict[Any, Any], keys: Iterable[Any]) -> None:
-        """Keep that a dictionary has none of `keys`."""
+        """Save that a dictionary has none of `keys`."""
         self.append((_remove, mapping, keys))
 
     def keep_lost(self, function: Callable[[Any], None], argument: Any) -> None:
-        """Call `function` after a rollback, also of an outer call, for what cannot be restored."""
+        """Call `function` after a rollback, even of an outer call, for a change that cannot be undone."""
         self.append((None, function, argument))
 
     def put_back(self, start: int = 0) -> None:
-        """Undo everything after the first `start` entries."""
+        """Undo all entries after the first `start`."""
         if len(self) == start:
             return
         lost = []

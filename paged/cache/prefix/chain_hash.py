@@ -11,11 +11,11 @@ import numpy as np
 from paged.cache.prefix.chain import Hash, TokenArray
 
 _MASK = (1 << 64) - 1
-# Any odd factor can be divided by again modulo 2^64, which is what lets a whole chain be hashed at once; this one is
-# Knuth's, for multiplicative hashing (The Art of Computer Programming, volume 3, section 6.4).
+# An odd factor has an inverse modulo 2^64, so a whole chain can be hashed at once. This one is Knuth's, for
+# multiplicative hashing (The Art of Computer Programming, volume 3, section 6.4).
 _CHAIN_FACTOR = 6364136223846793005
 _CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
-# Up to this many blocks plain integers are faster than setting up arrays.
+# For up to this many blocks, plain integers are faster than arrays.
 FEW_BLOCKS = 4
 
 
@@ -30,12 +30,12 @@ class ChainHash:
         digests = (hashlib.sha256(f"paged {offset}".encode()).digest()[:8] for offset in range(block_size))
         self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
         self._factor_array = np.array(self._factors, np.uint64)
-        self._factor_sum = sum(self._factors) & _MASK  # of the ones in token + 1
+        self._factor_sum = sum(self._factors) & _MASK  # for the + 1 of each token
         self._powers = np.empty(0, np.uint64)
         self._inverse_powers = np.empty(0, np.uint64)
 
     def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
-        """Hashes of `blocks` [n, block_size], which follow the block with hash `previous`."""
+        """Return the hashes of `blocks` [n, block_size] that follow the block with hash `previous`."""
         assert isinstance(previous, int)
         if len(blocks) <= FEW_BLOCKS:
             hashes: list[Hash] = []
@@ -69,7 +69,7 @@ class Sha256Chain:
     """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties."""
 
     def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
-        """As `ChainHash.extend`."""
+        """Like `ChainHash.extend`."""
         assert isinstance(previous, bytes)
         hashes: list[Hash] = []
         for block in blocks:
@@ -78,5 +78,5 @@ class Sha256Chain:
         return hashes
 
     def root(self, namespace: Hashable) -> Hash:
-        """As `ChainHash.root`."""
+        """Like `ChainHash.root`."""
         return hashlib.sha256(repr(namespace).encode()).digest()

@@ -1,4 +1,4 @@
-"""Full blocks by the chain of tokens that leads to them: what lets a prompt start from K/V computed before."""
+"""Index of published full blocks by their chain of tokens, so that prompts can reuse K/V."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paged.cache.prefix.chain_hash import FEW_BLOCKS, ChainHash, Sha256Chain
 from paged.cache.prefix.other_tables import OtherTables
 from paged.errors import PagedError
 
-# A look-up hashes one block, then this many times more in every round, and ends with the round that misses a block.
-# Most prompts miss the first block or find nearly all; 256 blocks hashed in vain take 50 us.
+# A look-up hashes one block first, then this many times more per round, until a round misses a block. Most prompts miss
+# the first block or find nearly all; hashing 256 blocks in vain takes 50 us.
 _LOOKUP_GROWTH = 256
 
 
 @dataclass(eq=False, slots=True)
 class _Root:
-    """What the first published blocks of a namespace follow; without one it is dropped."""
+    """Parent of the first published blocks of a namespace; dropped when it has none."""
 
     hash: Hash
     serial: int
@@ -30,10 +30,10 @@ class _Root:
 
 
 class PrefixIndex:
-    """Published blocks. Where sequences have several tables, those are of the first, and `other_tables` has the others.
+    """Published blocks. With several tables, these are blocks of the first; `other_tables` has the others.
 
-    A hit compares the token ids again, and the serial number of the block before it, which only
-    that publication has, so that two chains whose hashes collide can never serve each other's K/V, nor two namespaces.
+    A hit also compares the token ids, and the serial number of the block before, which is unique to a publication. So
+    chains or namespaces whose hashes collide never get each other's K/V.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class PrefixIndex:
         self._rollback = Rollback() if rollback is None else rollback
         self._block_size = block_size
         self._chain: ChainHash | Sha256Chain = ChainHash(block_size) if algorithm == "fast" else Sha256Chain()
-        # Blocks of all tables; the object stays the same.
+        # Published blocks of all tables; always the same object.
         self.published: set[int] = set()
         self._block_of: dict[Hash, int] = {}
         self._hash_of: dict[int, Hash] = {}
-        # What was published with each block; rows of blocks that are not published are stale.
+        # Data of each block's publication; rows of unpublished blocks are stale.
         self._tokens = np.zeros((num_blocks + 1, block_size), np.int32)
         self._serials = np.zeros(num_blocks + 1, np.int64)
         self._parents = np.zeros(num_blocks + 1, np.int64)
         self._last_serial = 0
         self._roots: dict[Hashable, _Root] = {}
-        # The namespace and root of each published block that follows one.
+        # Namespace and root of each published block that follows a root.
         self._root_of: dict[int, tuple[Hashable, _Root]] = {}
         self.other_tables = OtherTables(num_blocks, are_needed, self.published, self._rollback) if are_needed else None
 
     def hash_of(self, block: int) -> Hash:
-        """The hash under which `block` is published."""
+        """Return the hash under which `block` is published."""
         if self.other_tables is not None:
             block = self.other_tables.first_of(block)
         return self._hash_of[block]
@@ -74,8 +74,8 @@ class PrefixIndex:
         return self._roots.keys()
 
     def forget_root(self, namespace: Hashable) -> None:
-        """Let nothing published so far be found in a namespace. A later root has a number of its own, so that chains
-        from this one never match, though their hashes may."""
+        """Make all earlier publications of a namespace unfindable. A later root has a new number, so chains from this
+        one never match, even if hashes do."""
         root = self._roots.get(namespace)
         if root is not None:
             self._rollback.append((self._roots.__setitem__, namespace, root))
@@ -87,10 +87,10 @@ class PrefixIndex:
         return self._chain.root(namespace) if root is None else root.hash
 
     def match(self, token_ids: list[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
-        """The longest published chain of full blocks that `token_ids` begins with: block ids, and the chain.
+        """Return the longest published chain of full blocks that `token_ids` begins with: block ids, and the chain.
 
         Raises:
-            InvalidInputError: one of the ids that were looked at is not an integer of 32 bits.
+            InvalidInputError: an id that was looked up is not an integer of 32 bits.
         """
         root = self._roots.get(namespace)
         if root is None:
@@ -104,7 +104,7 @@ class PrefixIndex:
             tokens = self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks))
             wanted += tokens.tobytes()
             hashes += self._chain.extend(previous, tokens)
-            with suppress(KeyError):  # what comes before the first miss stays in the list
+            with suppress(KeyError):  # the list keeps the blocks before the first miss
                 found.extend(map(self._block_of.__getitem__, hashes[len(found) :]))
             previous = hashes[-1]
             size *= _LOOKUP_GROWTH
@@ -114,7 +114,7 @@ class PrefixIndex:
         tokens = self._tokens.take(ids, axis=0)
         serials, parents = self._serials.take(ids).tolist(), self._parents.take(ids).tolist()
         length, wanted = len(found), wanted[: tokens.nbytes]
-        # As lists and bytes: NumPy's comparisons take longer, as their code has mostly left the processor's caches.
+        # Lists and bytes: NumPy's comparisons are slower, mostly because their code has left the CPU's caches.
         if parents != [parent, *serials[:-1]] or tokens.tobytes() != wanted:
             is_same = (tokens == np.frombuffer(wanted, np.int32).reshape(tokens.shape)).all(axis=1)
             is_next = np.array(parents) == [parent, *serials[:-1]]
@@ -125,17 +125,16 @@ class PrefixIndex:
     def publish(
         self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable, others: Sequence[Sequence[int]] = ()
     ) -> list[tuple[int, Hash]]:
-        """Make `blocks`, which follow those that `chain` has published and hold its next ids, findable.
+        """Publish `blocks`, which follow the published chain and hold its next ids.
 
-        Where a chain's tokens are published already that publication stays, and the chain goes on from it. Where
-        another content has the same hash that one stays too, and the chain ends, as nothing behind could be found; only
-        one that cannot be found itself, as what it follows is gone, gives way.
+        If a chain's tokens are already published, that publication stays and the chain continues from it. If other
+        content has the same hash, it stays and the chain ends, because later blocks could not be found. It is replaced
+        only if it cannot be found itself, because its parent is gone.
 
-        others: those of further tables beside each of `blocks`, 0 where there is none; a publication is given what it
-            lacks of them.
+        others: for each of `blocks` its blocks of further tables, 0 for none; a publication gets those that it lacks.
 
         Returns:
-            what gave way, and those of `blocks` that were published with what they held before, with their hashes.
+            The replaced blocks, and those of `blocks` that had been published with earlier content, with their hashes.
 
         Raises:
             InvalidInputError: an id is not an integer of 32 bits.
@@ -155,7 +154,7 @@ class PrefixIndex:
         displaced: list[tuple[int, Hash]] = []
         present: list[int] = []
         if len(blocks) > FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
-            # One pass looks up and enters. `_publish_each` knows what was entered here by its not having a hash yet.
+            # One pass looks up and enters. `_publish_each` recognises new entries, because they have no hash yet.
             self._rollback.keep_absence(self._hash_of, blocks)
             present = list(map(self._block_of.setdefault, hashes, blocks))
         if present == list(blocks):
@@ -172,7 +171,7 @@ class PrefixIndex:
             for hash_, row in zip(chain.hashes[first:], others, strict=False):
                 block = self._block_of[hash_]
                 for other, column in self.other_tables.missing(block, row):
-                    if other in self.other_tables.locations:  # with what it held before
+                    if other in self.other_tables.locations:  # with earlier content
                         displaced += self.forget([other])
                     self.other_tables.add(other, block, column)
         return displaced
@@ -180,7 +179,7 @@ class PrefixIndex:
     def _publish_new(
         self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
     ) -> Sequence[int]:
-        """What a new prompt mostly is, all of it at once: no hash was taken, and `_block_of` has them. The serials."""
+        """Publish new blocks at once, which `_block_of` holds without a collision; return their serials."""
         first = self._last_serial + 1
         self._last_serial += len(blocks)
         ids = np.array(blocks, np.int64)
@@ -194,9 +193,9 @@ class PrefixIndex:
     def _publish_each(
         self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
     ) -> tuple[list[int], list[tuple[int, Hash]]]:
-        """One block after the other: the serials, up to the first collision, and what `publish` returns.
+        """Publish block by block; return the serials up to the first collision, and the result of `publish`.
 
-        What was the next block of publications that gave way here is dead with them, without looking for its parent.
+        Children of a publication that is replaced here are dead, so their parents are not searched.
         """
         serials: list[int] = []
         displaced: list[tuple[int, Hash]] = []
@@ -213,10 +212,10 @@ class PrefixIndex:
                         break
                     dead.add(int(self._serials[present]))
                     displaced += self.forget([present])
-            if block in self._hash_of:  # with what it held before its sequence was told to advance over it
+            if block in self._hash_of:  # with the content before its sequence advanced over it
                 displaced += self.forget([block])
-            # The same content keeps its number, so that longer chains which go on from it are found again: the tail of
-            # a whole prompt is withdrawn while its last token is computed.
+            # The same content keeps its number, so that longer chains from it are found again: a prompt's last block is
+            # withdrawn while its last token is computed.
             is_same = self._parents[block] == previous and (self._tokens[block] == row).all()
             serial = int(self._serials[block]) if is_same else self._next_serial()
             self._rollback.keep_absence(self._hash_of, (block,))
@@ -233,13 +232,13 @@ class PrefixIndex:
         return serials, displaced
 
     def _is_findable(self, block: int) -> bool:
-        """Whether what a published block follows is there: a root, or another published block. Slow."""
+        """Return whether a published block's parent exists: a root, or another published block. Slow."""
         parent = int(self._parents[block])
         is_first = any(root.serial == parent for root in self._roots.values())
         return is_first or bool((self._serials[list(self._hash_of)] == parent).any())
 
     def _follow(self, root: _Root, namespace: Hashable, block: int) -> None:
-        """Note that `block` follows a root, where it was published behind that."""
+        """Record that `block` follows a root, if it was published after one."""
         if block in self._hash_of and block not in self._root_of and self._parents[block] == root.serial:
             if not root.num_blocks:
                 self._rollback.keep_absence(self._roots, (namespace,))
@@ -248,23 +247,21 @@ class PrefixIndex:
             root.num_blocks += 1
 
     def check(self) -> None:
-        """Both directions of the index say the same.
+        """Check that both directions of the index agree.
 
         Raises:
-            PagedError: names the first contradiction.
+            PagedError: they do not; the message names the first error.
         """
         for block, hash_ in self._hash_of.items():
             if self._block_of.get(hash_) != block:
-                raise PagedError(f"block {block} is published under a hash that leads to {self._block_of.get(hash_)}")
+                raise PagedError(f"block {block} is published under a hash of block {self._block_of.get(hash_)}")
         if len(self._block_of) != len(self._hash_of):
-            raise PagedError(f"{len(self._block_of)} hashes lead to {len(self._hash_of)} published blocks")
+            raise PagedError(f"{len(self._block_of)} hashes, but {len(self._hash_of)} published blocks")
         if self.other_tables is not None:
             self.other_tables.check(self._hash_of.keys())
 
     def forget(self, blocks: Sequence[int]) -> Iterable[tuple[int, Hash]]:
-        """Withdraw the publications of `blocks`, and what is of no use without them; the first table's, with their
-        hashes.
-        """
+        """Withdraw `blocks` and the publications that need them; return those of the first table, with their hashes."""
         if self.other_tables is not None:
             blocks = self.other_tables.withdraw(blocks)
         hashes = list(map(self._hash_of.__getitem__, blocks))
@@ -284,7 +281,7 @@ class PrefixIndex:
         self._hash_of.update(zip(blocks, hashes, strict=True))
 
     def recount(self) -> None:
-        """See what follows from the published blocks and the roots, as far as those were put back."""
+        """Derive the rest from the published blocks and the roots that a rollback has restored."""
         self.published.clear()
         self.published.update(self._hash_of)
         self._block_of = {hash_: block for block, hash_ in self._hash_of.items()}
@@ -300,7 +297,7 @@ class PrefixIndex:
             self.other_tables.recount()
 
     def _pack(self, token_ids: list[int], first: int, last: int) -> TokenArray:
-        """Blocks `first` up to `last`, [n, block_size]."""
+        """Return blocks `first` to `last`, [n, block_size]."""
         size = self._block_size
         return pack(token_ids[first * size : last * size]).reshape(-1, size)
 

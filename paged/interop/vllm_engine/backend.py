@@ -34,12 +34,12 @@ from paged.kernels.common.operation import bound_for, layout
 
 
 class PagedBackend(AttentionBackend):
-    """Answers vLLM's questions about the backend; anything not answered here is vLLM's default, no."""
+    """Declares the backend's features to vLLM; features not declared here have vLLM's default, unsupported."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*PLAIN_CACHES, *E4M3_CACHES]
     forward_includes_kv_cache_update = False
-    # Of vLLM 0.33: layers may write the cache in a fused operation and then call `forward` without key and value.
+    # vLLM 0.33: layers may write the cache in a fused operation and then call `forward` without key and value.
     supports_kv_cache_update_bypass = True
     get_name = staticmethod(lambda: "CUSTOM")
     get_impl_cls = staticmethod(lambda: PagedImpl)
@@ -48,7 +48,7 @@ class PagedBackend(AttentionBackend):
     supports_head_size = classmethod(lambda cls, head_size: 1 <= head_size <= MAX_HEAD_DIM)
     supports_sink = supports_sliding_window = supports_non_causal = classmethod(lambda cls: True)
     supports_per_head_quant_scales = supports_batch_invariance = supports_sink
-    # The kernels are compiled for sm_80 and later, and for gfx942, which says 9.4; None is a CPU.
+    # The kernels are compiled for sm_80 and later, and for gfx942, which reports 9.4; None is a CPU.
     supports_compute_capability = classmethod(
         lambda cls, capability: capability is None or capability >= DeviceCapability(8, 0)
     )
@@ -59,7 +59,7 @@ class PagedBackend(AttentionBackend):
     ) -> str | None:
         """Check that a 16-bit cache has the model's own dtype."""
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
-            return f"kv_cache_dtype {kv_cache_dtype} of a model in {dtype} not supported"
+            return f"kv_cache_dtype {kv_cache_dtype} is not supported for a model in {dtype}"
         return None
 
 
@@ -89,22 +89,22 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
 
         Raises:
             UnsupportedError: encoder or cross attention, another kv_cache_dtype, an unknown argument, or ALiBi or a
-                window if the cache is spread over ranks.
+                window if the cache is distributed over ranks.
         """
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"attn_type: {attn_type!r}, expected {AttentionType.DECODER.value!r}")
         if kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
             raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r}, known are {PLAIN_CACHES + E4M3_CACHES}")
         for name in others:
-            raise UnsupportedError(f"{name}: attention here has no such argument")
+            raise UnsupportedError(f"{name}: attention here does not take it")
         if self.dcp_world_size > 1 and (alibi_slopes is not None or sliding_window is not None):
-            raise UnsupportedError("alibi_slopes, sliding_window: a rank of a spread cache does not know its positions")
+            raise UnsupportedError("alibi_slopes, sliding_window: unknown positions in a cache distributed over ranks")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        # Where attention is causal it cuts off the right edge; where it is not the window has two sides.
+        # Causal attention cuts off the right edge; otherwise the window has two sides.
         self.window_size = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
         self.kv_cache_dtype = kv_cache_dtype
         self.is_scaled = kv_cache_dtype in E4M3_CACHES
@@ -113,7 +113,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.is_batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        # What layers whose calls may be bound for each other have in common, besides their tensors' layouts.
+        # Properties, besides layouts of tensors, of layers whose calls can share a binding.
         slopes = None if alibi_slopes is None else tuple(alibi_slopes)
         self.kind = self.scale, self.window_size, self.logits_soft_cap, self.is_batch_invariant, slopes
         _WARMUP.register_warmup()
@@ -130,16 +130,16 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the cache and write `output`; rows beyond the batch, and runs without metadata (profiling), give 0.
+        """Attend to the cache and write `output`; rows beyond the batch, and profiling without metadata, return 0.
 
         Args:
             query: [num_tokens, num_q_heads, head_dim].
             output: [num_tokens, num_q_heads, v_head_dim].
-            key, value: used only if the cache is spread over ranks; `do_kv_cache_update` has written them.
+            key, value: used only if the cache is distributed over ranks; `do_kv_cache_update` has written them.
             kv_cache: as above.
 
         Raises:
-            UnsupportedError: a scale of the output, or another cache content.
+            UnsupportedError: a scale of the output, or another cache layout.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale, output_block_scale: attention here does not quantise its output")
@@ -158,7 +158,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         }
         if attn_metadata.shard is not None:
             if key is None or value is None:
-                raise UnsupportedError("key, value: None, expected the step's own where the cache is spread over ranks")
+                raise UnsupportedError("key, value: None, expected the step's own with a cache distributed over ranks")
             attended = attend_shard(
                 attn_metadata.shard, query, (key, value), caches, block_table, scales=scales, **options
             )
@@ -210,20 +210,20 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         return k_cache, v_cache
 
 
-# A layer, a number of rows, the keys that tiles are found for, and whether each sequence says if it is causal.
+# A layer, a number of rows, the keys to choose tiles for, and whether each sequence has its own causal flag.
 LayerStep = tuple[Any, int, int, bool]
 
 
 class AttentionWarmup(VllmJitKernel[LayerStep]):
-    """Attention and cache-write kernels for vLLM's registry of kernels to compile before requests come.
+    """Attention and cache-write kernels for vLLM's registry of kernels to compile before requests arrive.
 
-    vLLM asks for the steps once the layers have their caches. It compiles them before it captures graphs.
+    vLLM asks for the steps after the layers have their caches, and compiles them before it captures graphs.
     """
 
     def get_warmup_keys(self, vllm_config: Any) -> list[LayerStep]:
         """Return steps of every size that selects tiles, for each layer.
 
-        There are none if the cache is spread over ranks, because their layers wait for each other.
+        There are none if the cache is distributed over ranks, because their layers wait for each other.
         """
         context = vllm_config.compilation_config.static_forward_context
         layers = [layer for layer in context.values() if isinstance(getattr(layer, "impl", None), PagedImpl)]
@@ -232,7 +232,7 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
         return [
             (layer, num_tokens, vllm_config.model_config.max_model_len, by_flag)
             for layer in layers
-            if layer.kv_cache.numel() and layer.impl.dcp_world_size == 1  # it runs, by itself
+            if layer.kv_cache.numel() and layer.impl.dcp_world_size == 1  # can run on its own
             for num_tokens in step_sizes((layer.num_heads // layer.num_kv_heads,), longest)
             for by_flag in flags
         ]
@@ -241,14 +241,14 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
         self.compile_many([compile_key])
 
     def compile_many(self, compile_keys: Iterable[LayerStep]) -> None:
-        """Compile several kernels at once and launch them; from here on PAGED_JIT decides what a compilation does."""
+        """Compile several kernels at once and launch them; afterwards PAGED_JIT decides about compilations."""
         steps = list(compile_keys)
 
         def run() -> None:
             for step in steps:
                 _run(*step)
 
-        is_disabled = None if is_global_first_rank() else True  # None: where there is no terminal
+        is_disabled = None if is_global_first_rank() else True  # None: disabled unless on a terminal
         run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=is_disabled))
         serving_begins()
 
@@ -256,7 +256,7 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
 def _run(layer: Any, rows: int, max_seq_len: int, by_flag: bool) -> None:
     """Write and attend to padding only; q, k and v are views of one tensor, separate, or only v is a view."""
     device = layer.kv_cache.device
-    none = torch.zeros(2, dtype=torch.int32, device=device)  # offsets: there is no query, so that all rows are padding
+    none = torch.zeros(2, dtype=torch.int32, device=device)  # offsets without a query: all rows are padding
     slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
     metadata = PagedMetadata(
         num_actual_tokens=rows,

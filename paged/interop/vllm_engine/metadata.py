@@ -1,7 +1,7 @@
 """One step's batch for vLLM's attention layers, also with decode context parallelism; importing this imports vLLM.
 
-With decode context parallelism vLLM spreads the positions of the cache over the ranks of a group. Each rank attends
-with the queries of all ranks to the positions it holds. Results are merged by their log-sum-exps, and then with the
+With decode context parallelism vLLM distributes the cache's positions over the ranks of a group. Each rank attends
+with all ranks' queries to its positions. Results are merged by their log-sum-exps, and then with attention to the
 step's own keys, which every rank has. All ranks have the same KV head.
 """
 
@@ -30,7 +30,7 @@ from paged.kernels.attention.plan import AttentionPlan
 class ContextShard:
     """One rank's part of a step, for the layers of a group.
 
-    context: plan over its positions before the step. own: plan over the step's own keys, in blocks of one. own_table:
+    context: plan for its positions before the step. own: plan for the step's own keys, in blocks of one. own_table:
     int32 [num_seqs, longest query], rows of these keys.
     """
 
@@ -40,7 +40,7 @@ class ContextShard:
 
     @classmethod
     def of(cls, common: Any, world_size: int, rank: int, interleave_size: int) -> ContextShard:
-        """Make the part from vLLM's metadata; interleave_size: positions in a row on one rank."""
+        """Make the part from vLLM's metadata; interleave_size: number of consecutive positions on one rank."""
         offsets, longest = common.query_start_loc, common.max_query_len
         query_lens = offsets.diff()
         context_lens = get_dcp_local_seq_lens(common.seq_lens - query_lens, world_size, rank, interleave_size)
@@ -62,7 +62,7 @@ class PagedMetadata(AttentionMetadata):
         slot_mapping: int64 [num_tokens].
         num_actual_tokens, max_query_len, max_seq_len: upper bounds known to the host.
         causal: bool, or one flag for each sequence.
-        shard: this rank's part, if the cache is spread over ranks.
+        shard: this rank's part, if the cache is distributed over ranks.
         plans: by whether a CUDA graph is being captured.
     """
 
@@ -80,8 +80,8 @@ class PagedMetadata(AttentionMetadata):
     def plan(self) -> tuple[AttentionPlan, bool | torch.Tensor]:
         """Return the step's plan and causality as `paged_attention` takes them, shared by the layers of the step.
 
-        A captured graph must split the batch anew in every replay. So its first layer makes a plan of its own, even if
-        the same metadata served a warm-up.
+        A captured graph must split the batch anew in every replay. So its first layer makes a new plan, even if the
+        same metadata served a warm-up.
         """
         capturing = _is_capturing(self.seq_lens)
         if capturing not in self.plans:
@@ -94,7 +94,7 @@ class PagedMetadata(AttentionMetadata):
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     """Makes a step's metadata from vLLM's, without a copy or a launch."""
 
-    # Work lists are made on the device; the sizes of launches follow from upper bounds that hold for every replay.
+    # Work lists are made on the device; launch sizes follow from upper bounds that hold for every replay.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update = True
     supports_update_block_table = True
@@ -107,7 +107,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return NEVER if the cache is spread over ranks: what each holds is counted anew for every step."""
+        """Return NEVER if the cache is distributed over ranks: each rank's positions are counted in every step."""
         is_whole = vllm_config.parallel_config.decode_context_parallel_size == 1
         return cls._cudagraph_support if is_whole else AttentionCGSupport.NEVER
 
@@ -117,7 +117,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         """Make the metadata from vLLM's arguments; common_prefix_len is always 0, and fast_build changes nothing.
 
         Raises:
-            UnsupportedError: tokens see each other (a prefix LM's images).
+            UnsupportedError: tokens see later ones (images of a prefix LM).
         """
         common = common_attn_metadata
         if common.mm_req_doc_ranges is not None:
@@ -135,9 +135,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedMetadata:
-        """Run `build` with lengths of 1 during capture, because a warm-up at the model's longest length takes long.
+        """Run `build` with lengths of 1 for the capture, because a warm-up at the model's longest length takes long.
 
-        The lengths' tensor is vLLM's own, which it fills again before every replay.
+        The lengths' tensor is vLLM's own, which vLLM fills again before every replay.
         """
         metadata = self.build(0, common_attn_metadata)
         metadata.seq_lens.fill_(1)
@@ -150,7 +150,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         return replace(metadata, block_table=blk_table[: metadata.block_table.shape[0]], slot_mapping=slot_mapping)
 
     def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
-        """Drop the plans after lengths changed in place; the next layer plans anew, in the graph if one is captured."""
+        """Drop the plans after lengths changed in place; the next layer makes a new one, in the graph if captured."""
         metadata.plans.clear()
 
 
@@ -189,7 +189,7 @@ def attend_shard(
     out, lse = over(shard.context, queries, *caches, block_table=block_table, causal=False, **scales)
     lses = group.all_gather(lse, dim=0).unflatten(0, (group.world_size, -1))
     total = lses.logsumexp(0)
-    weight = (lse - total).exp().nan_to_num()  # of a row that no rank has a key for, 0
+    weight = (lse - total).exp().nan_to_num()  # 0 if no rank has a key for the row
     out = group.reduce_scatter(out.float() * weight.T.unsqueeze(-1), dim=1)
     mine = slice(group.rank_in_group * num_heads, (group.rank_in_group + 1) * num_heads)
     key, value = (x.unsqueeze(1) for x in new)
