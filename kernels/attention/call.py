@@ -10,7 +10,7 @@ import torch
 
 # A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.
 NO_LIMIT = 1 << 30
-# Fields of a call that may be others in every call of what is bound.
+# Fields of a call that may differ between calls of one binding.
 TENSORS = (
     "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seq_lens", "sinks", "alibi_slopes", "k_scale", "v_scale",
     "mask", "out", "lse",
@@ -60,7 +60,7 @@ class AttentionCall:
 
     @property
     def shares_cache(self) -> bool:
-        """Whether the first elements of a key are its value: v_cache is a view of k_cache from its first element on."""
+        """Whether v_cache is a view of k_cache from its first element on, so that a key begins with its value."""
         k_cache, v_cache = self.k_cache, self.v_cache
         is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
         return is_view and v_cache.shape[3] <= k_cache.shape[3]

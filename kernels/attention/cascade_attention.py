@@ -1,4 +1,4 @@
-"""Attention of sequences that share a cached prefix, whose keys are read once for all of them."""
+"""Attention of sequences that share a cached prefix, whose keys are read once for all sequences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cascade_attention(
 
     Args:
         shared_prefix_len: length of the prefix, a multiple of the block size. The first shared_prefix_len / block_size
-            entries of all rows of `block_table` are the same. All queries stand behind the prefix.
+            entries of all rows of `block_table` are equal. All queries come after the prefix.
         plan, prefix_plan: result of `cascade_plans` for this step, to share between layers; None makes them for this
             call.
 
@@ -52,7 +52,8 @@ def cascade_attention(
     supported: they depend on the distance between query and key.
 
     Raises:
-        InvalidInputError: shared_prefix_len is no multiple of the block size or exceeds the table; on a CPU also if a
+        InvalidInputError: shared_prefix_len is not a multiple of the block size or exceeds the table; on a CPU also if
+            a
             sequence with a query does not hold the prefix.
     """
     check_attention_tensors(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
@@ -120,7 +121,7 @@ def cascade_plans(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> tuple[AttentionPlan, AttentionPlan]:
-    """Return the plans of `cascade_attention`: for the tokens behind the prefix, and for the prefix.
+    """Return the plans of `cascade_attention`: for the tokens after the prefix, and for the prefix.
 
     Args:
         cu_seqlens_q: int32 [num_seqs + 1].
@@ -132,7 +133,7 @@ def cascade_plans(
     max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, shared_prefix_len)
     own = AttentionPlan(
         cu_seqlens_q,
-        (seq_lens - shared_prefix_len).clamp_(min=0),  # those without queries may be shorter
+        (seq_lens - shared_prefix_len).clamp_(min=0),  # sequences without queries may be shorter
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k - shared_prefix_len,
     )

@@ -10,19 +10,19 @@ from paged.kernels.quantization.weight import QuantizedWeight
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
-    """(code - zero point) * scale * tensor scale, [out_features, in_features]."""
+    """Return (code - zero point) * scale * tensor scale, [out_features, in_features]."""
     scales = weight.scale, weight.zero_point, weight.tensor_scale
     return reference.dequantize(weight.values, *scales, num_columns=weight.in_features)
 
 
 def quantize_rows(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """x as the weight quantises it: by rows, or beside blocks of weights by 128 values of one."""
+    """Return x as quantised for the weight: per row or, with blocks of weights, per 128 values of a row."""
     size = 128 if weight.scale.dim() == 2 else x.shape[1]
     return reference.quantize_rows(x, weight.values.dtype, size, weight.input_scale)
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight^T + bias, with the columns of x in the weights' order, and rounded where the weight says so."""
+    """Return x @ weight^T + bias, with columns of x in the weights' order and rounded as the weight requires."""
     x = f64(x)
     if weight.input_order is not None:
         x = x[:, weight.input_order.cpu().long()]

@@ -1,4 +1,4 @@
-"""Paged attention by numba for sequences with few queries: every query reads the keys where they lie."""
+"""Numba kernel of paged attention for sequences with few queries, which reads keys in place."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from paged.kernels.common.numba_ops.vectors import (
     sum_of,
 )
 
-# Keys whose scores a thread holds at once: with 16 rows they and the accumulators of head_dim 128 are 12 KB.
+# Keys whose scores a thread holds at once: with 16 rows, scores and accumulators of head_dim 128 are 12 KB.
 _KEYS = 64
-# Of rows that a thread takes at once: heads lie side by side in the cache, and are read so while this is in the first
-# cache of the processor.
+# Bytes of rows that a thread reads at once: heads are adjacent in the cache, and are read together while they fit into
+# the L1 cache.
 _SCRATCH_BYTES = 24 << 10
 
 
 @nb.device_function
 def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
-    """Every sequence with few queries: a thread takes as many keys of heads as the others, sequence by sequence."""
+    """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order."""
     block_table, cu_seqlens_q, seq_lens = ids
     num_seqs, max_queries, num_kv_heads, max_rows, group, size, v_size, block_size, left, right, chunk_size = sizes
     total = 0
@@ -67,7 +67,7 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
 
 @nb.device_function
 def _place_of_key(block_table, table, key, block_size, stride_block, stride_slot):
-    """Where a key lies, and how many from it on lie in its block."""
+    """Return the place of a key, and the number of keys from it on in its block."""
     index = key // block_size
     offset = key - index * block_size
     return np.int64(block_table[table + index]) * stride_block + offset * stride_slot, block_size - offset
@@ -75,7 +75,7 @@ def _place_of_key(block_table, table, key, block_size, stride_block, stride_slot
 
 @nb.device_function
 def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, part, num_parts):
-    """Have one of equal parts of keys, or values, that are `stride` apart brought to the cache."""
+    """Prefetch one of `num_parts` equal parts of keys or values that are `stride` apart."""
     count = (num_keys + num_parts - 1) // num_parts
     for key in range(part * count, min(part * count + count, num_keys)):
         for head in range(num_heads):
@@ -84,7 +84,7 @@ def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, pa
 
 @nb.inlined
 def _score(scratch, query, cache, key, stride, num_keys, size, to):
-    """The products of a query with keys that are `stride` apart."""
+    """Compute the products of a query with keys that are `stride` apart."""
     whole, many = size // LANES * LANES, num_keys // LANES * LANES
     for first in range(0, many, LANES):
         store_products(scratch, query, cache, key + first * stride, stride, whole, scratch, to + first)
@@ -102,9 +102,9 @@ def _score(scratch, query, cache, key, stride, num_keys, size, to):
 
 @nb.inlined
 def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
-    """sums += the weighted values of keys that are `stride` apart."""
+    """Add the weighted values of keys that are `stride` apart to `sums`."""
     pairs, one = size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
-    for i in range(0, pairs, 2 * LANES):  # no sum waits for the one before
+    for i in range(0, pairs, 2 * LANES):  # independent sums do not wait for each other
         even, odd = load_vector(scratch, sums + i), fill(np.float32(0))
         next_even, next_odd = load_vector(scratch, sums + i + LANES), odd
         start = value + i
@@ -131,13 +131,13 @@ def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
 
 @nb.inlined
 def _weights(scratch, scores, num_keys, largest):
-    """Make 2^(score - the largest so far) of a row's scores, in place, and of what lies behind them 0: how many are
-    `LANES` in all. Returns the largest and the sum."""
+    """Replace a row's scores by 2^(score - largest so far), and pad them with 0 to a multiple of `LANES`; return the
+    largest score and the sum."""
     most = fill(largest)
     for j in range(0, num_keys, LANES):
         most = larger(most, load_vector(scratch, scores + j))
     most_of_all = largest_of(most)
-    shift = np.float32(0) if most_of_all == np.float32(-np.inf) else most_of_all  # rows that see nothing yet
+    shift = np.float32(0) if most_of_all == np.float32(-np.inf) else most_of_all  # rows that see no key yet
     one, below, total = fill(np.float32(1)), fill(-shift), fill(np.float32(0))
     for j in range(0, num_keys, LANES):
         weights = exp2_of(multiply_add(one, load_vector(scratch, scores + j), below))
@@ -158,9 +158,9 @@ def _attend_heads(
     q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length, head, end_head,
     group, size, v_size, block_size, left, right, chunk_size, next_keys,
 ):  # fmt: skip
-    """All queries of groups of heads over the keys of one each, by the online softmax (Milakov and Gimelshein, 2018).
+    """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
 
-    next_keys: where those lie that are read after them.
+    next_keys: place of the keys that are read next, for prefetching.
     """
     q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, table_stride = strides
     context, table, num_heads, of_head = length - num_queries, seq * table_stride, end_head - head, num_queries * group
@@ -188,7 +188,7 @@ def _attend_heads(
                 following, _ = _place_of_key(block_table, table, tile, block_size, v_block, v_slot)
             else:
                 following, _ = _place_of_key(block_table, table, tile + j + run, block_size, k_block, k_slot)
-            # What is not seen is masked: a whole vector of keys takes less time than single ones.
+            # Mask keys that are not visible: a full vector of keys is faster than single keys.
             num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
             for r in range(rows):
                 if j + run == num_keys:
@@ -251,12 +251,12 @@ def _paged_attention(arguments):
         _attend(*wide, ids, nb.floats(scratch), sizes, strides, scale, at)
 
 
-# What both loops of attention take first.
+# First arguments of both attention kernels.
 TENSORS = "q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens", SCRATCH
 
 
 def sizes_of(call: AttentionCall) -> tuple[int, ...]:
-    """What they take last: sizes, what is visible, and strides."""
+    """Return the last arguments of both kernels: sizes, visibility and strides."""
     return (
         call.q.shape[2],
         call.v_cache.shape[3],
@@ -272,11 +272,11 @@ def sizes_of(call: AttentionCall) -> tuple[int, ...]:
 
 
 def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
-    """A launch that fills the rows of calls like this, of the same lengths, that belong to sequences with up to
-    `max_queries` queries, whose ids are checked; it takes contiguous cu_seqlens_q and seq_lens."""
+    """Return a launch that fills the rows of sequences with up to `max_queries` queries, for calls like this with the
+    same lengths and checked ids. cu_seqlens_q and seq_lens must be contiguous."""
     (_, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
     group = num_q_heads // num_kv_heads
-    # Queries, scores, sums and the softmax's two numbers a row; lines of 64 bytes are of one thread.
+    # Per row: query, scores, sums and two numbers of the softmax; each thread has its own lines of 64 bytes.
     row_size = size + _KEYS + v_size + 2
     max_rows = max(max_queries * group, min(num_kv_heads * group, _SCRATCH_BYTES // (4 * row_size)))
     scratch_size = -(-max_rows * row_size // 16) * 16

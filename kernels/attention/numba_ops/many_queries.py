@@ -1,8 +1,8 @@
-"""Paged attention by numba for sequences with many queries: blocks of keys are packed once for blocks of queries.
+"""Numba kernel of paged attention for sequences with many queries: packs keys once for several blocks of queries.
 
-All is transposed: scores are [keys, rows], rows being queries of the heads that share a KV head, so that a vector holds
-one score of 16 rows and the softmax needs no sums over its elements. Such matrices lie as tiles of 16 x 16, see
-`place`.
+Matrices are transposed: scores are [keys, rows], where rows are queries of the heads that share a KV head. So a vector
+holds one score for each of 16 rows, and the softmax needs no sums within a vector. Matrices are stored as tiles of 16 x
+16, see `place`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from paged.kernels.common.numba_ops.vectors import (
     within,
 )
 
-# Rows of a block, in two vectors; keys that are packed at once, and those of a step.
+# Rows of a block, in two vectors; keys packed at once; keys of a step.
 ROWS, KEYS, STEP = 2 * LANES, 128, 32
-_LOWEST = -3e38  # below every score, but a number: differences are none of infinities
+_LOWEST = -3e38  # below every score, but finite: differences of infinities would be NaN
 Step = Callable[..., Any]
 
 
 @nb.device_function
 def visible(position, length, left, right, chunk_size):
-    """First and one past the last key that a query sees; as many as none where the first is not below the other."""
+    """Return the first key that a query sees and one past the last; there are none if the first is not lower."""
     first, end = max(0, position - left), max(0, min(length, position + right + 1))
     if chunk_size > 0:
         chunk = position // chunk_size * chunk_size
@@ -43,13 +43,13 @@ def visible(position, length, left, right, chunk_size):
 
 @nb.device_function
 def place(index, half):
-    """Where 16 rows of such a matrix begin: keys, or elements of a head, lie in tiles of 16, rows in two halves."""
+    """Return the offset of 16 rows in a matrix: keys, or elements of a head, are in tiles of 16, rows in two halves."""
     return index // LANES * (LANES * ROWS) + half * (LANES * LANES) + index % LANES * LANES
 
 
 @nb.device_function
 def _hide(memory, scores, bounds, chunk, begin, end):
-    """Make -inf of the scores that a block's rows must not see."""
+    """Set the scores that a block's rows must not see to -inf."""
     floats, _, ints, _ = memory
     for step in range(begin, end, STEP):
         if chunk + step < ints[bounds + ROWS - 1] or chunk + step + STEP > ints[bounds + ROWS]:
@@ -80,11 +80,11 @@ def _multiply(floats, sums, v_size, half, factor):
 
 
 def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add_values: Step, store: Step) -> Any:
-    """Loops over sequences that pack and multiply by these."""
+    """Return a kernel over sequences that packs and multiplies by these steps."""
 
     @nb.device_function
     def attend_block(memory, areas, block, chunk, begin, end, size, v_size, scale):
-        """A block's rows over keys of a chunk, by the online softmax (Milakov and Gimelshein, 2018)."""
+        """Attend with a block's rows over the keys of a chunk, by online softmax (Milakov and Gimelshein, 2018)."""
         queries, sums, state, bounds, keys, values, scores, weights, _, _ = areas
         floats = memory[0]
         queries += block * ROWS * nb.rounded_up(size, LANES)
@@ -112,7 +112,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         q, k_cache, v_cache, out, block_table, table, memory, areas, sizes, strides, scale, row, num_queries, length,
         head, begin_row, end_row,
     ):  # fmt: skip
-        """Rows of a KV head of a sequence."""
+        """Attend with rows of one KV head of a sequence."""
         _, _, _, group, _, size, v_size, block_size, left, right, chunk_size = sizes
         q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, _ = strides
         queries, sums, state, bounds, keys, values, _, _, rows, slots = areas
@@ -121,7 +121,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         q_size, sums_size = ROWS * nb.rounded_up(size, LANES), ROWS * nb.rounded_up(v_size, LANES)
         first = end = np.int64(0)
         for i in range(num_blocks * ROWS):
-            r = min(begin_row + i, end_row - 1)  # a block is filled up with copies of its last row
+            r = min(begin_row + i, end_row - 1)  # pad the block with copies of its last row
             query = r // group
             q_at, member, token = i // ROWS * 2 * ROWS + i % ROWS, head * group + r - query * group, row + query
             longs[rows + q_at] = token * q_token + member * q_head
@@ -139,7 +139,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
             begin = nb.rounded_up(max(chunk, first - STEP + 1), STEP) - chunk
             stop = min(KEYS, nb.rounded_up(end - chunk, STEP))
             for i in range(begin, stop):
-                key = min(max(chunk + i, first), end - 1)  # as are steps, with what all may read
+                key = min(max(chunk + i, first), end - 1)  # pad steps with visible keys
                 index = key // block_size
                 block_id, offset = np.int64(block_table[table + index]), key - index * block_size
                 longs[slots + i] = block_id * k_block + offset * k_slot + head * k_head
@@ -152,7 +152,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                 if low < high:
                     attend_block(memory, areas, block, chunk, low, high, size, v_size, scale)
         for i in range(num_blocks * 2 * ROWS):
-            floats[state + i] = np.float32(1) / max(floats[state + i], np.float32(1e-30))  # none, where none is seen
+            floats[state + i] = np.float32(1) / max(floats[state + i], np.float32(1e-30))  # 0 if no key is visible
         for block in range(num_blocks):
             for half in range(2):
                 inverse = load_vector(floats, state + (block * 2 + 1) * ROWS + half * LANES)
@@ -161,7 +161,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
 
     @nb.inlined
     def attend(tensors, values):
-        """Every sequence with many queries: a thread takes as many pairs of rows and keys as the others."""
+        """Attend with all sequences that have many queries; threads get equal shares of pairs of rows and keys."""
         q, k_cache, v_cache, out = tensors
         block_table, cu_seqlens_q, seq_lens = nb.int32s(values[5]), nb.int32s(values[6]), nb.int32s(values[7])
         scratch = values[8] + nb.thread_index() * values[9] * 4  # in bytes

@@ -1,4 +1,4 @@
-"""Paged attention by numba, which reads the caches in place: launches of its loops."""
+"""Launches of paged attention's numba kernels, which read the caches in place."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paged.kernels.common.numba_ops.launch import LoopLaunch
 from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, configure, has_tiles, release
 from paged.kernels.common.numba_ops.vectors import LANES, LOG2_E
 
-# Rows of a head of the cache (queries times heads of a group) up to which a sequence goes to the loops for few queries:
-# they take 0.6 of the time for 3 to 8 rows of bfloat16, 0.9 for 16, 1.1 for 20.
+# Largest number of rows of a KV head (queries times heads of a group) for the kernel for few queries. It takes 0.6 of
+# the other's time for 3 to 8 rows of bfloat16, 0.9 for 16, 1.1 for 20.
 _FEW_ROWS = 16
-# The least scale: products of it with -inf are no NaN.
+# Smallest scale: its products with -inf are not NaN.
 _LEAST_SCALE = 2.0**-126
-# Rows of a sequence and KV head for which keys are packed once: at most, and as few as give a thread so many shares of
-# such a prompt.
+# Largest and smallest number of rows of a sequence and KV head for which keys are packed once. Within these bounds a
+# long prompt is split into this many shares per thread.
 _ROWS_AT_ONCE, _SHARES = 512, 4
 _attend_by_tiles, _attend_by_vectors = tile_products.attend, vector_products.attend
 
@@ -51,15 +51,15 @@ def _float32(arguments):
 
 
 def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
-    """The kernel for many queries, of keys and values of such sizes."""
+    """Return the kernel for many queries, for keys and values of these sizes."""
     if dtype == torch.float32:
         return _float32
     return _tiles if has_tiles() and all(size % TILE_COLUMNS == 0 for size in sizes) else _bfloat16
 
 
 def prepare(call: AttentionCall) -> LoopLaunch:
-    """A launch that fills the rows of calls like this, of the same lengths, whose ids are checked; it takes contiguous
-    cu_seqlens_q and seq_lens."""
+    """Return a launch that fills the rows of calls like this, with the same lengths and checked ids. cu_seqlens_q and
+    seq_lens must be contiguous."""
     max_few = _FEW_ROWS * call.k_cache.shape[2] // call.q.shape[1]
     few = few_queries.prepare(call, max_few) if max_few else None
     return few if few is not None and call.max_seqlen_q <= max_few else _prepare_many(call, max_few + 1, few)

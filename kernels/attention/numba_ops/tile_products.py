@@ -1,4 +1,4 @@
-"""Attention of many queries in bfloat16 by AMX; see `many_queries`."""
+"""Steps of `many_queries` in bfloat16 by AMX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paged.kernels.common.numba_ops.vectors import (
     store_pairs,
 )
 
-# float32 from one half of a block's packed rows to the other, for every element; keys likewise.
+# Distance in float32 between the halves of a block's packed rows, per element; likewise for keys.
 _HALF = TILE_ROWS // 2
 
 
@@ -32,7 +32,7 @@ def _pack_rows(q, memory, starts, to, size):
 
 @device_function
 def _pack_keys(k_cache, v_cache, memory, starts, keys, values, begin, end, size, v_size):
-    """Keys as rows, values as columns."""
+    """Pack keys as rows and values as columns."""
     _, halves, _, longs = memory
     for key in range(begin, end):
         for column in range(0, size, TILE_COLUMNS):
@@ -58,7 +58,7 @@ def _score(memory, queries, keys, scores, begin, end, size):
 
 @device_function
 def _weigh(floats, scores, weights, begin, end, half, scale, shift):
-    """Weights of neighbouring keys as pairs, and their sum."""
+    """Write the weights of neighbouring keys as pairs; return their sum."""
     one, total = fill(np.float32(1)), fill(np.float32(0))
     for key in range(begin, end, 2):
         at = scores + place(key, half)

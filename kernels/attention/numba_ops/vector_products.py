@@ -1,4 +1,4 @@
-"""Attention of many queries by vectors of float32, of which all others are made first; see `many_queries`."""
+"""Steps of `many_queries` by vectors of float32; other dtypes are converted to float32 first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences of similar shape as padded batches: what attention on a CPU gathers and masks, the same in every layer."""
+"""Sequences of similar shape as padded batches for attention on a CPU; all layers share their indices and masks."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ import torch
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
 from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
 
-# Queries of a chunk: a long prompt is cut so that its first queries do not meet the keys that only its last ones see.
+# Queries of a chunk: long prompts are cut, so that early queries do not meet keys that only later ones see.
 _MAX_QUERIES = 256
-# Scores or mask elements held at once: 16M float32 are 64 MB, beyond which a larger batch gains nothing on a CPU.
+# Scores or mask elements in memory at once: 16M float32 are 64 MB; larger batches gain nothing on a CPU.
 _MAX_SCORES = 1 << 24
-# Padding of a batch, in products of a query's and a key's element: it takes 60 us, as long as another batch.
+# Limit of a batch's padding, in products of elements: this much takes 60 us, as long as another batch.
 _MAX_PADDING = 1 << 19
-# Rows of a head of the cache (queries times heads of a group) up to which it is read in place. Every row takes as long
-# as the first there, while keys are gathered once for all: 1.3 to 5 times as fast up to 8 rows, the same for 12 to 16.
+# Largest number of rows of a KV head (queries times heads of a group) for which it is read in place. Each row then
+# reads the keys again, while gathering reads them once: in place is 1.3 to 5 times as fast up to 8 rows, equal for 12
+# to 16.
 _MAX_ROWS_IN_PLACE = 16
 
 
 class RowLayout(NamedTuple):
-    """Rows as wide as a key, and as a value, of which the caches have every one or, interleaved, every other.
+    """The caches as rows of a key's and a value's width, all of them or, if K and V are interleaved, every other one.
 
-    So [num_blocks, block_size, num_kv_heads, 2 * head_dim] is read as two matrices, whichever way its dimensions are
-    ordered: gathering takes 1.0 to 1.4 times as long as from a contiguous cache, by indices of blocks and positions
-    2.3 to 7 times.
+    So [num_blocks, block_size, num_kv_heads, 2 * head_dim] is read as two matrices, with its dimensions in any order.
+    Gathering then takes 1.0 to 1.4 times as long as from a contiguous cache; by indices of blocks and positions it
+    takes 2.3 to 7 times as long.
 
-    steps: how many rows two blocks, two positions and two heads are apart, the same for keys and values.
+    steps: distances in rows between two blocks, two positions and two heads, the same for keys and values.
     """
 
     steps: tuple[int, int, int]
@@ -41,19 +42,19 @@ class RowLayout(NamedTuple):
     num_kv_heads: int
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of all heads at slots [n, L]: int64 [n, num_kv_heads, L]."""
+        """Return the rows of all heads at slots [n, L]: int64 [n, num_kv_heads, L]."""
         block_step, position_step, head_step = self.steps
         rows = slots // self.block_size * block_step + slots % self.block_size * position_step
         return rows.unsqueeze(1) + torch.arange(self.num_kv_heads, device=slots.device)[:, None] * head_step
 
     def rows(self, cache: torch.Tensor) -> torch.Tensor:
-        """The cache's memory from its first element to its last: [num_rows, head_dim], contiguous."""
+        """Return the cache's memory from its first to its last element, contiguous [num_rows, head_dim]."""
         last = sum((size - 1) * step for size, step in zip(cache.shape[:3], self.steps, strict=True))
         return cache.as_strided((last + 1, cache.shape[3]), (cache.shape[3], 1))
 
 
 def row_layout(call: AttentionCall) -> RowLayout | None:
-    """None where the caches are not such rows: with values narrower than the keys beside them, or empty ones."""
+    """Return the layout, or None if the caches are not such rows: values narrower than keys beside them, or no rows."""
     caches = call.k_cache, call.v_cache
     strides = [(cache.stride(0), cache.stride(1), cache.stride(2), cache.shape[3]) for cache in caches]
     k_steps, v_steps = ((block // width, position // width, head // width) for block, position, head, width in strides)
@@ -64,9 +65,9 @@ def row_layout(call: AttentionCall) -> RowLayout | None:
 
 
 class QueryChunk(NamedTuple):
-    """Consecutive queries of a sequence and the keys that any of them may see.
+    """Consecutive queries of a sequence, and the keys that any of them may see.
 
-    row: of the first query in q; position: its own; context: position of the first query of the whole sequence.
+    row: first query's row in q. position: its position. context: position of the sequence's first query.
     """
 
     seq: int
@@ -80,16 +81,16 @@ class QueryChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """n chunks, padded to Q queries and L keys with copies of their last ones; the copies of keys are not visible.
+    """n chunks, padded to Q queries and L keys with copies of their last ones; copies of keys are not visible.
 
-    So nothing is gathered that is not of the sequence, and padded queries give what their row gets anyway.
+    So only data of the sequence is gathered, and padded queries write their row's result again.
 
-    rows: int64 [n * Q], of q and out. slots: int64 [n, L], of the caches. visible: bool [n, 1, Q, L].
-    blind_rows: int64, those of `rows` that see no key; None where all do. positions: int64, of queries [n, Q] and of
+    rows: int64 [n * Q], in q and out. slots: int64 [n, L], in the caches. visible: bool [n, 1, Q, L].
+    blind_rows: int64, those of `rows` that see no key; None if all see one. positions: int64, of queries [n, Q] and of
     keys [n, L].
-    layout: of the caches' rows, None where they are none.
-    pairs: sparse CSR [n * Hq * Q, rows of a cache] with L entries a row: where in the caches a query's keys lie, head
-    by head. None where they are better gathered.
+    layout: layout of the caches' rows; None if they are none.
+    pairs: sparse CSR [n * Hq * Q, rows of a cache] with L entries per row: places of a query's keys in the caches, for
+    each head. None if gathering is faster.
     """
 
     rows: torch.Tensor
@@ -102,35 +103,35 @@ class SequenceBatch:
 
     @cached_property
     def cache_rows(self) -> torch.Tensor:
-        """Of keys and of values: int64 [n, Hkv, L]."""
+        """Rows of keys and of values: int64 [n, Hkv, L]."""
         assert self.layout is not None
         return self.layout.rows_of(self.slots)
 
     @cached_property
     def bias(self) -> torch.Tensor:
-        """float32 like visible: 0 or -inf.
+        """0 or -inf in the shape of `visible`, float32.
 
-        Fused attention would convert bools in every layer, 5 % of a step of 32 decodes of 10M parameters.
+        Fused attention would convert bools in every layer, which takes 5 % of a step of 32 decodes at 10M parameters.
         """
         return torch.zeros(self.visible.shape, device=self.visible.device).masked_fill_(~self.visible, -math.inf)
 
     def distance(self) -> torch.Tensor:
-        """Between queries and keys, int64 [n, 1, Q, L]."""
+        """Return the distances between queries and keys, int64 [n, 1, Q, L]."""
         queries, keys = self.positions
         return (keys[:, None] - queries[:, :, None]).abs_().unsqueeze(1)
 
 
-# Batches by what they depend on, with the tensors they were made of, so that no others can lie at their addresses.
+# Batches by the values they depend on; the tensors are kept, so that no others can get their addresses.
 SharedBatches = dict[Hashable, tuple[list[SequenceBatch], tuple[torch.Tensor | None, ...]]]
 
 
 def sequence_batches(
     call: AttentionCall, shared: SharedBatches, *, keeps_scores: bool, by_loops: bool = False
 ) -> list[SequenceBatch]:
-    """All queries that see keys, in batches, which layers of one step share; ids are checked where they are made.
+    """Return all queries that see keys, in batches that the layers of a step share; checks ids when it makes them.
 
-    keeps_scores: the caller holds those of all heads at once, not only where keys are read in place. by_loops: numba's
-    loops take all, and there are none.
+    keeps_scores: the caller holds the scores of all heads at once, even if keys are gathered. by_loops: numba kernels
+    take all sequences, so there are no batches.
     """
     tensors, layout = (call.block_table, call.is_causal, call.mask), row_layout(call)
     max_in_place = _max_queries_in_place(call, layout)
@@ -215,7 +216,7 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: RowLayout | No
         column = (key - context)[:, None].expand(-1, rows.shape[1], -1)  # among the new keys
         allowed = call.mask[rows].gather(2, column.clamp(0, call.mask.shape[1] - 1))
         visible = visible & (allowed | (column < 0))
-    # A query sees itself at least, unless it comes before the first key or a mask hides its own key.
+    # A query sees at least itself, unless it comes before the first key or a mask hides its own key.
     may_be_blind = call.mask is not None or any(chunk.position < 0 for chunk in chunks)
     return SequenceBatch(
         rows=rows.flatten(),
@@ -235,13 +236,13 @@ def _pairs(call: AttentionCall, layout: RowLayout, slots: torch.Tensor, num_quer
     columns = layout.rows_of(slots).unsqueeze(2).expand(-1, -1, rows_per_head, -1).reshape(-1)
     num_rows, num_keys = len(slots) * num_q_heads * num_queries, slots.shape[1]
     rows, size = torch.arange(num_rows + 1) * num_keys, (num_rows, len(layout.rows(call.k_cache)))
-    with warnings.catch_warnings():  # PyTorch warns of such tensors: nothing that a caller of attention could help
+    with warnings.catch_warnings():  # PyTorch warns about sparse CSR tensors, which callers cannot avoid
         warnings.simplefilter("ignore")
-        # Columns that are neither sorted nor distinct are all the same to what reads them here.
+        # The operations that read it accept unsorted and repeated columns.
         return torch.sparse_csr_tensor(rows, columns, torch.zeros(len(columns)), size=size, check_invariants=False)
 
 
 def _max_queries_in_place(call: AttentionCall, layout: RowLayout | None) -> int:
-    """Queries of a chunk up to which its keys are read in place; 0 where they cannot be."""
+    """Return the largest number of queries whose keys are read in place; 0 if they cannot be."""
     is_readable = layout is not None and call.k_cache.dtype == torch.float32 and call.k_cache.device.type == "cpu"
     return _MAX_ROWS_IN_PLACE * call.k_cache.shape[2] // call.q.shape[1] if is_readable else 0

@@ -1,4 +1,4 @@
-"""The two products of attention on a CPU: over keys and values that are gathered, or where they lie in the cache."""
+"""The two matrix products of attention on a CPU, over gathered keys and values or in the cache."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class GatheredProducts:
             self.values *= _gather(v_scale.unsqueeze(-1), batch, None)
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
-        """Scaled: float32 [n, Hq, Q, D] -> [n, Hq, Q, L]."""
+        """Return scaled scores, float32 [n, Hq, Q, D] -> [n, Hq, Q, L]."""
         num_queries = queries.shape[2]
         grouped = queries.unflatten(1, (self.keys.shape[1], -1)).flatten(2, 3)  # [n, Hkv, G * Q, D]
         scores = (grouped @ self.keys.transpose(-1, -2)).mul_(self.softmax_scale)
         return scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
-        """Sums of values: float32 [n, Hq, Q, L] -> [n, Hq, Q, Dv]."""
+        """Return weighted sums of values, float32 [n, Hq, Q, L] -> [n, Hq, Q, Dv]."""
         num_queries = weights.shape[2]
         attended = weights.unflatten(1, (self.values.shape[1], -1)).flatten(2, 3) @ self.values
         return attended.unflatten(2, (-1, num_queries)).flatten(1, 2)
@@ -41,8 +41,8 @@ class GatheredProducts:
 class ProductsInPlace:
     """The same products by PyTorch's sparse operations, which read the cache by indices.
 
-    Scores are a matrix product sampled at the pairs of a query and its keys. Sums of values are an embedding bag of
-    them with weights.
+    Scores are a matrix product sampled at the pairs of a query and its keys. Weighted sums of values are an embedding
+    bag.
     """
 
     def __init__(self, call: AttentionCall, pairs: torch.Tensor, layout: RowLayout) -> None:
@@ -66,7 +66,7 @@ class ProductsInPlace:
 
 
 def _gather(cache: torch.Tensor, batch: SequenceBatch, layout: RowLayout | None) -> torch.Tensor:
-    """[n, Hkv, L, D]."""
+    """Return gathered rows of a cache, [n, Hkv, L, D]."""
     slots, block_size = batch.slots, cache.shape[1]
     if layout is not None and not cache.is_contiguous():
         index = batch.cache_rows

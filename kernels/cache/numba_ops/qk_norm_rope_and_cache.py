@@ -1,4 +1,4 @@
-"""Query and key norm, rotary embedding and cache write by numba."""
+"""Numba kernel of query and key norm, rotary embedding and cache write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, mul
 
 @nb.inlined
 def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
-    """One head, which may be rotated in place: vectors of pairs in registers, then the pairs that are left."""
+    """Rotate one head, possibly in place: vectors of pairs in registers, then the remaining pairs."""
     whole, second, step = half // LANES * LANES, half, 1
     if interleaved:
         whole, second, step = 0, 1, 2
@@ -36,7 +36,7 @@ def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
 
 @nb.inlined
 def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, at, size, half, interleaved, eps):
-    """One head, normalised in float32 in `wide`, from `at` on, where there is a weight."""
+    """Rotate one head; with a weight, first normalise it in float32 in `wide` from `at` on."""
     if has_weight:
         inverse = inverse_rms(x, start, size, eps)
         for i in range(size):
@@ -48,7 +48,7 @@ def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, a
 
 @nb.device_function
 def _write(q, k, v, k_cache, v_cache, q_weight, k_weight, ids, sizes, strides):
-    """The tokens of this thread; False, and nothing is written, where an id is out of range."""
+    """Process this thread's tokens; if an id is out of range, write nothing and return False."""
     slots, positions, cos_sin, wide = ids
     num_tokens, num_q_heads, num_kv_heads, size, v_size, half, block_size, num_slots, num_positions = sizes[:9]
     has_weight, interleaved, eps = sizes[9:]
@@ -110,7 +110,7 @@ def prepare(
     eps: float,
     interleaved: bool,
 ) -> LoopLaunch:
-    """A launch for caches of q's type; its status is 1, and nothing is written, where an id is out of range."""
+    """Return a launch for caches of q's dtype. If an id is out of range, its status is 1 and it writes nothing."""
     (num_tokens, num_q_heads, size), (_, num_kv_heads, v_size) = q.shape, write.value.shape
     k_cache, v_cache = write.k_cache, write.v_cache
     arguments: tuple[int | str, ...] = (

@@ -1,4 +1,4 @@
-"""Gated activations by numba."""
+"""Numba kernel of gated activations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _silu_and_mul(arguments):
 
 
 def prepare(rows: torch.Tensor) -> LoopLaunch:
-    """A launch of SiLU for tensors like `rows` [num_rows, 2 * size], the result contiguous."""
+    """Return a launch of gated SiLU for tensors like `rows` [num_rows, 2 * size], with a contiguous result."""
     num_rows, size = rows.shape[0], rows.shape[1] // 2
     arguments = rows.dtype == torch.bfloat16, "x_ptr", "out_ptr", num_rows, size, rows.stride(0)
     return LoopLaunch(_silu_and_mul.address, rows.numel() * 4, arguments)

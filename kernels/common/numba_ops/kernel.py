@@ -18,16 +18,16 @@ from numba.core import config
 from numba.extending import intrinsic, overload
 
 _LOG = logging.getLogger("paged")
-# NaN and infinities are results like others.
+# NaN and infinities are valid results.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 _thread = types.ExternalFunction("omp_get_thread_num", types.int32())
 _num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 
 
 def cpu_features() -> Mapping[str, bool]:
-    """Return the instruction sets that numba compiles for: the processor's, unless NUMBA_CPU_FEATURES names others.
+    """Return the instruction sets that numba compiles for: the CPU's, unless NUMBA_CPU_FEATURES names others.
 
-    An instruction of a set that the processor lacks ends the process.
+    Executing an instruction that the CPU lacks ends the process.
     """
     if config.CPU_FEATURES is None:
         return dict(llvmlite.binding.get_host_cpu_features())
@@ -40,7 +40,7 @@ inlined = numba.njit(fastmath=FASTMATH, error_model="numpy", inline="always")
 
 @cache
 def _sources(folder: Path) -> str:
-    """Return a hash of the files that a folder's kernels use: the folder's own, and those beside this one."""
+    """Return a hash of the files that a folder's kernels use: its own, and those beside this file."""
     paths = [path for each in (folder, Path(__file__).parent) for path in sorted(each.glob("*.py"))]
     return f"{zlib.crc32(b''.join(path.read_bytes() for path in paths)):08x}"
 
@@ -54,7 +54,7 @@ class Kernel:
 
     def __init__(self, body: Callable[[Any], None]) -> None:
         self._body = body
-        # numba keeps code by that, and looks at the function's own file alone
+        # numba names cached code by this, and checks only the function's own file
         body.__qualname__ += f"_{_sources(Path(body.__code__.co_filename).parent)}"
 
     @cached_property
@@ -64,7 +64,7 @@ class Kernel:
         signature = types.void(types.CPointer(types.int64))
         try:
             compiled = numba.cfunc(signature, cache=True, **options)(self._body)
-        except (OSError, RuntimeError) as error:  # nowhere to keep it
+        except (OSError, RuntimeError) as error:  # no writable cache folder
             _LOG.info("%s is compiled anew in every process: %s", self._body.__name__, error)
             compiled = numba.cfunc(signature, **options)(self._body)
         address: int = compiled.address
@@ -72,13 +72,13 @@ class Kernel:
 
 
 def bits(number: float) -> int:
-    """A float as an argument; `as_float` takes it back."""
+    """Return a float as an integer argument; `as_float` converts it back."""
     return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
 @intrinsic(prefer_literal=True)
 def unpack(_typing_context: Any, arguments: types.Type, count: types.Type) -> Any:
-    """The first `count` of a kernel's arguments, a literal number, as a tuple."""
+    """Return the first `count` arguments of a kernel, a literal number, as a tuple."""
     kind = types.UniTuple(types.int64, count.literal_value)
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -95,7 +95,7 @@ def as_float(argument):
 
 @device_function
 def share(count):
-    """First and one past the last of as many equal parts as this thread takes."""
+    """Return this thread's share of `count` items: the first, and one past the last."""
     thread, threads = np.int64(_thread()), np.int64(_num_threads())
     return count * thread // threads, count * (thread + 1) // threads
 
@@ -121,13 +121,13 @@ def _pointer(element: types.Type) -> Any:
     return pointer
 
 
-# Addresses as pointers to elements; those of bfloat16 are known by their 16 bits.
+# Addresses as pointers to elements; bfloat16 elements are handled as 16 bits.
 floats, bfloats = _pointer(types.float32), _pointer(types.uint16)
 int32s, int64s = _pointer(types.int32), _pointer(types.int64)
 
 
 def load(pointer: Any, index: int) -> float:
-    """An element as float32."""
+    """Return an element as float32."""
     raise NotImplementedError
 
 
@@ -160,14 +160,14 @@ def _store(pointer, index, value):
     return write
 
 
-# 2^x is 0 below, infinite above; the minimax polynomial of 2^x on [0, 1), its highest power first.
+# Below this 2^x is 0, above this infinite; minimax polynomial of 2^x on [0, 1), highest power first.
 EXP2_RANGE = -127.0, 128.0
 EXP2_COEFFICIENTS = 1.8775767e-3, 8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 9.9999994e-1
 
 
 @device_function
 def exp2(x):
-    """2^x, to 2e-7 of it. As arithmetic, so that loops of it become vectors."""
+    """Return 2^x with a relative error of 2e-7; arithmetic only, so that LLVM vectorises loops of it."""
     low, high = EXP2_RANGE
     c5, c4, c3, c2, c1, c0 = EXP2_COEFFICIENTS
     x = np.float32(low) if x < np.float32(low) else x

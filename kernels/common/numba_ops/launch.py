@@ -1,4 +1,4 @@
-"""Launches of numba kernels on PyTorch's threads; this file itself needs no numba."""
+"""Launches of numba kernels on PyTorch's threads; this file does not import numba."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from paged.kernels.common.numba_ops.recording import recording
 
-# Elements, or products of two, that a thread is worth: two threads need 5 us to begin and to meet.
+# Elements or multiplications that are worth a thread: starting and joining two threads takes 5 us.
 _WORK_OF_A_THREAD = 16384
 SCRATCH = "scratch"
-# PyTorch loads its OpenMP for all of the process: loops then share its threads, which would else wait for each other.
+# PyTorch loads its OpenMP for the whole process, so numba kernels share its threads; otherwise both would compete.
 _run_in_parallel: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
 if _run_in_parallel is not None:
     _run_in_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -25,7 +25,7 @@ if _run_in_parallel is not None:
 class LoopLaunch:
     """One numba kernel, run again and again with tensors that differ only in their addresses, as `Launch` for Triton.
 
-    The kernel takes an array of int64: a status, which it may set, then its arguments.
+    The kernel takes an int64 array: a status, which it may set, then its arguments.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LoopLaunch:
             address: of the kernel's code.
             work: number of multiplications or elements, or a function that counts them from the tensors before each
                 run.
-            arguments: numbers, or names of tensors whose addresses are passed, or `SCRATCH`.
+            arguments: numbers, names of tensors whose addresses are passed, or `SCRATCH`.
             scratch_size: float32 elements of scratch memory for each thread.
             before: launch that runs first, with the same tensors.
         """
@@ -55,7 +55,7 @@ class LoopLaunch:
         self._positions = [(at, name) for at, name in enumerate(arguments, 1) if isinstance(name, str)]
 
     def __call__(self, tensors: Mapping[str, Any]) -> int:
-        """Run, and return the status, 0 unless the kernel sets it; any other ends a recording's repetition."""
+        """Run and return the status: 0 unless the kernel sets it; another status ends the repetition of a recording."""
         if self._before is not None:
             self._before(tensors)
         if (current := recording()) is None:

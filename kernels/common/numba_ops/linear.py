@@ -1,4 +1,4 @@
-"""Products of few rows with weights, by numba; each weight is read once. One matrix, or one for each group of rows."""
+"""Numba kernels of products of few rows with weights, for one matrix or one per group of rows; read weights once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _tile_1, _tile_2, _tile_4 = product_tile(1), product_tile(2), product_tile(4)
 
 @nb.device_function
 def _multiply_group(x, rows, has_rows, w, weights, step, size, out, begin, stop, num_outputs, output, x_stride):
-    """A tile's outputs for the entries of a group: by four, two, or one, while the weights stay in the cache."""
+    """Compute a tile of outputs for a group's entries: four, two or one at a time, while its weights are cached."""
     entry = begin
     while entry < stop:
         r0, r1, r2, r3 = entry, min(entry + 1, stop - 1), min(entry + 2, stop - 1), min(entry + 3, stop - 1)
@@ -39,7 +39,7 @@ def _multiply_group(x, rows, has_rows, w, weights, step, size, out, begin, stop,
 
 @nb.device_function
 def _multiply(x, w, out, rows, ends, has_rows, sizes):
-    """Every thread takes as many tiles of outputs, of groups that have entries, as the others."""
+    """Compute all products; threads get equal shares of the tiles of outputs, of groups with entries."""
     num_groups, num_outputs, size, x_stride, w_group, w_stride = sizes
     tiles, in_use, begin = num_outputs // OUTPUTS, np.int64(0), np.int64(0)
     for group in range(num_groups):
@@ -70,18 +70,18 @@ def _linear(arguments):
         _multiply(nb.floats(x), nb.floats(w), nb.floats(out), nb.int64s(rows), nb.int32s(ends), rows != 0, values[7:])
 
 
-# Rows a group, on average, up to which these loops take them where others do not. On 2 cores of a Xeon with AMX 16, 64
-# and 128 entries of 32 experts of 512 x 512 take 0.29, 0.56 and 0.77 of a batch's time in bfloat16, 256 take 1.2; in
-# float32 16 and 1,024 take 0.44 and 0.72 of it, 1.15 and 0.64 of the grouped products'.
+# Largest average number of rows per group for these kernels, if no tiles are used. On 2 cores of a Xeon with AMX, 16,
+# 64 and 128 entries of 32 experts of 512 x 512 take 0.29, 0.56 and 0.77 of a batch's time in bfloat16, 256 take 1.2. In
+# float32, 16 and 1,024 take 0.44 and 0.72 of it, 1.15 and 0.64 of the grouped products' time.
 _MAX_ROWS = {torch.float32: 32, torch.bfloat16: 5}
-# Rows a group, on average, from which float32 is multiplied in blocks of 32 rows: 16, 24, 32 and 64 for 32 experts of
-# 512 x 512 and 512 x 1024 take 1.0 to 1.1, 0.85, 0.9 and 0.85 to 0.9 of the time of one row after the other.
+# Average number of rows per group from which float32 is multiplied in blocks of 32 rows: 16, 24, 32 and 64 for 32
+# experts of 512 x 512 and 512 x 1024 take 1.0 to 1.1, 0.85, 0.9 and 0.85 to 0.9 of the time of single rows.
 _MIN_ROWS_IN_BLOCKS = 17
 
 
 def max_rows(weight: torch.Tensor) -> float:
-    """Rows a group up to which loops with weights [num_groups, out_features, in_features] are fast; 0 where there are
-    none of such a type and sizes."""
+    """Return the largest average number of rows per group for which these kernels are fast with weights [num_groups,
+    out_features, in_features]; 0 if they do not take this dtype or these sizes."""
     if tile_linear.takes(weight):
         return math.inf
     size = OPERAND_SIZES.get(weight.dtype)
@@ -97,8 +97,8 @@ def _in_blocks(weight: torch.Tensor, num_entries: int) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Products of x [num_rows, in_features] with a weight of its type that `tile_linear.takes` says yes to, plus a
-    contiguous bias of that type: [num_rows, out_features] in it."""
+    """Return x [num_rows, in_features] times a weight that `tile_linear.takes` accepts, plus a contiguous bias:
+    [num_rows, out_features]. All have one dtype."""
     if _in_blocks(weight, len(x)):
         return tile_linear.linear(x, weight, bias=bias)
     out = grouped_linear(x, weight[None], _end(len(x)))
@@ -113,10 +113,10 @@ def _end(num_entries: int) -> torch.Tensor:
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Products of x [num_rows, in_features] with the group's weights, float32 [num_entries, out_features].
+    """Return x [num_rows, in_features] times each group's weights, float32 [num_entries, out_features].
 
-    ends int32 [num_groups]: where each group's entries end; rows int64 [num_entries]: an entry's row of x, its own if
-    None. What lies beyond the last end is not written.
+    ends: int32 [num_groups], the end of each group's entries. rows: int64 [num_entries], each entry's row of x; None if
+    entries are rows. Results beyond the last end are not written.
     """
     if _in_blocks(weight, len(x if rows is None else rows)):
         return tile_linear.linear(x, weight, ends, rows, dtype=torch.float32)
@@ -137,7 +137,8 @@ def _launch(is_bf16: bool, num_entries: int, *sizes: int) -> LoopLaunch:
 def linear_and_silu(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """silu(gate) * up of products as in `linear` or, with ends, `grouped_linear`, of halves of the outputs, in x's
-    dtype [num_entries, out_features / 2]; None where no loops do it in one pass."""
+    """Return silu(gate) * up of the two halves of a product's outputs, in x's dtype [num_entries, out_features / 2].
+
+    The product is `linear` or, with ends, `grouped_linear`. Returns None if no kernel does it in one pass."""
     in_blocks = _in_blocks(weight, len(x if rows is None else rows))
     return tile_linear.linear(x, weight, ends, rows, is_gated=True) if in_blocks else None

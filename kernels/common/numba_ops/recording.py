@@ -1,4 +1,4 @@
-"""Recordings of CPU computations, repeated without the Python that led to them."""
+"""Recordings of CPU computations, repeated without the Python code that launched them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _T = TypeVar("_T")
 _RECORDING: ContextVar[Recording | None] = ContextVar("_RECORDING", default=None)
-# recording(): the one that is under way in this thread or task, or None.
+# recording(): the active one in this thread or task, or None.
 recording = _RECORDING.get
-# Reads of values that PyTorch's dispatcher does not see.
+# Functions that read values without PyTorch's dispatcher.
 _READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__))
-# Of operations whose results, or their sizes, depend on values that are read on the host, or are drawn.
+# Operations whose results or sizes depend on values read on the host, or that are random.
 _UNSTEADY = frozenset(
     (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 )
-# Those of others, as of collectives, may do more than write tensors.
+# Operations of other namespaces, such as collectives, may have other effects than writing tensors.
 _NAMESPACES = ("aten", "mkldnn")
 _EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
-# Products, which write their results where those were without a copy: a layer has four.
+# Products, which can write into their earlier results without a copy: a layer has four.
 _INTO: dict[Any, Any] = {torch.ops.aten.mm.default: torch.mm, torch.ops.aten.addmm.default: torch.addmm}
 
 
 class Recording:
-    """The numba kernels and PyTorch operations that a function ran, on the tensors they had, which it keeps.
+    """The numba kernels and PyTorch operations that a function has run, with their tensors, which it keeps.
 
-    Nothing else of the function is repeated: shapes, strides and views stay. obstacle: the first operation that cannot
-    be repeated, because it reads a tensor's value or is unknown here; "" if all can.
+    Only these are repeated: shapes, strides and views are fixed. obstacle: the first operation that cannot be repeated,
+    because it reads a tensor's value or is unknown; "" if all can.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class Recording:
         self._calls.append(call)
 
     def repeat(self) -> bool:
-        """Repeat everything on the tensors' present values; return False if a call ended it."""
+        """Repeat all calls with the tensors' current values; return False if a call ended the repetition."""
         for call in self._calls:
             if call():
                 break
@@ -95,7 +95,7 @@ class Recording:
 
 
 def _is_unsteady(operation: Any, args: Any) -> bool:
-    if operation is torch.ops.aten.index.Tensor:  # with masks, sizes depend on what they hold
+    if operation is torch.ops.aten.index.Tensor:  # with a mask, the result's size depends on values
         return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
     return not _UNSTEADY.isdisjoint(operation.tags)
 

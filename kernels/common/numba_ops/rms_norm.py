@@ -1,4 +1,4 @@
-"""RMS normalisation by numba."""
+"""Numba kernel of RMS normalisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged.kernels.common.numba_ops.launch import LoopLaunch
 
 @nb.device_function
 def inverse_rms(x, start, size, eps):
-    """1 / sqrt(mean(x^2) + eps) of `size` elements from `start` on."""
+    """Return 1 / sqrt(mean(x^2) + eps) of `size` elements from `start` on."""
     total = np.float32(0)
     for i in range(start, start + size):
         value = nb.load(x, i)
@@ -47,7 +47,7 @@ def _rms_norm(arguments):
 
 
 def prepare(rows: torch.Tensor, weight: torch.Tensor, eps: float, *, has_residual: bool) -> LoopLaunch:
-    """A launch for tensors like `rows` [num_rows, size], the residual and the result contiguous."""
+    """Return a launch for tensors like `rows` [num_rows, size]; the residual and the result are contiguous."""
     num_rows, size = rows.shape
     is_bf16, has_bf16_weight = rows.dtype == torch.bfloat16, weight.dtype == torch.bfloat16
     residual = "residual_ptr" if has_residual else 0

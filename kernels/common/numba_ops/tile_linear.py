@@ -1,5 +1,5 @@
-"""Products with weights, which are read as they lie, of bfloat16 by AMX and of float32 by vectors: one matrix, or one
-for each group of rows."""
+"""Numba kernels of products with unpacked weights, bfloat16 by AMX and float32 by vectors, for one matrix or one per
+group of rows."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from paged.kernels.common.numba_ops.vectors import (
 )
 
 _BLOCK = 2 * TILE_ROWS  # outputs, and rows of x, of a product
-# Of packed rows, which stay in a core's cache while it reads weights, and at most so many rows.
+# Bytes of packed rows, which stay in a core's cache while it reads weights; and the largest number of rows.
 _PACKED_BYTES, _MAX_CHUNK = 1 << 18, 256
 _SUMS = 4 * TILE_WORDS
-# Columns of 32 rows of float32 that stay in the first cache for 32 outputs: with the loop's turns of four columns
-# 0.9 of the time of whole rows.
+# Columns of 32 rows of float32 that stay in the L1 cache for 32 outputs: 0.9 of the time of full rows, with four
+# columns per iteration.
 _PART = 128
 
 
 @nb.device_function
 def _find_rows(offsets, at, first, stop, rows, has_rows, stride):
-    """Where 16 entries' rows begin, from `at` on; the last one stands for those that are not there."""
+    """Write the offsets of 16 entries' rows from `at` on; missing entries repeat the last one."""
     for i in range(TILE_ROWS):
         entry = min(first + i, stop - 1)
         offsets[at + i] = (rows[entry] if has_rows else entry) * stride
@@ -44,7 +44,7 @@ def _find_rows(offsets, at, first, stop, rows, has_rows, stride):
 
 @nb.device_function
 def _pack(x, rows, has_rows, begin, stop, x_stride, scratch, offsets, packing):
-    """Rows as tiles of words, one behind the other, or those of 32 rows in turns."""
+    """Pack rows as consecutive tiles of words, or 32 rows in an interleaved order."""
     steps, columns, step_words, half_words, count = packing
     for row in range(begin, begin + nb.rounded_up(stop - begin, count), TILE_ROWS):
         _find_rows(offsets, 0, row, stop, rows, has_rows, x_stride)
@@ -56,7 +56,7 @@ def _pack(x, rows, has_rows, begin, stop, x_stride, scratch, offsets, packing):
 
 @nb.device_function
 def _set_sums(scratch, bias, output, is_pair):
-    """To 32 outputs' bias, of rows in the second tile only where there are any."""
+    """Set the sums of 32 outputs to the bias; only if there are rows in the second tile, set theirs."""
     for i in range(_BLOCK):
         to = i // TILE_ROWS * 2 * TILE_WORDS + i % TILE_ROWS * LANES
         own = nb.load(bias, output + i)
@@ -74,7 +74,7 @@ def _add_tile(scratch, to, other):
 
 @nb.device_function
 def _multiply_tiles(w, starts, row_step, scratch, packed, steps, has_bias, is_pair):
-    """A block of outputs for a block of rows by AMX; with one tile of x sums 1 and 3 are parts of 0 and 2."""
+    """Multiply a block of outputs with a block of rows by AMX; with one tile of x, sums 1 and 3 add to 0 and 2."""
     first, second, next_first, next_second = starts
     if has_bias:
         tiles.load_sums(scratch, np.int64(0))
@@ -94,7 +94,7 @@ def _multiply_tiles(w, starts, row_step, scratch, packed, steps, has_bias, is_pa
 
 @nb.device_function
 def _multiply_vectors(w, starts, row_step, scratch, packed, steps, has_bias, is_pair):
-    """The same in float32 by vectors, eight outputs at a time, of parts of the rows that stay in the first cache."""
+    """Do the same in float32 by vectors: eight outputs at a time, and parts of the rows that fit into the L1 cache."""
     for first in range(0, steps * LANES, _PART):
         count = min(steps * LANES - first, _PART)
         for row in range(0, _BLOCK, OUTER_ROWS):
@@ -109,7 +109,7 @@ def _multiply_vectors(w, starts, row_step, scratch, packed, steps, has_bias, is_
 
 @nb.device_function
 def _write(scratch, tile, out, offsets, at, is_gated, block):
-    """The sums of a tile of x, `tile` and the second one behind it, to its rows of out."""
+    """Write the sums of tile `tile` of x, and of the second one after it, to its rows of out."""
     second = tile + 2 * TILE_WORDS
     if not is_gated:
         tiles.store_rows(scratch, tile, second, out, offsets, at, block * _BLOCK)
@@ -121,11 +121,11 @@ def _write(scratch, tile, out, offsets, at, is_gated, block):
 
 
 def _multiply_by(multiply_block: Any, columns: int, has_tiles_in_turns: bool) -> Any:
-    """Products of all groups, by a function for a block of outputs and of rows, whose tiles have so many columns."""
+    """Return a kernel for all groups from a function for one block of outputs and rows; columns: of a tile."""
 
     @nb.device_function
     def multiply_chunk(tensors, scratch, offsets, begin, stop, weights, bias, has_bias, low, high, sizes):
-        """Rows whose packed tiles stay in the cache, and blocks of outputs, from `low` to below `high`."""
+        """Multiply rows whose packed tiles stay in the cache with blocks of outputs `low` to `high`."""
         x, w, out, rows, has_rows = tensors
         is_gated, num_outputs, steps, x_stride, w_stride, out_stride = sizes
         packing = steps, columns, TILE_WORDS, steps * TILE_WORDS, TILE_ROWS
@@ -146,7 +146,7 @@ def _multiply_by(multiply_block: Any, columns: int, has_tiles_in_turns: bool) ->
                 for tile in range(1 + is_pair):
                     at = tile * TILE_ROWS
                     _find_rows(offsets, at, row + at, stop, rows, False, out_stride)
-                    if stop - begin > _BLOCK:  # few rows are in the cache
+                    if stop - begin > _BLOCK:  # a few rows are cached anyway
                         tiles.prefetch_rows(out, offsets, at, block * block_size)
                 multiply_block(w, starts, w_stride, scratch, packed, steps, has_bias, is_pair)
                 for tile in range(1 + is_pair):
@@ -154,8 +154,8 @@ def _multiply_by(multiply_block: Any, columns: int, has_tiles_in_turns: bool) ->
 
     @nb.device_function
     def multiply(tensors, ends, bias, has_bias, scratch, offsets, sizes, chunk):
-        """Every thread takes as many blocks of outputs as the others: of one group's rows all, of several groups'
-        some."""
+        """Compute all products; threads get equal shares of the blocks of outputs: for one group all its rows, for
+        several groups some rows."""
         num_groups, num_entries, is_gated, num_outputs, size, x_stride, w_group, w_stride, out_stride = sizes
         num_blocks = num_outputs // _BLOCK
         of_chunk = is_gated, num_outputs, size // columns, x_stride, w_stride, out_stride
@@ -190,7 +190,7 @@ _by_vectors = _multiply_by(_multiply_vectors, LANES, True)
 
 @nb.device_function
 def _places(values):
-    """This thread's scratch, and of it where rows begin."""
+    """Return this thread's scratch memory, and the part for the offsets of rows."""
     scratch, scratch_size = values[8:10]
     own = scratch + nb.thread_index() * scratch_size * 4
     return nb.floats(own), nb.int64s(own + (scratch_size - 2 * _BLOCK) * 4)
@@ -221,17 +221,17 @@ def _float32(arguments):
 
 
 def kernel_of(dtype: torch.dtype) -> nb.Kernel:
-    """The one for x and weights of a type."""
+    """Return the kernel for x and weights of this dtype."""
     return _float32 if dtype == torch.float32 else _bfloat16
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether the processor has what such products of a type are made of."""
+    """Return whether the CPU has the instructions for this dtype's products."""
     return {torch.float32: HAS_WIDE_VECTORS, torch.bfloat16: tiles.has_tiles()}.get(dtype, False)
 
 
 def takes(weight: torch.Tensor) -> bool:
-    """Whether there are such products with weights [..., out_features, in_features] of this type and these sizes."""
+    """Return whether these kernels take weights [..., out_features, in_features] of this dtype and these sizes."""
     num_outputs, size = weight.shape[-2:]
     is_even = num_outputs % _BLOCK == 0 and size % TILE_COLUMNS == 0 and weight.stride(-1) == 1
     return is_even and multiplies(weight.dtype)
@@ -247,12 +247,13 @@ def linear(
     is_gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Products of x [num_rows, in_features] with weights of its type that `takes` says yes to: [num_entries,
-    out_features] of `dtype`, x's or float32; where they are gated, silu(gate) * up of their halves in x's type.
+    """Return x [num_rows, in_features] times weights that `takes` accepts, [num_entries, out_features] of `dtype`.
 
-    weight: [out_features, in_features], or for groups one each, [num_groups, out_features, in_features]; then ends
-    int32 [num_groups]: where each group's entries end. rows int64 [num_entries]: an entry's row of x, its own if None.
-    bias: [out_features] of x's type, contiguous, where nothing is gated. What lies beyond the last end is not written.
+    Weights have x's dtype; `dtype` is that or float32. If gated, returns silu(gate) * up of their halves in x's dtype.
+
+    weight: [out_features, in_features], or one per group, [num_groups, out_features, in_features]. ends: int32
+    [num_groups], the end of each group's entries. rows: int64 [num_entries], each entry's row of x; None if entries are
+    rows. bias: [out_features] of x's dtype, contiguous, only if not gated. Results beyond the last end are not written.
     """
     *groups, num_outputs, size = weight.shape
     num_entries, columns = len(x if rows is None else rows), num_outputs // 2 if is_gated else num_outputs
@@ -271,7 +272,7 @@ def _launch(sizes: tuple[int, ...], dtype: torch.dtype, out_dtype: torch.dtype) 
     row_bytes = size * dtype.itemsize
     chunk = max(_BLOCK, min(_MAX_CHUNK, _PACKED_BYTES // row_bytes) // _BLOCK * _BLOCK)
     packed = -(-min(chunk, num_entries) // _BLOCK) * _BLOCK * row_bytes // 4
-    # Sums, packed rows, and where those of a block begin.
+    # Sums, packed rows, and offsets of a block's rows.
     scratch_size = _SUMS + packed + 2 * _BLOCK
     tensors: tuple[Any, ...] = "x", "w", "out", "rows", "ends", "bias", SCRATCH
     arguments = out_dtype == torch.bfloat16, *tensors, scratch_size, chunk, *sizes

@@ -1,8 +1,8 @@
-"""Products of bfloat16 by AMX in numba's loops: tiles of 16 x 32 elements, sums in float32.
+"""Products of bfloat16 by AMX in numba kernels: tiles of 16 x 32 elements, sums in float32.
 
-A tile of products has 16 outputs as rows and 16 rows of x as columns, so that weights are read as they lie. What they
-are multiplied by is packed first: pairs of elements as rows, see `pack_tile`. Tiles 0 to 3 are the sums of two tiles of
-weights, 4 and 5, with two of x, 6 and 7: sum 2 * i + j is that of weights i and x j.
+A tile of sums has 16 outputs as rows and 16 rows of x as columns, so that weights are read unpacked. x is packed first,
+with pairs of elements as rows, see `pack_tile`. Tiles 0 to 3 are the sums of two tiles of weights, 4 and 5, with two of
+x, 6 and 7: sum 2 * i + j belongs to weights i and x j.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paged.kernels.common.numba_ops.vectors import (
 )
 
 TILE_ROWS, TILE_COLUMNS = 16, 32
-# Words of 32 bits: 16 x 16 sums, or as many pairs of elements.
+# 32-bit words: 16 x 16 sums, or as many pairs of elements.
 TILE_WORDS = TILE_ROWS * LANES
 _LINE = 64
 _BYTE, _HALF, _INT64 = (ir.IntType(bits) for bits in (8, 16, 64))
@@ -40,10 +40,10 @@ _BYTES = _BYTE.as_pointer()
 
 @cache
 def has_tiles() -> bool:
-    """Whether the processor has such tiles and lets this process use them."""
+    """Return whether the CPU has such tiles and the system lets this process use them."""
     features = cpu_features()
     needed = ("amx-tile", "amx-bf16", "avx512bf16", "avx512bw")
-    allow = getattr(torch.cpu, "_init_amx", None)  # Linux wants to be asked
+    allow = getattr(torch.cpu, "_init_amx", None)  # Linux requires a request
     return all(features.get(each, False) for each in needed) and allow is not None and bool(allow())
 
 
@@ -66,7 +66,7 @@ def _transfer(builder: ir.IRBuilder, name: str, tile: int, pointer: ir.Value, st
 
 @emitted()
 def configure(builder):
-    """Make this thread's tiles 16 rows of 64 bytes; `release` gives them back."""
+    """Set this thread's tiles to 16 rows of 64 bytes; `release` frees them."""
     num_tiles = 8
     palette = [1, *[0] * 15, *[_LINE, 0] * num_tiles, *[0] * 16, *[TILE_ROWS] * num_tiles, *[0] * 8]
     kind = ir.ArrayType(_BYTE, len(palette))
@@ -76,13 +76,13 @@ def configure(builder):
 
 @emitted()
 def release(builder):
-    """What `configure` took."""
+    """Free the tiles that `configure` has set."""
     _call(builder, "tilerelease")
 
 
 @emitted()
 def zero_sums(builder):
-    """Begin all sums at 0."""
+    """Set all sums to 0."""
     for number in range(4):
         _call(builder, "tilezero", _tile(number))
 
@@ -97,19 +97,19 @@ def _sums(name: str) -> Any:
     return transfer
 
 
-# Sums from, or to, an index of float32 on: one tile behind the other.
+# Load or store all sums from an index of float32 on, one tile after another.
 load_sums, store_sums = _sums("tileloadd64"), _sums("tilestored64")
 
 
 @emitted()
 def add_products(builder, w, first, second, next_first, next_second, w_stride, packed, begin, x_stride, steps):
-    """Add the products of weights with two packed tiles of x to all four sums. With one, where `x_stride` is None, to
-    sums 0 and 2, or in odd steps, not to wait for the sum before, 52 cycles where a product takes 16, to sums 1 and 3.
+    """Add the products of weights with two packed tiles of x to all four sums. With one tile, where `x_stride` is None,
+    use sums 0 and 2, and in odd steps 1 and 3: waiting for the same sum takes 52 cycles, a product 16.
 
-    Weights begin at `first` and `second` of w, rows `w_stride` elements apart; x's tile at `begin` of `packed`, in
-    float32, a second one `x_stride` behind. `steps` tiles of 32 columns are added up. Meanwhile rows that follow each
-    other from `next_first` and `next_second` on, unless they are None, are brought to the cache: weights that are used
-    once come at 16 GB/s instead of 8.
+    Weights begin at `first` and `second` of w, with rows `w_stride` elements apart; the tile of x at `begin` of
+    `packed`, in float32, a second one `x_stride` after it. `steps` tiles of 32 columns are added. Meanwhile, rows from
+    `next_first` and `next_second` on are prefetched unless these are None: weights that are used once then arrive at 16
+    GB/s instead of 8.
     """
     starts = [builder.gep(w, [each]) for each in (first, second)]
     following = [builder.gep(w, [each]) for each in (next_first, next_second) if is_number(each)]
@@ -144,7 +144,7 @@ def add_products(builder, w, first, second, next_first, next_second, w_stride, p
 
 
 def _transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
-    """The columns of 16 vectors of 16 words: halves, quarters, eighths and single words change places."""
+    """Return the columns of 16 vectors of 16 words, by swapping halves, quarters, eighths and single words."""
     vectors = list(rows)
     for size in (8, 4, 2, 1):
         low = [i + (i // size % 2) * (LANES - size) for i in range(LANES)]
@@ -158,14 +158,14 @@ def _transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Valu
 
 
 def _starts(builder: ir.IRBuilder, offsets: ir.Value, index: ir.Value) -> list[ir.Value]:
-    """16 numbers from an index on."""
+    """Return 16 numbers from an index on."""
     return [builder.load(builder.gep(offsets, [builder.add(index, _number(i))])) for i in range(TILE_ROWS)]
 
 
 @emitted()
 def pack_tile(builder, x, offsets, index, column, packed, to):
-    """32 columns of 16 rows of x, from `column` on, as a tile of pairs at `to` of `packed`, in float32: pair p of row r
-    at 16 p + r. The rows begin at 16 numbers, from `index` on, of `offsets`."""
+    """Pack 32 columns of 16 rows of x, from `column` on, as a tile of pairs at `to` of `packed`, in float32: pair p of
+    row r at 16 p + r. `offsets` holds the 16 rows' offsets from `index` on."""
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
     rows = [builder.load(at(builder, x, start, WORDS.element), align=2) for start in starts]
     for i, vector in enumerate(_transposed(builder, rows)):
@@ -180,8 +180,8 @@ def _load_tile(builder: ir.IRBuilder, sums: ir.Value, index: ir.Value) -> list[i
 
 @emitted()
 def store_rows(builder, sums, first, second, out, offsets, index, column):
-    """Two tiles of sums, at `first` and `second`, as 32 columns of 16 rows of out from `column` on, float32 or rounded
-    to bfloat16; or one, the second None, as 16. The rows begin at 16 numbers, from `index` on, of `offsets`."""
+    """Store two tiles of sums, at `first` and `second`, as 32 columns of 16 rows of out from `column` on, in float32 or
+    rounded to bfloat16; if second is None, one tile as 16. `offsets` holds the rows' offsets from `index` on."""
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
     rows = [_load_tile(builder, sums, each) for each in (first, second) if is_number(each)]
     if out.type.pointee == VECTOR.element:
@@ -203,7 +203,7 @@ def store_rows(builder, sums, first, second, out, offsets, index, column):
 
 @emitted()
 def pack_columns(builder, x, offsets, index, column, count, packed, to):
-    """The first `count` of 16 columns, or all, of 16 rows of x as float32, 16 rows of `packed`; see `pack_tile`."""
+    """Pack the first `count` of 16 columns, or all, of 16 rows of x in float32 as 16 rows of `packed`."""
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
     rows = [builder.bitcast(load_part.emit(builder, x, start, count), WORDS) for start in starts]
     for i, vector in enumerate(_transposed(builder, rows)):
@@ -213,7 +213,7 @@ def pack_columns(builder, x, offsets, index, column, count, packed, to):
 
 @emitted()
 def store_part_of_rows(builder, sums, first, out, offsets, index, column, count):
-    """The first `count` of a tile's 16 columns, or all; see `store_rows`."""
+    """Store the first `count` of a tile's 16 columns, or all; see `store_rows`."""
     vectors = [builder.bitcast(each, WORDS) for each in _load_tile(builder, sums, first)]
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
     for start, vector in zip(starts, _transposed(builder, vectors), strict=True):
@@ -222,7 +222,7 @@ def store_part_of_rows(builder, sums, first, out, offsets, index, column, count)
 
 @emitted()
 def prefetch_rows(builder, out, offsets, index, column):
-    """Have 32 columns of 16 rows brought to the cache, see `store_rows`: to be written, too, a line is read first."""
+    """Prefetch 32 columns of 16 rows for `store_rows`: a line is read before it is written."""
     line = LANES if out.type.pointee == VECTOR.element else 2 * LANES
     for start in _starts(builder, offsets, index):
         for number in range(0, 2 * LANES, line):
@@ -231,8 +231,8 @@ def prefetch_rows(builder, out, offsets, index, column):
 
 @emitted()
 def transpose_tile(builder, x, offsets, index, column, out, to, stride):
-    """16 columns of 32 rows of x, from `column` on, as 16 rows of out, `stride` elements apart, from `to` on. The rows
-    begin at 32 numbers, from `index` on, of `offsets`."""
+    """Transpose 16 columns of 32 rows of x, from `column` on, to 16 rows of out, `stride` elements apart, from `to` on.
+    `offsets` holds the 32 rows' offsets from `index` on."""
     starts = [*_starts(builder, offsets, index), *_starts(builder, offsets, builder.add(index, _number(TILE_ROWS)))]
     rows = [at(builder, x, builder.add(start, column), _HALF) for start in starts]
     halves = [builder.zext(builder.load(row, align=2), WORDS) for row in rows]

@@ -1,7 +1,7 @@
-"""Vectors of 16 float32 in numba's loops: what LLVM does not make of a loop itself.
+"""Vectors of 16 float32 in numba kernels, for loops that LLVM does not vectorise well.
 
-It does not know that scratch and caches are apart, and asks before every loop, which takes longer than the 32 elements
-of a small head.
+LLVM does not know that scratch memory and caches do not overlap. It checks this before every loop, which takes longer
+than the 32 elements of a small head.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from paged.kernels.common.numba_ops.kernel import EXP2_COEFFICIENTS, EXP2_RANGE,
 LANES = 16
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 VECTOR, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
-# Whether a vector is one register, of which there are 32 then.
+# Whether a vector is one register; then there are 32 of them.
 HAS_WIDE_VECTORS = cpu_features().get("avx512f", False)
-# Products of pairs of bfloat16 in one instruction, which takes numbers below 2^-126 for 0.
+# Whether one instruction multiplies pairs of bfloat16; it treats numbers below 2^-126 as 0.
 _HAS_BF16_PRODUCTS = cpu_features().get("avx512bf16", False)
-# What lies behind floor(x), and a product with 2^floor(x), in one instruction each: `exp2_of` takes half the time.
+# Whether x - floor(x) and a product with 2^floor(x) take one instruction each: halves the time of `exp2_of`.
 _HAS_SCALING = cpu_features().get("avx512dq", False)
-# Rows of a matrix that `add_outer_products` takes.
+# Rows of a matrix in `add_outer_products`.
 OUTER_ROWS = 8
-# Columns of it in a turn of the loop: the counting of one of four is left.
+# Its columns per iteration: with four, a quarter of the loop's overhead is left.
 _OUTER_COLUMNS = 4
-# Elements of an operand of `product_tile`, and outputs of each of its rows.
+# Elements of an operand in `product_tile`, and its outputs per row.
 OPERAND_SIZES, OUTPUTS = {torch.float32: LANES, torch.bfloat16: 2 * LANES}, 4
 _FLAGS = tuple(FASTMATH)
 _MASKED = {True: "v16f32.p0", False: "v16i16.p0"}
@@ -56,8 +56,8 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def emitted(result: types.Type = types.void) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a function that emits its code by a builder, which others that do so call as its `emit`. Its
-    integers are int64, its numbers float32."""
+    """Make an intrinsic from a function that emits its code with a builder; others call that as its `emit`. Integers
+    are int64, numbers float32."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def function(_typing_context: Any, *given: types.Type) -> Any:
@@ -79,7 +79,7 @@ def emitted(result: types.Type = types.void) -> Callable[[Callable[..., Any]], A
 
 
 def is_number(argument: ir.Value) -> bool:
-    """Whether an argument of what is emitted is a number, not None."""
+    """Return whether an argument of emitted code is a number, not None."""
     return isinstance(argument.type, ir.IntType)
 
 
@@ -95,18 +95,18 @@ def _splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.Type = VECTOR) -> i
 
 
 def at(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
-    """A pointer to 16 elements from an index on."""
+    """Return a pointer to 16 elements from an index on."""
     return builder.bitcast(builder.gep(pointer, [index]), ir.VectorType(element, LANES).as_pointer())
 
 
 @emitted(_vector)
 def fill(builder, value):
-    """All 16 of one value."""
+    """Return a vector of one value."""
     return _splat(builder, value)
 
 
 def _widened(builder: ir.IRBuilder, elements: ir.Value) -> ir.Value:
-    """16 float32, or what bfloat16 stand for."""
+    """Return 16 elements as float32; bfloat16 are converted."""
     if elements.type == VECTOR:
         return elements
     shifted = builder.shl(builder.zext(elements, WORDS), ir.Constant(WORDS, [16] * LANES))
@@ -115,25 +115,25 @@ def _widened(builder: ir.IRBuilder, elements: ir.Value) -> ir.Value:
 
 @emitted(_vector)
 def load_vector(builder, pointer, index):
-    """16 elements, of float32 or bfloat16, from an index on."""
+    """Load 16 elements of float32 or bfloat16 from an index on."""
     element = pointer.type.pointee
     return _widened(builder, builder.load(at(builder, pointer, index, element), align=4 if element == _FLOAT else 2))
 
 
 def _first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
-    """A mask of the first `count` lanes, all where it is larger."""
+    """Return a mask of the first `count` lanes; all lanes if it is larger."""
     lanes = ir.Constant(WORDS, list(range(LANES)))
     return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(count, _INT), WORDS))
 
 
 def _is_whole(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
-    """Asked where masks are no registers, and what they cover is loaded element by element."""
+    """Return whether `count` covers all lanes; needed where masked loads go element by element."""
     return builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
 
 
 @emitted(_vector)
 def load_part(builder, pointer, index, count):
-    """The first `count` of 16 elements, or all; 0 for the others, which are not read."""
+    """Load the first `count` of 16 elements, or all; the others are 0 and not read."""
     source, name = at(builder, pointer, index, pointer.type.pointee), _MASKED[pointer.type.pointee == _FLOAT]
     kind = source.type.pointee
     args = source, ir.Constant(_INT, 2), _first(builder, count), ir.Constant(kind, None)
@@ -149,7 +149,7 @@ def load_part(builder, pointer, index, count):
 
 
 def _rounded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    """16 bfloat16, to the nearest, ties to even."""
+    """Round to 16 bfloat16, to nearest, ties to even."""
     halves = ir.VectorType(ir.IntType(16), LANES)
     if _HAS_BF16_PRODUCTS:
         return call(builder, "x86.avx512bf16.cvtneps2bf16.512", halves, vector)
@@ -163,14 +163,14 @@ def _rounded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
 
 @emitted()
 def store_vector(builder, pointer, index, vector):
-    """Write 16 float32, or round them to bfloat16, from an index on."""
+    """Store 16 float32, or round them to bfloat16, from an index on."""
     value = vector if pointer.type.pointee == _FLOAT else _rounded(builder, vector)
     builder.store(value, at(builder, pointer, index, value.type.element), align=2)
 
 
 @emitted()
 def store_part(builder, pointer, index, vector, count):
-    """Write the first `count` of 16, or all, likewise."""
+    """Store the first `count` of 16, or all; see `store_vector`."""
     value = vector if pointer.type.pointee == _FLOAT else _rounded(builder, vector)
     args = value, at(builder, pointer, index, value.type.element), ir.Constant(_INT, 2), _first(builder, count)
     name = f"masked.store.{_MASKED[value.type == VECTOR]}"
@@ -190,39 +190,39 @@ def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 @emitted(_vector)
 def multiply_add(builder, a, b, c):
-    """a * b + c."""
+    """Return a * b + c."""
     return _sum(builder, builder.fmul(a, b, flags=_FLAGS), c)
 
 
 @emitted(_vector)
 def larger(builder, a, b):
-    """The larger of each pair; a where b is NaN."""
+    """Return the larger of each pair; a where b is NaN."""
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
 def _sum_from_zero(builder: ir.IRBuilder) -> ir.Value:
-    """A variable for a vector of sums."""
+    """Return a variable for a vector of sums, set to 0."""
     zero = ir.Constant(VECTOR, [0.0] * LANES)
     total = cgutils.alloca_once_value(builder, zero)
-    builder.store(zero, total)  # in a loop again
+    builder.store(zero, total)  # again for every pass of an enclosing loop
     return total
 
 
 @contextmanager
 def _steps(builder: ir.IRBuilder, size: ir.Value, step: int) -> Iterator[ir.Value]:
-    """A loop from 0 to below `size`."""
+    """Emit a loop from 0 to below `size`."""
     zero, by = (ir.Constant(size.type, each) for each in (0, step))
     with cgutils.for_range_slice(builder, zero, size, by, size.type) as (i, _):
         yield i
 
 
 def _part(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
-    """Those lanes of a, then b."""
+    """Return these lanes of a, followed by b."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
 
 
 def _fold(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: _Combine) -> ir.Value:
-    """The halves of a vector combined, and those of the result, until it has `count` lanes."""
+    """Combine the halves of a vector repeatedly until it has `count` lanes."""
     while (half := vector.type.count // 2) >= count:
         lanes = range(half), range(half, 2 * half)
         vector = combine(builder, *(_part(builder, vector, vector, each) for each in lanes))
@@ -230,7 +230,7 @@ def _fold(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: _Combine
 
 
 def _reduction(combine: _Combine) -> Any:
-    """An intrinsic that makes one float32 of a vector."""
+    """Return an intrinsic that reduces a vector to one float32."""
 
     @emitted(types.float32)
     def reduce(builder, vector):
@@ -243,10 +243,10 @@ sum_of, largest_of = _reduction(_sum), _reduction(larger.emit)
 
 
 def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vectors: Sequence[ir.Value]) -> None:
-    """Write the sum of each vector's elements, of a power of two of vectors."""
+    """Store the sum of each vector's elements; the number of vectors is a power of two."""
     count = half = len(vectors)
     sums = [_fold(builder, vector, count, _sum) for vector in vectors]
-    while half := half // 2:  # two vectors become one, which has the halves of each one's sum added
+    while half := half // 2:  # merge two vectors into one with the sums of their halves
         low = [i // half * 2 * half + i % half for i in range(count)]
         high = [lane + half for lane in low]
         pairs = zip(sums[::2], sums[1::2], strict=True)
@@ -256,8 +256,8 @@ def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vecto
 
 @emitted()
 def store_products(builder, row, first, rows, start, stride, size, out, to):
-    """Write the products of a row of float32, from `first` on, with 16 rows, from `start` on and `stride` apart, of
-    `size` elements, a multiple of 16."""
+    """Store the products of a row of float32, from `first` on, with 16 rows of `size` elements, a multiple of 16. The
+    rows begin at `start`, `stride` apart."""
     own, starts = builder.gep(row, [first]), [start]
     while len(starts) < LANES:
         starts.append(builder.add(starts[-1], stride))
@@ -272,14 +272,14 @@ def store_products(builder, row, first, rows, start, stride, size, out, to):
 
 @emitted(_vector)
 def exp2_of(builder, x):
-    """`exp2` of each."""
+    """Return `exp2` of each element."""
 
     def constant(value: float) -> ir.Constant:
         return ir.Constant(VECTOR, [value] * LANES)
 
     def in_one(name: str, *operands: ir.Value) -> ir.Value:
         rest = ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.IntType(16), -1), ir.Constant(_INT, 4)
-        # Of all elements, rounded as others are.
+        # For all elements, with the current rounding.
         return call(builder, f"x86.avx512.mask.{name}.ps.512", VECTOR, *operands, *rest)
 
     def polynomial(part: ir.Value) -> ir.Value:
@@ -302,7 +302,7 @@ def exp2_of(builder, x):
 
 @emitted(_vector)
 def silu(builder, gate, up):
-    """gate / (1 + e^-gate) * up."""
+    """Return gate / (1 + e^-gate) * up."""
     minus_log2_e, one = (ir.Constant(VECTOR, [value] * LANES) for value in (-LOG2_E, 1.0))
     power = exp2_of.emit(builder, builder.fmul(gate, minus_log2_e, flags=_FLAGS))
     quotient = builder.fdiv(gate, _sum(builder, one, power), flags=_FLAGS)
@@ -310,22 +310,21 @@ def silu(builder, gate, up):
 
 
 def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> None:
-    """Have a line of 64 bytes brought to the second level of cache, or with locality 3 to the first, if there is
-    memory."""
+    """Prefetch a line of 64 bytes, if the memory exists, to the L2 cache, or with locality 3 to the L1 cache."""
     address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     call(builder, "prefetch.p0", ir.VoidType(), address, *(ir.Constant(_INT, each) for each in (0, locality, 1)))
 
 
 @emitted()
 def prefetch_row(builder, pointer, index, size):
-    """Have `size` elements from an index on brought to the first level of cache."""
+    """Prefetch `size` elements from an index on to the L1 cache."""
     row = builder.gep(pointer, [index])
     with _steps(builder, size, LANES if pointer.type.pointee == _FLOAT else 2 * LANES) as i:
         prefetch(builder, builder.gep(row, [i]), 3)
 
 
 def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
-    """total + a * b, of pairs of bfloat16 both products."""
+    """Return total + a * b; for pairs of bfloat16, both products are added."""
     if a.type == VECTOR:
         return multiply_add.emit(builder, a, b, total)
     if _HAS_BF16_PRODUCTS:
@@ -338,14 +337,14 @@ def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
 
 
 def round_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Words of two bfloat16 each: of a in their low bits, of b in their high ones."""
+    """Return words of two bfloat16 each: from a in the low bits, from b in the high bits."""
     low, high = (builder.zext(_rounded(builder, each), WORDS) for each in (a, b))
     return builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
 
 
 def product_tile(num_rows: int) -> Any:
-    """An intrinsic: products of so many rows of x, which begin at `starts`, with `OUTPUTS` rows of the weights, from
-    `weights` on and `step` apart. Row r's go to `to` + r * `stride` of out.
+    """Return an intrinsic for products of `num_rows` rows of x, which begin at `starts`, with `OUTPUTS` rows of
+    weights, `step` apart from `weights` on. Results of row r go to out from `to` + r * `stride` on.
 
     x and w are float32 or bfloat16, `size` elements of each a multiple of `OPERAND_SIZES`; sums are float32.
     """
@@ -365,7 +364,7 @@ def product_tile(num_rows: int) -> Any:
         totals = [[_sum_from_zero(builder) for _ in columns] for _ in rows]
         with _steps(builder, size, LANES if element is _FLOAT else 2 * LANES) as i:
             factors = [operand(column, i) for column in columns]
-            for column in columns:  # of the next tile: what is read once comes at 12 to 16 GB/s instead of 9 to 14
+            for column in columns:  # prefetch the next tile: weights used once then arrive at 12 to 16 GB/s, not 9
                 prefetch(builder, builder.gep(column, [builder.add(i, ahead)]))
             for row, sums in zip(rows, totals, strict=True):
                 own = operand(row, i)
@@ -380,14 +379,14 @@ def product_tile(num_rows: int) -> Any:
 
 @emitted()
 def copy_words(builder, source, index, target, to):
-    """Copy 16 words of 32 bits from an index of one array to that of another."""
+    """Copy 16 words of 32 bits between two arrays, from an index on in each."""
     builder.store(builder.load(at(builder, source, index, _INT), align=2), at(builder, target, to, _INT), align=2)
 
 
 @emitted()
 def store_pairs(builder, pointer, index, a, b):
-    """Write pairs of bfloat16, of a in the low bits of words and of b, from an index of float32 on. Rounded to the
-    nearest, ties away from 0, in half the time of `round_pairs`; NaN may become infinite."""
+    """Store pairs of bfloat16 as words, from a in the low bits and from b in the high bits, from an index of float32
+    on. Rounds to nearest, ties away from 0, in half the time of `round_pairs`; NaN may become infinite."""
     half, sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (1 << 15, 16, -1 << 16))
     low, high = (builder.add(builder.bitcast(each, WORDS), half) for each in (a, b))
     pairs = builder.or_(builder.lshr(low, sixteen), builder.and_(high, upper))
@@ -396,8 +395,8 @@ def store_pairs(builder, pointer, index, a, b):
 
 @emitted(_vector)
 def within(builder, vector, position, bounds, first, end):
-    """Of a vector those elements whose bounds, 16 from each of two indices on, hold a position: first <= it < end. The
-    others are -inf."""
+    """Return the elements of a vector whose bounds contain a position: first <= it < end, with 16 bounds from each of
+    two indices on. The others become -inf."""
     first, end = (builder.load(at(builder, bounds, each, _INT), align=4) for each in (first, end))
     words = _splat(builder, builder.trunc(position, _INT), WORDS)
     is_within = builder.and_(builder.icmp_signed("<=", first, words), builder.icmp_signed("<", words, end))
@@ -406,11 +405,11 @@ def within(builder, vector, position, bounds, first, end):
 
 @emitted()
 def add_outer_products(builder, a, first, row_step, column_step, b, begin, count, out, to, is_first, following):
-    """out += a b, or out = a b where `is_first`: of 8 rows of a, `count` columns, and as many rows of 32 of b.
+    """Compute out += a b, or out = a b if `is_first`: a has 8 rows and `count` columns, b as many rows of 32.
 
-    a's rows and columns are so many elements apart. b and out are 16 x 16 tiles, two for 16 rows. Meanwhile 8 * `count`
-    elements of a from `following` on, if that is not None, are brought to the cache: weights that are used once take
-    0.75 of the time.
+    row_step, column_step: distances between rows and columns of a, in elements. b and out are 16 x 16 tiles, two for 16
+    rows. Meanwhile, 8 * `count` elements of a from `following` on are prefetched unless it is None: weights used once
+    then take 0.75 of the time.
     """
     index = to.type
     ahead = builder.gep(a, [following]) if is_number(following) else None

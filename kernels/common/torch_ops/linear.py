@@ -10,13 +10,13 @@ from torch.nn import functional
 
 from paged.kernels.common.device import has_numba, wants_loops
 
-# PyTorch gives float32 to MKL, which on one core of an AMD EPYC with AVX-512 multiplies 60 to 87 GFLOP/s, where oneDNN
-# comes to 110 to 180, for 32 to 2,048 rows, and with packed weights to 135 to 200.
+# PyTorch gives float32 to MKL. On one core of an AMD EPYC with AVX-512, for 32 to 2,048 rows, MKL reaches 60 to 87
+# GFLOP/s, oneDNN 110 to 180, and 135 to 200 with packed weights.
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-# Whether the processor has products of bfloat16, with sums in float32, and oneDNN uses them. Asked once, at import: in
-# a step the question is an operation that no recording repeats.
+# Whether the CPU multiplies bfloat16 with sums in float32, and oneDNN uses that. Asked once at import: in a step this
+# would be an operation that a recording cannot repeat.
 MULTIPLIES_BF16 = _HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-# To find the overload takes 7 us a call, a fifth of a small product.
+# Looking up the overload takes 7 us per call, a fifth of a small product.
 _multiply: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else None
 # Intel's own processors it multiplies with more, so that weights stay as they are where loops take few rows: on two
 # cores of a Xeon with AMX 512 and 2,048 rows of 768 x 2304 take 1.0 and 1.15 of MKL's time with packed weights. Without
@@ -27,8 +27,8 @@ _MKL_BYTES = 2 << 20
 # Rows that the packing is made for. On two cores 32 rows take 0.5 to 0.65 of the time in float32 and in bfloat16, for
 # weights of 288 x 1536 and of 768 x 4608, 1 row 0.6 to 0.9, 2,048 rows the same; made for 256 rows it does not differ.
 _PACKED_ROWS = 32
-# oneDNN compiles a product of its own for every number of rows, in 2 ms, of 0.5 MB with AMX, and by itself keeps 1,024:
-# so many rows are filled up to multiples of those of a tile of AMX, and fewer are kept.
+# oneDNN compiles a product for every number of rows, in 2 ms and, with AMX, 0.5 MB each, and keeps 1,024 of them. So
+# larger numbers of rows are padded to a multiple of an AMX tile's rows, and fewer products are kept.
 _ROW_STEP = 16
 _KEPT_PRODUCTS = 256
 

@@ -18,7 +18,7 @@ def rotary_embedding(
     """PyTorch implementation of `kernels.layers.rotary_embedding`: query and key change in place."""
     half = cos_sin_cache.shape[1] // 2
     try:
-        rows = cos_sin_cache.index_select(0, positions)  # on a CPU it looks at every index anyway
+        rows = cos_sin_cache.index_select(0, positions)  # a CPU checks every index anyway
     except IndexError:
         check_ids_on_host("positions", positions, 0, len(cos_sin_cache) - 1)
         raise

@@ -1,4 +1,4 @@
-"""What surrounds the products of a mixture of experts, by numba: entries sorted by expert, and sums of their parts."""
+"""Numba kernels around the products of a mixture of experts: sort entries by expert, and sum their parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paged.kernels.moe.torch_ops.fused_moe import SortedEntries
 
 @device_function
 def _sort(ids, expert_map, ends, rows, experts, positions, sizes):
-    """A counting sort, which keeps the order within an expert."""
+    """Sort by counting; the order within an expert stays."""
     num_entries, top_k, num_experts, num_mapped = sizes
     for i in range(num_experts):
         ends[i] = 0
@@ -70,7 +70,7 @@ def _combine(parts, positions, weights, out, num_rows, top_k, size, stride):
                 weight = fill(weights[j])
                 if positions[j] >= 0:
                     total = multiply_add(weight, load_part(parts, positions[j] * size + i, size - i), total)
-                else:  # NaN, too, makes NaN of a row
+                else:  # NaN makes the row NaN, too
                     total = multiply_add(weight, fill(np.float32(0)), total)
             store_part(out, to + i, total, size - i)
 
@@ -88,7 +88,7 @@ def _combine_parts(arguments):
 
 
 def sort_entries(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> SortedEntries:
-    """Sort the entries of contiguous ids [num_tokens, top_k]; those that name no expert go nowhere."""
+    """Sort the entries of contiguous ids [num_tokens, top_k]; ids that name no expert are left out."""
     num_entries, top_k = topk_ids.numel(), topk_ids.shape[1]
     ends = torch.empty(num_experts, dtype=torch.int32)
     rows, experts, positions = torch.empty(3, num_entries, dtype=torch.int64)
@@ -105,8 +105,8 @@ def _sorting(*sizes: int) -> LoopLaunch:
 
 
 def combine_parts(parts: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum over each token's entries of weight * part: parts [num_entries, size], contiguous, float32 or of
-    out's dtype, positions as in `SortedEntries`, weights [num_tokens, top_k], out [num_tokens, size]."""
+    """Write the sum of weight * part over each token's entries to out [num_tokens, size]. parts: contiguous
+    [num_entries, size], float32 or out's dtype. positions: see `SortedEntries`. weights: [num_tokens, top_k]."""
     launch = _combining(parts.dtype, out.dtype, *weights.shape, parts.shape[1], out.stride(0))
     launch({"parts": parts, "positions": positions, "weights": weights, "out": out})
 

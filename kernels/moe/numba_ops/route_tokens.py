@@ -1,4 +1,4 @@
-"""Expert routing by numba."""
+"""Numba kernel of expert routing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOG2_E = np.float32(LOG2_E)
 
 @device_function
 def _score(logits, start, step, bias, has_bias, is_sigmoid, num_experts, scores, choice):
-    """Scores of a row's experts, and what they are chosen by; false where one is NaN."""
+    """Compute the scores of a row's experts, and the values to choose by; return False if one is NaN."""
     largest = np.float32(-np.inf)
     for expert in range(num_experts):
         choice[expert] = load(logits, start + expert * step)
@@ -69,7 +69,7 @@ def _route(logits, bias, weights, ids, scores, choice, flags, sizes, factor):
                     best = expert
             weights[to + i], ids[to + i] = scores[best], np.int32(best)
             total += scores[best]
-            choice[best] = np.float32(np.nan)  # is taken
+            choice[best] = np.float32(np.nan)  # mark as taken
         for i in range(top_k):
             weights[to + i] = (weights[to + i] / total if renormalizes else weights[to + i]) * factor
         for i in range(num_shared):
@@ -90,12 +90,12 @@ def _route_tokens(arguments):
 
 
 def takes(routing: Routing) -> bool:
-    """Whether there are loops for such options: of any group of experts."""
+    """Return whether the kernel takes these options: it does not choose groups of experts."""
     return routing.topk_groups == routing.num_expert_groups
 
 
 def prepare(router_logits: torch.Tensor, routing: Routing) -> LoopLaunch:
-    """A launch of such options for logits like these [num_tokens, num_experts], see `Routing.tensors`."""
+    """Return a launch with these options for logits like these [num_tokens, num_experts], see `Routing.tensors`."""
     num_tokens, num_experts = router_logits.shape
     arguments: tuple[int | str, ...] = (
         router_logits.dtype == torch.bfloat16,

@@ -34,10 +34,11 @@ _MIN_ROWS_ALONE = math.inf if _CPU_INFO.exists() and "GenuineIntel" in _CPU_INFO
 
 
 class SortedEntries(NamedTuple):
-    """Entries of a routing in the order of their experts, those of no expert last.
+    """Entries of a routing sorted by expert; entries without an expert come last.
 
-    ends: int32 [num_experts], where each expert's entries end. rows, experts: int64 [num_entries], of each entry in
-    that order, any of those of no expert. positions: int64 [num_entries], where each entry went, -1 for those.
+    ends: int32 [num_experts], the end of each expert's entries. rows, experts: int64 [num_entries], row and expert of
+    each sorted entry, arbitrary without an expert. positions: int64 [num_entries], new position of each entry, -1
+        without one.
     """
 
     ends: torch.Tensor
@@ -64,7 +65,7 @@ def fused_moe(call: MoeCall) -> bool:
         parts = _vectors(_activated(call, _vectors(x, call.gate_up, ids)), call.down, ids)
     else:
         parts, positions = _parts(call, _sort_entries(experts, len(call.gate_up.w)))
-        parts = functional.pad(parts, (0, 0, 0, 1))[positions]  # those of no expert take what lies at the end
+        parts = functional.pad(parts, (0, 0, 0, 1))[positions]  # position -1 takes the zeros at the end
     weighted = torch.bmm(weights.unsqueeze(1), parts.float().view(*experts.shape, -1))
     out.copy_(weighted.squeeze(1))
     return False
@@ -120,7 +121,7 @@ def _loops(call: MoeCall, num_entries: int) -> Any:
 
 
 def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch.Tensor:
-    """The matrix-vector product of each entry, of which a row of x has one or several; 0 for those of no expert."""
+    """Return each entry's matrix-vector product, for one or several entries per row of x; 0 without an expert."""
     out, per_row = x.new_empty(len(experts), linear.w.shape[1]), len(experts) // len(x)
     for entry, expert in enumerate(experts):
         if 0 <= expert < len(linear.w):
@@ -162,8 +163,8 @@ def _padded_lengths(bounds: list[int], num_entries: int, call: MoeCall) -> list[
 def _linear(
     x: torch.Tensor, linear: ExpertLinear, experts: torch.Tensor, ends: torch.Tensor, lengths: list[int]
 ) -> torch.Tensor:
-    """Each expert's product with the rows up to its end, or with as many as `lengths` says; rows beyond the last end
-    hold anything."""
+    """Return each expert's product with its rows, up to its end or by `lengths`; rows beyond the last end are
+    undefined."""
     if lengths and len(set(lengths)) == 1:
         out = torch.bmm(x.unflatten(0, (len(lengths), -1)), linear.w.mT)
         return (out if linear.bias is None else out + linear.bias.unsqueeze(1).to(out.dtype)).flatten(0, 1)
@@ -185,7 +186,7 @@ def _with_bias(out: torch.Tensor, linear: ExpertLinear, experts: torch.Tensor) -
 
 
 def _quantized(x: torch.Tensor, linear: ExpertLinear, ends: torch.Tensor) -> torch.Tensor:
-    """Each expert's product with its rows of x, a tile of its weights unpacked at a time."""
+    """Return each expert's product with its rows of x; unpacks a tile of its weights at a time."""
     assert linear.scale is not None
     out, group = x.new_empty(len(x), linear.w.shape[1]), linear.group(x.shape[1])
     for expert, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
@@ -204,7 +205,7 @@ def _quantized(x: torch.Tensor, linear: ExpertLinear, ends: torch.Tensor) -> tor
 
 
 def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """torch's own where there are rows, and strides are multiples of 16 bytes, as it demands."""
+    """Call PyTorch's grouped product if there are rows and strides are multiples of 16 bytes, as it requires."""
     strides = x.stride(0) | w.stride(0) | w.stride(1)
     has_many_rows = x.dtype == torch.float32 and len(x) >= _MIN_ROWS_ALONE * len(w)
     if len(x) and strides * x.element_size() % 16 == 0 and not has_many_rows:

@@ -28,7 +28,7 @@ def moe_align_block_size(
 
 
 def expert_rows(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
-    """What the map holds for each id; -1 for ids outside of it."""
+    """Return the map's entry for each id; -1 for ids outside of it."""
     last = expert_map.shape[0] - 1
     is_known = (topk_ids >= 0) & (topk_ids <= last)
     return torch.where(is_known, expert_map[topk_ids.clamp(0, last)], -1)
