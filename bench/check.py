@@ -1,24 +1,25 @@
-"""Whether a result may have a speed: how far it may lie from what it should be."""
+"""Check that a result is right before its speed counts: how far it may differ from the expected one."""
 
 from __future__ import annotations
 
 import torch
 
-# Largest error against float64, relative to the value plus the root mean square of its row: 84 and 2.6 times the type's
-# eps. It is wide enough for every rounding inside; the tests of the operations hold the tight budgets. Rounding to e4m3
-# is off by 1 / 16 at the most.
+# Largest error against float64, relative to the value plus the root mean square of its row: 84 and 2.6 times the
+# dtype's eps. It allows for all internal rounding; the operations' own tests have tight budgets. Rounding to e4m3 has
+# an error of at most 1 / 16.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 7e-2}
 
 
 class WrongResultError(Exception):
-    """An operation's result is not what it should be, so its speed means nothing."""
+    """An operation's result is wrong, so its speed means nothing."""
 
 
 def error_shares(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Every element's error as a share of its budget, TOLERANCE of `dtype`, that of `got` when not given.
+    """Return every element's error as a fraction of its budget: TOLERANCE of `dtype`, by default the dtype of `got`.
 
-    0 where both are the same, also infinite or NaN; infinite where one of them is, and for whole numbers that differ.
-    A row is the last dimension: in one attention output the first rows, over few keys, are far larger than the last.
+    The fraction is 0 if both are equal, infinities and NaN included, and infinite if only one is not finite or if
+    integers differ. A row is the last dimension: in one attention output the first rows, over few keys, are far larger
+    than the last.
 
     Raises:
         WrongResultError: the shapes differ.
@@ -35,8 +36,8 @@ def error_shares(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | Non
 
 
 def compare(got: torch.Tensor, want: torch.Tensor, judged_as: torch.dtype | None = None, budgets: float = 1) -> None:
-    """Raise WrongResultError unless all of `got` lies within so many budgets of `want`, see `error_shares`."""
+    """Raise WrongResultError unless all of `got` is within this many budgets of `want`, see `error_shares`."""
     wrong = int((error_shares(got, want, judged_as) > budgets).sum())
     if wrong:
         error = (got.detach().double() - want.detach().to(got.device, torch.float64)).abs()
-        raise WrongResultError(f"{wrong} of {want.numel()} elements off, the largest error is {error.max():.3g}")
+        raise WrongResultError(f"{wrong} of {want.numel()} elements are wrong, the largest error is {error.max():.3g}")

@@ -1,4 +1,4 @@
-"""Times an operation beside its peers: everyone's result is checked before anything is timed."""
+"""Time an operation against its peers, after every result has been checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paged.kernels.common.compat import interpreting
 class Peer:
     """Another implementation of an operation.
 
-    refuses(case, dtype, device): why it takes no part, or None. make: its calls, from a benchmark's case and tensors.
+    refuses(case, dtype, device): returns why it takes no part, or None. make: returns its calls, from a case's tensors.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Peer:
 class Contest:
     """Implementations of one operation on the same tensors.
 
-    calls: those of each implementation that takes part. absent: why each other one does not.
+    calls: those of each implementation that takes part. absent: why others do not.
     """
 
     def __init__(self, setting: Setting) -> None:
-        """Raises RuntimeError in Triton's interpreter, whose times mean nothing."""
+        """Raise RuntimeError in Triton's interpreter, whose times mean nothing."""
         if interpreting():
             raise RuntimeError(INTERPRETING)
         self._setting = setting
@@ -45,10 +45,10 @@ class Contest:
         self.absent: dict[str, str] = {}
 
     def add(self, name: str, calls: Sequence[Call], check: Callable[[Any], None], *, capturable: bool = True) -> None:
-        """One more implementation, where `check` accepts the first call's result; the first one added is ours.
+        """Add an implementation if `check` accepts its first result; the first one added is ours.
 
         Raises:
-            WrongResultError: it does not.
+            WrongResultError: the result is wrong.
         """
         check(calls[0]())
         method, self._samplers[name] = sampler(calls, self._setting.device, capturable=capturable)

@@ -1,13 +1,13 @@
-"""Everything a machine with a GPU is asked for, in one go: correctness, benchmarks, report.
+"""Run everything for a machine with a GPU: correctness, benchmarks, report.
 
     python -m bench.gpu [--out DIR] [--budget SECONDS] [--peers DIR] [--only STEP ...]      or  make gpu
 
-Needs torch, triton and pytest, and installs nothing. Each step is a process of its own with a share of the time left;
-when one fails or runs out of time the others follow all the same, and what it wrote so far stays. A benchmark whose
-process ends before its time, or loses the GPU, goes on in another with the cases that are left.
+Needs torch, triton and pytest, and installs nothing. Each step is a process with a share of the remaining time. If one
+fails or runs out of time, the others still run, and its results so far are kept. If a benchmark's process ends early or
+loses the GPU, another one continues with the remaining cases.
 
 DIR gets gpu.json (the steps), gpu.log (all output), attention.json, moe.json, engine.json, kernels.json, report.html,
-and the tuned tiles in tiles/. Each later step has less of 540 seconds: `--only engine tune report` gives them all of
+and the tuned tiles in tiles/. Later steps get little of 540 seconds: `--only engine tune report` gives them the time of
 another run.
 """
 
@@ -45,8 +45,8 @@ _COMPILER_WARNING = re.compile(r"ptxas|wgmma|MLIR|(loc\(.*\)|\w:\d+:\d+): (warni
 
 @dataclass(frozen=True)
 class Step:
-    """command: from the seconds it may take. share: of the time that is left when it starts. resumes: where its process
-    ends before its time, the same command with --resume goes on."""
+    """command: takes its seconds. share: of the remaining time at its start. resumes: whether the same command with
+    --resume continues after its process ended early."""
 
     name: str
     command: Callable[[float], list[str]]
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """returncode: negative where a signal ended it, at its limit SIGKILL. summary: the last line that it printed."""
+    """returncode: negative after a signal, SIGKILL at the time limit. summary: the last printed line."""
 
     name: str
     limit_s: float
@@ -169,11 +169,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = option_parser(__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu", help="%(default)s by default")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all steps; %(default)s by default")
-    parser.add_argument("--peers", type=Path, help="a folder that holds peers' packages, put on PYTHONPATH")
+    parser.add_argument("--peers", type=Path, help="folder with peers' packages, added to PYTHONPATH")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=_STEPS, help="of %(choices)s")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("torch sees no GPU")
+        parser.error("torch finds no GPU")
     if args.peers and not args.peers.is_dir():
         parser.error(f"--peers {args.peers}: no such folder")
     out = args.out.resolve()  # the steps run in the repository's folder

@@ -1,5 +1,4 @@
-"""The least time an operation can take, what it must compute and move over what the device was measured to reach; and
-the goals of rows."""
+"""The least time of an operation: its computation and traffic over the device's measured rates; and goals of rows."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call must do: matrix-product operations (element-wise ones are hidden behind memory), and bytes read
-    and written, each once."""
+    """Work of one call: matrix-product operations (element-wise ones are hidden behind memory), and bytes read and
+    written, each once."""
 
     flops: int
     num_bytes: int
@@ -20,7 +19,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates measured on the device, a second: bytes copied (reads plus writes), bytes read, operations of a matmul."""
+    """Measured rates per second: bytes copied (reads plus writes), bytes read, matrix-product operations."""
 
     copy: float
     read: float
@@ -28,17 +27,17 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """The faster of the two streams: an operation that mostly reads may beat the copy, never both."""
+        """The faster of both streams: an operation that mostly reads may beat the copy, but never both."""
         return max(self.copy, self.read)
 
     def bound(self, cost: Cost) -> tuple[float, str]:
-        """The least seconds for `cost` where memory and matrix units overlap, and which of the two sets them."""
+        """Return the least seconds for `cost` if memory and matrix units overlap, and which of the two limits it."""
         memory, matmul = cost.num_bytes / self.bandwidth, cost.flops / self.matmul
         return max(memory, matmul), "memory" if memory >= matmul else "matmul"
 
 
 def times_us(samples: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile in microseconds of at least two samples in seconds."""
+    """Return median, 20th and 80th percentile in microseconds of at least two samples in seconds."""
     deciles = statistics.quantiles(samples, n=10, method="inclusive")
     return {"median_us": statistics.median(samples) * 1e6, "p20_us": deciles[1] * 1e6, "p80_us": deciles[7] * 1e6}
 
@@ -81,5 +80,5 @@ def _goal(text: str, value: float | None, reached: float | None) -> Goal:
 
 
 def verdict(goal: Mapping[str, Any]) -> str:
-    """A goal that has a value, and whether it is met."""
+    """Describe a goal that has a value, and whether it is met."""
     return f"{goal['text']}: {'met' if goal['met'] else 'MISSED'} ({goal['value']:.4g})"

@@ -1,8 +1,8 @@
-"""Runs tests in many processes, a few each, so that one that crashes, hangs or loses the GPU takes little with it.
+"""Run tests in many processes, a few in each, so that a crash, a hang or a lost GPU affects few of them.
 
     python -m bench.suite PATH ... [--processes N] [--limit SECONDS] [PYTEST OPTIONS]
 
-Needs pytest alone. What a process printed is passed on when it ends, of a process without failures its last line.
+Needs only pytest. A process's output is passed on when it ends; without failures, only its last line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_TESTS = 5
 
 
 def collected(options: Sequence[str]) -> tuple[list[str], str]:
-    """The ids of the tests that pytest finds by `options`, in its order, and what it says of files it cannot read."""
+    """Return the ids of the tests that pytest finds with `options`, in order, and its errors about unreadable files."""
     command = [*_PYTEST, *options, "--collect-only", "-q", "--continue-on-collection-errors"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     ids = [line for line in found.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", " "))]
@@ -29,7 +29,7 @@ def collected(options: Sequence[str]) -> tuple[list[str], str]:
 
 
 def groups(ids: Sequence[str], most: int) -> list[list[str]]:
-    """At most `most` tests of one file each, as what a file sets up is shared by its tests."""
+    """Group at most `most` tests of one file each, because tests of a file share its fixtures."""
     by_file = defaultdict(list)
     for one in ids:
         by_file[one.partition("::")[0]].append(one)
@@ -37,11 +37,11 @@ def groups(ids: Sequence[str], most: int) -> list[list[str]]:
 
 
 def run_group(ids: Sequence[str], limit: float) -> tuple[int, str]:
-    """The exit code of a process that runs these tests, and its output; -9 where it was killed at `limit` seconds."""
+    """Run tests in a process; return its exit code, -9 if killed at `limit` seconds, and its output."""
     with tempfile.NamedTemporaryFile("w+", suffix=".txt") as file:
         file.write("\n".join(ids))
         file.flush()
-        # Verbose, so that the last line of a process that was killed is the test it was at.
+        # Verbose, so that the last line of a killed process is its current test.
         command = [*_PYTEST, "-v", "-rf", "--tb=short", f"@{file.name}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
@@ -53,7 +53,7 @@ def run_group(ids: Sequence[str], limit: float) -> tuple[int, str]:
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
-    """The exit code is 1 where a test failed, a process did not end by itself, or a file cannot be read."""
+    """Run the tests; the exit code is 1 if one failed, a process was killed, or a file cannot be read."""
     parser = option_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds a process; %(default)s by default")

@@ -1,4 +1,4 @@
-"""How calls are timed, and what the device reaches: its copy and read bandwidth and its matrix products."""
+"""Timing of calls, and measured rates of the device: copy and read bandwidth, and matrix products."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _STAT = Path("/proc/stat")
 
 
 class CompiledWhileTimedError(Exception):
-    """A kernel was compiled between a clock's start and its end, so the time is the compiler's."""
+    """A kernel was compiled during a measurement, so the time is the compiler's."""
 
 
 @contextmanager
 def timed() -> Iterator[None]:
-    """Around what is timed.
+    """Check a measurement inside.
 
     Raises:
-        CompiledWhileTimedError: at its end; Triton has compiled a kernel inside, of ours or of a peer's, in any thread,
-            or found one on disk.
+        CompiledWhileTimedError: at the end, if Triton has compiled a kernel inside, ours or a peer's, in any thread, or
+            loaded one from disk.
     """
     if not HAS_TRITON:
         yield
@@ -61,8 +61,7 @@ def timed() -> Iterator[None]:
 
 
 def stolen_seconds() -> list[float]:
-    """Seconds since the start of the machine in which each of our cores stood still because a virtual machine's host
-    gave it to others; zeros where the system does not tell."""
+    """Return the CPU steal of each of our cores since boot, in seconds; zeros if the system does not report it."""
     if not _STAT.exists():
         return [0.0]
     lines = map(str.split, _STAT.read_text().splitlines())
@@ -72,11 +71,11 @@ def stolen_seconds() -> list[float]:
 
 
 def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Callable[[], float]]:
-    """Warm up `calls`, which differ in their tensors alone, and return how they are timed and a function that returns
-    the seconds a call took, every time it is called.
+    """Warm up `calls`, which differ only in their tensors. Return how they are timed, and a function that times a call
+    and returns its seconds.
 
-    "graph": events around the replay of a CUDA graph of all calls. "events": the same around the calls themselves,
-    the host's work between them included, for operations that cannot be captured. "host clock": one call at a time.
+    "graph": events around the replay of a CUDA graph of all calls. "events": events around the calls themselves,
+    including host work, for operations that cannot be captured. "host clock": one call at a time.
     """
     for call in calls:
         call()
@@ -100,7 +99,7 @@ def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = T
 
 
 def take(calls: Sequence[Call], device: torch.device, repeats: int) -> list[float]:
-    """So many samples of `calls`, in seconds; see `sampler`."""
+    """Return `repeats` samples of `calls`, in seconds; see `sampler`."""
     _, sample = sampler(calls, device)
     with timed():
         return [sample() for _ in range(repeats)]
@@ -109,10 +108,10 @@ def take(calls: Sequence[Call], device: torch.device, repeats: int) -> list[floa
 def take_in_turns(
     samplers: Mapping[Name, Callable[[], float]], repeats: int, *, seconds: float = math.inf, least: int = 1
 ) -> dict[Name, list[float]]:
-    """Samples of each sampler, one a round, for `repeats` rounds or as many as fit in `seconds`, at least `least`.
+    """Sample all samplers once per round, for `repeats` rounds or as many as fit into `seconds`, at least `least`.
 
-    Every round has an order of its own: what always follows the longest call would always find the processor's caches
-    cold, which doubles 150 us.
+    The order is drawn anew in every round: a call that always follows the longest one would always find cold CPU
+    caches, which doubles 150 us.
     """
     samples: dict[Name, list[float]] = {name: [] for name in samplers}
     start, generator = time.monotonic(), random.Random(0)
@@ -148,13 +147,13 @@ def _capture(calls: Sequence[Call]) -> Call:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the cache that inputs must not fit in: the L2 of a GPU, and 32 MB, usual for an L3, of a CPU."""
+    """Return the size of the cache that inputs must exceed: a GPU's L2; 32 MB, a common L3, for a CPU."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 32 << 20
 
 
 def num_sets(num_bytes: int, device: torch.device, most: int) -> tuple[int, bool]:
-    """How many sets of tensors calls rotate through, at most `most`, for each call to find its own outside the cache;
-    and whether the sets, of `num_bytes` each, are larger than the cache."""
+    """Return how many sets of tensors, at most `most`, calls rotate through so that none finds its own in the cache;
+    and whether the sets, of `num_bytes` each, exceed the cache."""
     cache = cache_bytes(device)
     count = 1 + min(2 * cache // num_bytes, most - 1)
     return count, count * num_bytes > cache
@@ -183,12 +182,12 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, mo
 
 @functools.cache
 def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> Ceilings:
-    """`measured_ceilings` beyond any cache, once in a process."""
+    """Return `measured_ceilings` beyond any cache, measured once per process."""
     return measured_ceilings(device, dtype, repeats)
 
 
 def device_name(device: torch.device) -> str:
-    """The chip's name; for a CPU with the number of threads in use."""
+    """Return the device's name; for a CPU with the number of threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -1,7 +1,7 @@
-"""Cases of the attention benchmark: batches, their tensors, and what attention must give for them.
+"""Cases of the attention benchmark: batches, their tensors, and the expected results.
 
-A step is what all layers of a forward share: lengths, block table, plan. Its layers have queries and caches of their
-own, so that timing one layer after the other finds nothing in the cache of the device, as in a model.
+A step holds what a forward's layers share: lengths, block table, plan. Each layer has its own queries and caches, so
+that no layer finds data of the one before in the device's cache, as in a model.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paged.bench.limits import Cost
 from paged.bench.timing import Call
 from paged.kernels.attention import reference
 
-# Layers a case rotates through at the most, where even so many do not fill the cache.
+# Largest number of layers that a case rotates through, even if they do not fill the cache.
 MAX_LAYERS = 512
 Group = tuple[int, int, int]
-"""Sequences of one shape: how many, query length, key length with the queries included."""
+"""Sequences of one shape: their number, query length, and key length with the queries included."""
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One row. kind: "prefill" (whole prompts), "decode" (one query a sequence) or "mixed" (all else).
+    """One row. kind: "prefill" (whole prompts), "decode" (one query per sequence) or "mixed" (anything else).
 
-    v_head_dim: 0 where values are as wide as keys.
+    v_head_dim: 0 if values are as wide as keys.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class AttentionCase:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of keys and of values."""
+        """Head sizes of keys and of values."""
         return self.head_dim, self.v_head_dim or self.head_dim
 
     @property
@@ -58,12 +58,12 @@ class AttentionCase:
 
     @property
     def is_uniform(self) -> bool:
-        """All sequences are whole prompts, or all are decode steps, of one length: what dense attention can take."""
+        """Whether all sequences are whole prompts or all are decode steps, of one length, as dense attention needs."""
         (_, q_len, seq_len), *others = self.groups
         return not others and q_len in (1, seq_len)
 
     def cost(self, dtype: torch.dtype, lengths: Sequence[tuple[int, int]] | None = None) -> Cost:
-        """Causal attention of one layer over the batch, or over some `lengths` of it.
+        """Return the cost of causal attention of one layer over the batch, or over some `lengths` of it.
 
         With the context c = L - q a sequence of q queries and L keys has P = q c + q (q + 1) / 2 pairs of a query and a
         key it sees; each pair and query head takes 2 D operations for its score, 2 Dv for its value. Queries are read
@@ -78,7 +78,7 @@ class AttentionCase:
         return Cost(2 * num_q_heads * head_dims * pairs, elements * dtype.itemsize + 4 * num_blocks)
 
     def small(self) -> AttentionCase:
-        """The same batch at a size for CPUs: 4 sequences of a shape at most, a 64th of the lengths."""
+        """Return the batch at a size for CPUs: at most 4 sequences of a shape, a 64th of the lengths."""
         groups = tuple(
             (min(count, 4), q_len if q_len <= 8 else q_len // 64, seq_len // 64)
             for count, q_len, seq_len in self.groups
@@ -86,7 +86,7 @@ class AttentionCase:
         return dataclasses.replace(self, batch=f"{self.batch}.small", groups=groups)
 
     def tensors(self, device: torch.device, dtype: torch.dtype, num_layers: int) -> tuple[Step, list[Layer]]:
-        """Random tensors made on the device, over block tables that are shuffled through the whole pool."""
+        """Make random tensors on the device, with block tables shuffled through the whole pool."""
         blocks_of = [-(-seq_len // self.block_size) for _, seq_len in self.lengths]
         # A multiple of 16 columns, as where the table has room for the longest sequence that a server admits.
         table = torch.zeros(len(blocks_of), -(-max(blocks_of) // 16) * 16, dtype=torch.int32)
@@ -110,7 +110,7 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class Step:
-    """What the layers of one forward share; tensors as `paged_attention` takes them, maxima exact."""
+    """The tensors that the layers of a forward share, as `paged_attention` takes them; maxima are exact."""
 
     case: AttentionCase
     block_table: torch.Tensor
@@ -141,28 +141,28 @@ class Layer:
 
 
 MakeCalls = Callable[[Step, list[Layer]], list[Call]]
-"""A call for each layer, which returns the output [num_tokens, num_q_heads, v_head_dim] or a view of its size."""
+"""One call per layer; it returns the output [num_tokens, num_q_heads, v_head_dim] or a view of that size."""
 
 
 def ours(step: Step, layers: list[Layer]) -> list[Call]:
-    """`paged_attention` with a plan that the layers share: what one more layer costs."""
+    """`paged_attention` with a plan shared by the layers: the cost of one more layer."""
     plan = step.plan()
     return [lambda x=layer: paged.paged_attention(**vars(x), **step.arguments, plan=plan) for layer in layers]  # type: ignore[misc]
 
 
 def ours_with_planning(step: Step, layers: list[Layer]) -> list[Call]:
-    """`paged_attention` with a plan of its own: what the first layer of a step costs."""
+    """`paged_attention` that makes its own plan: the cost of a step's first layer."""
     return [lambda x=layer: paged.paged_attention(**vars(x), **step.arguments, plan=step.plan()) for layer in layers]  # type: ignore[misc]
 
 
 def expected(step: Step, layer: Layer) -> torch.Tensor:
-    """The whole output, from the float64 reference."""
+    """Return the whole output from the float64 reference."""
     tables = {name: value for name, value in step.arguments.items() if name != "max_seqlen_q"}
     return reference.paged_attention(**vars(layer), **tables)[0]
 
 
 def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Tensor]]:
-    """Single query tokens of a batch too large for the reference as a whole: (token, query heads, their output).
+    """Return outputs of single query tokens, if the batch is too large for the reference: (token, heads, output).
 
     First, middle and last query of the first, the longest and the last sequence, each under one KV head.
     """
@@ -210,7 +210,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     *({"heads": heads} for heads in ((64, 8), (28, 4), (16, 16))),
     *({"block_size": size} for size in (64, 128)),
 )
-# By importance: a run that is out of time has done the first.
+# Most important first: a run that is out of time has done these.
 CASES = (
     _decode(64, 8),
     _prefill(1, 8),

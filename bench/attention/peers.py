@@ -23,7 +23,7 @@ from paged.bench.contest import Peer
 from paged.bench.timing import Call
 
 _MAX_COPY_BYTES = 8 << 30
-_WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation tells callers to bring
+_WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation recommends
 # Of vLLM's Triton backend: programs that its kernel without splits needs, splits of the other, and the longest query
 # that it splits.
 _VLLM_MIN_GRID, _VLLM_SEGMENTS, _VLLM_MAX_SPLIT_QUERY = 128, 16, 8
@@ -33,7 +33,7 @@ Refuses = Callable[[AttentionCase, torch.dtype, torch.device], str | None]
 
 
 def _needs(name: str, load: Callable[[], Any]) -> Refuses:
-    """Of a peer that takes values of the keys' size on a GPU, where its package can be loaded."""
+    """Return the check of a peer that needs a GPU, values of the keys' size, and its package."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -42,7 +42,7 @@ def _needs(name: str, load: Callable[[], Any]) -> Refuses:
             return "takes values of the keys' size only"
         try:
             load()
-        except Exception as error:  # an import probes for drivers and libraries, and fails in as many ways
+        except Exception as error:  # imports probe for drivers and libraries, and fail in many ways
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
         return None
 
@@ -105,7 +105,7 @@ def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
 
 
 def _dense_on(device_type: str) -> Refuses:
-    """Of a peer that takes sequences of one length, as copies, on one type of device."""
+    """Return the check of a dense peer, compared on one type of device, for sequences of one length."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != device_type:

@@ -1,4 +1,4 @@
-"""Paged attention problems that catch paging bugs: what tests and `paged verify` run."""
+"""Paged attention problems that catch paging bugs; tests and `paged verify` run them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paged.kernels.attention import reference
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes of one batch; lengths are (query length, key length) a sequence."""
+    """Shapes of one batch; lengths are (query length, key length) per sequence."""
 
     name: str
     lengths: tuple[tuple[int, int], ...]
@@ -63,7 +63,7 @@ class Int8Tensors(Tensors):
 
 
 def make(problem: Problem, device: torch.device) -> Tensors:
-    """Random tensors: shuffled tables over a pool three times larger than needed, NaN in slots without a token."""
+    """Make random tensors: tables shuffled over a pool three times larger than needed, NaN in slots without a token."""
     num_q_heads, num_kv_heads = problem.heads
     block_size, head_dim = problem.block_size, problem.head_dim
     blocks_of = [math.ceil(seq_len / block_size) for _, seq_len in problem.lengths]
@@ -78,7 +78,7 @@ def make(problem: Problem, device: torch.device) -> Tensors:
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
 
     ids = iter((torch.randperm(num_blocks - 1) + 1).tolist())
-    # Entries beyond a sequence's blocks point far outside the pool: reading through one is an error that shows.
+    # Entries beyond a sequence's blocks point far outside the pool, so that reading through one is a visible error.
     block_table = torch.full((len(problem.lengths), max([*blocks_of, 1])), 2**30, dtype=torch.int32)
     for seq, (_, seq_len) in enumerate(problem.lengths):
         for index in range(blocks_of[seq]):
@@ -116,7 +116,7 @@ def make(problem: Problem, device: torch.device) -> Tensors:
 
 
 def options(problem: Problem, device: torch.device) -> dict[str, Any]:
-    """The keywords of `paged_attention` that the reference takes, too."""
+    """Return the keywords of `paged_attention` that the reference also takes."""
     num_q_heads, num_kv_heads = problem.heads
     chosen: dict[str, Any] = {
         "softmax_scale": problem.softmax_scale,
@@ -145,9 +145,9 @@ def options(problem: Problem, device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Solved:
-    """What `paged_attention` gave and what it should have given; `arguments` are those of the reference.
+    """The result of `paged_attention` and the expected one; `arguments` are the reference's.
 
-    lse: None where it was not asked for.
+    lse: None if not requested.
     """
 
     out: torch.Tensor

@@ -1,14 +1,14 @@
-"""Paged attention against the hardware's limits and against others' attention, in one process on the same tensors.
+"""Paged attention against the hardware's limits and other packages, in one process on the same tensors.
 
     python -m bench.attention.run [--json FILE] [--only NAME] [--budget SECONDS] [--small]
 
-A GPU runs bfloat16 at full size, in turns with the peers out of CUDA graphs; a CPU the PyTorch implementation in
-float32 at small sizes. Block tables are shuffled; each call reads another layer's tensors than the last, more than the
-cache can hold.
+A GPU runs bfloat16 at full size from CUDA graphs, in turns with the peers. A CPU runs the PyTorch implementation in
+float32 at small sizes. Block tables are shuffled. Consecutive calls use different layers' tensors, in total more than
+the cache holds.
 
-A row is of a call whose plan was made before, as for all layers of a step but the first; `planning_us` is what making
-it adds. A row of which single queries differ from the float64 reference is refused; a peer whose do, or that differs
-from ours, gets no ratio. Peers that are missing say so: vLLM's files come on PYTHONPATH.
+A row is a call with a plan made before, as for all layers of a step except the first; `planning_us` is the time to make
+it. A row is refused if single queries differ from the float64 reference. A peer gets no ratio if they do, or if it
+differs from ours. Missing peers are listed; vLLM's files are found on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paged.bench.contest import Contest
 from paged.bench.limits import Ceilings, Goal, at_least, at_most
 from paged.bench.timing import num_sets
 
-# A case takes no more samples than fit in so many seconds, beyond the least: 16k prompts take 60 ms and more a sample.
+# Limit of a case's seconds beyond its least samples: with 16k prompts a sample takes 60 ms or more.
 MAX_SECONDS, MIN_REPEATS = 2.0, 10
 _VLLM_RATIO = {"prefill": 2.5, "decode": 1.3, "mixed": 2.0}
 _LONG_PREFILL = 4096
@@ -42,10 +42,10 @@ _LARGE_KV_BYTES = 256_000_000
 
 
 def contest(case: AttentionCase, setting: Setting) -> tuple[Contest, bool]:
-    """Ours, with a plan made before and with a plan of its own, and the peers; whether the tensors exceed the cache.
+    """Return the contest of both our calls and the peers; and whether the tensors exceed the cache.
 
     Raises:
-        WrongResultError: the operation does not agree with the reference.
+        WrongResultError: the operation differs from the reference.
     """
     torch.manual_seed(0)
     found = Contest(setting)
@@ -70,7 +70,7 @@ def contest(case: AttentionCase, setting: Setting) -> tuple[Contest, bool]:
 
 
 def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
-    """The row of a case."""
+    """Measure the row of a case."""
     case = case.small() if setting.small else case
     found, is_cold = contest(case, setting)
     row = found.row(case.cost(setting.dtype), cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS)
@@ -83,7 +83,7 @@ def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
 
 
 def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Goal]:
-    """What a row is meant to reach on one H200; `row` is without it."""
+    """Return the goals of a row on one H200; `row` is without them."""
     ratios = {name: peer.get("ratio") for name, peer in row["peers"].items()}
     found = [at_least(f"{_VLLM_RATIO[case.kind]}x vLLM's Triton kernel", ratios.get("vllm"), _VLLM_RATIO[case.kind])]
     if case.kind == "prefill" and max(case.lengths)[1] >= _LONG_PREFILL and case.head_dim <= _WIDE_HEAD:

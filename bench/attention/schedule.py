@@ -1,14 +1,14 @@
-"""How evenly paged attention's work lists fill a chip, by simulation: no GPU, the real planning kernel.
+"""Simulate how evenly paged attention's work lists fill a GPU: needs no GPU, runs the real planning kernel.
 
     TRITON_INTERPRET=1 python -m bench.attention.schedule [--sms 132 ...] [--heads 32/8 ...] [--only NAME]
 
-The planning kernel runs in Triton's interpreter as if on a chip of so many SMs. Its programs, items times KV heads, are
-then dealt to SMs in grid order, each to the first free SM, as the hardware does. No time in the table is measured.
+The planning kernel runs in Triton's interpreter as if on a GPU with this many SMs. Its programs, items times KV heads,
+are then dealt to SMs in grid order, each to the first free SM, as the hardware does. No time in the table is measured.
 
-What a program costs is assumed: a fixed start, then its key blocks at its share of the SM. Rates are an H200's, an SM
-each 1/132 of 4.3 TB/s and of 790 TFLOP/s. A decode tile reads K and V from memory; neighbouring prefill tiles read the
-same K and V, so theirs come from the L2 at twice that rate. Programs on one SM share it equally, also when fewer run
-there than fit: in truth the others then go faster, so that makespans err on the high side.
+The cost of a program is assumed: a fixed start, then its key blocks at its share of the SM. Rates are an H200's: per SM
+1/132 of 4.3 TB/s and of 790 TFLOP/s. A decode tile reads K and V from memory. Neighbouring prefill tiles read the same
+K and V, so theirs come from the L2 cache at twice that rate. Programs on one SM share it equally, even if fewer run
+there than fit; in reality the others then run faster, so the simulated makespan is too long rather than too short.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def simulate(launches: Sequence[Launch], num_sms: int, roofline_s: float = 0.0) 
 
 
 def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]:
-    """The work lists that the planning kernel writes for causal attention on a chip of `num_sms`, in the interpreter.
+    """Return the work lists that the planning kernel writes for causal attention with `num_sms`, in the interpreter.
 
     The planner asks `device_of` for the chip; here it gets this answer instead.
     """

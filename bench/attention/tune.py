@@ -1,10 +1,10 @@
-"""Times every candidate tile on a few batches, instead of the one that the chooser returns.
+"""Time every candidate tile of paged attention on a few batches.
 
     python -m bench.attention.tune [--json FILE] [--budget SECONDS] [--only NAME] [--repeats N]
 
-A candidate that does not compile, spills too much to launch, or gives another result than the chooser's tile is refused
-with the reason. The report sorts the others by `over_chosen`, the chooser's time over theirs. What wins here goes into
-`kernels/attention/config.py` by hand, with its measurement in the comment. Needs a GPU.
+A candidate is refused, with the reason, if it does not compile, spills too much to launch, or differs from the
+chooser's tile. The report sorts the others by `over_chosen`, the chooser's time over theirs. Copy the winners into
+`kernels/attention/config.py` by hand, with the measurement in the comment. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paged.bench.timing import num_sets, take
 from paged.kernels.attention import plan as attention_plan
 from paged.kernels.attention.config import AttentionTile
 
-# Two prompts, decodes and verify rows, each gathered and in boxes: what the tiles differ for.
+# Two prompts, decodes and verify rows, each gathered and in boxes: the cases that tiles depend on.
 NAMES = [f"prefill.4x4k.h32_8.b{block_size}" for block_size in (16, 64, 128)]
 NAMES += ["decode.64x8k.h32_8.b16", "decode.64x8k.h32_8.b64", "mixed.verify_64x5x8k.h32_8.b16"]
-# Tiles of a batch that follow each other, before the next batch has its turn with as many.
+# Tiles of a batch to try before the next batch's turn.
 _AT_ONCE = 16
 
 
@@ -69,14 +69,14 @@ def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
 
 
 def with_tile(kind: str, tile: AttentionTile | None) -> mock._patch:  # type: ignore[type-arg]
-    """A context in which plans have `tile` for their sequences of one kind, or for None the chooser's."""
+    """Return a context in which plans use `tile` for their sequences of one kind; None for the chooser's."""
     name = "prefill_tile" if kind == "prefill" else "decode_tile"
     choose = getattr(attention_plan, name)
     return mock.patch.object(attention_plan, name, choose if tile is None else lambda *_, **__: tile)
 
 
 def cases(_: Setting) -> list[TileCase]:
-    """Where time runs out, what was tried is spread over all batches and tiles."""
+    """Return the cases in an order that spreads them over all batches and tiles, in case time runs out."""
     found = []
     for case in (case for case in CASES if case.name in NAMES):
         tiles = list(candidates(TileCase(case).kind, case.block_size))
@@ -87,7 +87,7 @@ def cases(_: Setting) -> list[TileCase]:
 
 @functools.lru_cache(maxsize=1)
 def _batch(case: AttentionCase, setting: Setting) -> tuple[Any, ...]:
-    """Tensors, the chooser's result, and its median time in microseconds."""
+    """Return tensors, the chooser's result, and its median time in microseconds."""
     torch.manual_seed(0)
     cost = case.cost(setting.dtype)
     tensors = case.tensors(setting.device, setting.dtype, num_sets(cost.num_bytes, setting.device, MAX_LAYERS)[0])
@@ -97,7 +97,7 @@ def _batch(case: AttentionCase, setting: Setting) -> tuple[Any, ...]:
 
 
 def measure(case: TileCase, setting: Setting) -> dict[str, Any]:
-    """The row of a tile."""
+    """Measure the row of a tile."""
     tensors, want, chosen_us = _batch(case.case, setting)
     with with_tile(case.kind, case.tile):
         calls = ours(*tensors)

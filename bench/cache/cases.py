@@ -1,4 +1,4 @@
-"""Cases of the cache benchmark: what the manager does in each, call by call."""
+"""Cases of the cache benchmark: the manager's calls in each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from paged import KvSlotRequest, PagedKvCacheConfig, PagedKvCacheManager
 from paged.bench.check import WrongResultError
 
 BLOCK_SIZE = 16
-# No row but the one that means to comes to evict: 300 samples of 2,048 tokens each are 38,400 blocks.
+# Enough that only the eviction case evicts: 300 samples of 2,048 tokens each take 38,400 blocks.
 NUM_BLOCKS = 40_000
-# Steps after which a decode starts over with new sequences.
+# Decode steps before new sequences start.
 DECODE_STEPS = 256
 _VOCAB_SIZE = 50_000
 _NUM_TOKENS = 2048
 _CHUNK = 64
 
 Samples = Iterator[float]
-"""Seconds of one call after the other; what prepares a call is not counted."""
+"""Seconds of consecutive calls; preparation of a call is not counted."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Samples of a function of this module and, for cases with a peer, of the peer's function of the same name.
+    """Samples of a function of this module and, with a peer, of the peer's function of the same name.
 
-    goal_us: of a case without a peer.
+    goal_us: goal of a case without a peer.
     """
 
     name: str
@@ -50,21 +50,22 @@ class Case:
 
 
 def prompts(num_tokens: int) -> Iterator[list[int]]:
-    """Random token ids without end, the same for every caller."""
+    """Yield prompts of random token ids endlessly, the same for every caller."""
     generator = random.Random(0)
     while True:
         yield generator.choices(range(_VOCAB_SIZE), k=num_tokens)
 
 
 def decode_lengths() -> list[int]:
-    """Tokens of 256 sequences at context 1,000: 992 to 1,007, so that 16 of them need a block in every step."""
+    """Return the lengths of 256 sequences near 1,000: 992 to 1,007, so that 16 of them need a block in every step."""
     return [992 + index % BLOCK_SIZE for index in range(256)]
 
 
 def check_hit(num_cached_tokens: int, num_tokens: int, *, cached: bool) -> None:
-    """Raise WrongResultError unless all of the prompt but its last block or token was found, or nothing if not cached.
+    """Raise WrongResultError unless all of the prompt except its last block or token was found, or nothing if not
+    cached.
 
-    The last token is always left to compute. Ours shares its block and copies it, the peer computes it all.
+    The last token is always computed. Ours shares its block and copies it; the peer computes the whole block.
     """
     least, most = (((num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE), num_tokens - 1) if cached else (0, 0)
     if not least <= num_cached_tokens <= most:
@@ -72,7 +73,7 @@ def check_hit(num_cached_tokens: int, num_tokens: int, *, cached: bool) -> None:
 
 
 def _manager(num_blocks: int = NUM_BLOCKS, *, prefix_cache: bool = True) -> PagedKvCacheManager:
-    # One element a token keeps the cache of a million blocks at 64 MB.
+    # One element per token keeps the cache of a million blocks at 64 MB.
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "block_size": BLOCK_SIZE, "num_blocks": num_blocks}
     config = PagedKvCacheConfig(**sizes, dtype=torch.float16, device="cpu", enable_prefix_cache=prefix_cache)
     return PagedKvCacheManager(config)
@@ -86,7 +87,7 @@ def _publish_free(cache: PagedKvCacheManager, tokens: list[int]) -> None:
 
 
 def allocate_free(num_tokens: int, *, prefix_cache: bool, num_blocks: int = NUM_BLOCKS) -> Samples:
-    """Room for a sequence, looked up in the prefix cache where that is on, and free."""
+    """Allocate a sequence, with a look-up if the prefix cache is on, and free it."""
     cache, fresh = _manager(num_blocks, prefix_cache=prefix_cache), prompts(num_tokens)
     if prefix_cache:
         _publish_free(cache, next(fresh))  # an empty index would need no look-up
@@ -106,7 +107,7 @@ def publish_free(num_tokens: int) -> Samples:
 
 
 def decode_step() -> Samples:
-    """Reserve a token for every sequence, and commit."""
+    """Reserve a token for every sequence and commit."""
     while True:
         cache, lengths = _decoding()
         for step in range(1, DECODE_STEPS + 1):
@@ -116,7 +117,7 @@ def decode_step() -> Samples:
 
 
 def metadata(*, num_chunks: int) -> Samples:
-    """`build_metadata` after `reserve`, of sequences that grow between the calls; the last `num_chunks` are chunks."""
+    """Run `build_metadata` after `reserve`, for sequences that grow between calls; the last `num_chunks` are chunks."""
     while True:
         cache, lengths = _decoding()
         handles = cache.handles()
@@ -135,7 +136,7 @@ def metadata(*, num_chunks: int) -> Samples:
 
 
 def _decoding() -> tuple[PagedKvCacheManager, list[int]]:
-    """A cache with `decode_lengths()` tokens in the sequences 0 to 255."""
+    """Return a cache with `decode_lengths()` tokens in sequences 0 to 255."""
     cache, lengths = _manager(), decode_lengths()
     for index, length in enumerate(lengths):
         cache.allocate(index)
@@ -144,7 +145,7 @@ def _decoding() -> tuple[PagedKvCacheManager, list[int]]:
 
 
 def prefix_match(num_tokens: int, *, cached: bool) -> Samples:
-    """Allocate a prompt, all or nothing of which is cached."""
+    """Allocate a prompt that is cached completely or not at all."""
     cache, fresh = _manager(), prompts(num_tokens)
     known = next(fresh)
     _publish_free(cache, known)
@@ -159,7 +160,7 @@ def prefix_match(num_tokens: int, *, cached: bool) -> Samples:
 
 
 def evict(num_tokens: int, num_blocks: int) -> Samples:
-    """Allocate in a pool of published, freed blocks."""
+    """Allocate in a pool full of published, freed blocks."""
     cache, fresh = _manager(num_blocks), prompts(num_tokens)
     for tokens in itertools.islice(fresh, num_blocks * BLOCK_SIZE // num_tokens):
         _publish_free(cache, tokens)

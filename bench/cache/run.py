@@ -2,20 +2,20 @@
 
     python -m bench.cache.run [--json FILE] [--only NAME] [--repeats N]
 
-The peer takes part where its Python files are on PYTHONPATH, at PEER_VERSION. Tensors are tiny, so that bookkeeping is
-what is timed. Rows, and what the peer does for them:
+The peer takes part if its Python files of PEER_VERSION are on PYTHONPATH. Tensors are tiny, so that bookkeeping is
+timed. Rows, and the peer's work for them:
 
-allocate_free: room for a 2,048-token sequence, and free. With the prefix cache ours looks the new prompt up; the peer
-    has its hashes already, and publishes the blocks.
-publish_free: from the token ids of a 2,048-token prompt to published and freed blocks, hashing included on both sides.
-decode_step: room for one more token of 256 sequences.
-prefix_match: ours allocates a prompt, sharing what is cached; the peer hashes it and looks it up. Ours hashes no
-    further than the index knows the prompt: of a new one its first block, and the rest when that is published.
-evict: room for 2,048 tokens in a pool full of cached blocks. Ours looks the new prompt up, the peer publishes.
-metadata: what a forward of 256 sequences needs, 8 of them chunks of 64 tokens in "mixed". Ours alone.
-pool: allocate_free with the prefix cache in pools of that many blocks. Ours alone.
+allocate_free: allocate a 2,048-token sequence, and free it. With the prefix cache, ours looks the new prompt up; the
+    peer has its hashes already, and publishes the blocks.
+publish_free: from the token ids of a 2,048-token prompt to published and freed blocks; both hash the prompt.
+decode_step: reserve one more token for 256 sequences.
+prefix_match: ours allocates a prompt and shares its cached blocks; the peer hashes it and looks it up. Ours hashes no
+    further than the index knows the prompt: for a new prompt its first block, the rest when it is published.
+evict: allocate 2,048 tokens in a pool full of cached blocks. Ours looks the new prompt up, the peer publishes it.
+metadata: build the metadata of 256 sequences, in "mixed" with 8 chunks of 64 tokens. Ours only.
+pool: allocate_free with the prefix cache, in pools of different sizes. Ours only.
 
-What bounds ours: packing ids, 8 ns each, and hashing them are a third of publish_free.
+Packing ids, 8 ns each, and hashing them take a third of our publish_free.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GOAL_RATIO = 3.0
 
 
 def load_peer() -> tuple[ModuleType | None, str]:
-    """`peer_vllm` where it can be imported at PEER_VERSION, and the version or why there is none."""
+    """Return `peer_vllm` if it can be imported at PEER_VERSION, and the version or why it cannot."""
     try:
         found = version("vllm")
         if found != PEER_VERSION:
@@ -49,7 +49,7 @@ def load_peer() -> tuple[ModuleType | None, str]:
 
 
 def measure(case: Case, setting: Setting) -> dict[str, Any]:
-    """A row, whose samples and the peer's are taken in turns; the first ones warm up."""
+    """Measure a row; samples of both are taken in turns, and the first ones warm up."""
     peer, description = load_peer()
     samples = {"ours": case.ours()}
     if peer and case.has_peer:
@@ -60,7 +60,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
 
 
 def row(case: Case, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """The row of at least two samples in seconds; `theirs` is empty without a peer."""
+    """Return the row of at least two samples in seconds; `theirs` is empty without a peer."""
     own = times_us(ours)
     peer = times_us(theirs) if theirs else None
     ratio = peer["median_us"] / own["median_us"] if peer else None

@@ -1,4 +1,4 @@
-"""What a model must read and multiply: its weights, and the keys and values behind it."""
+"""The bytes that a model must read and the multiplications that it must do: weights, keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our engine on a CPU beside vLLM's, which runs in a process and an environment of its own."""
+"""Our engine on a CPU against vLLM's, which runs in its own process and environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CEILING_REPEATS = 5
 
 
 class Workload(NamedTuple):
-    """Prompts of random tokens, and how many new ones each gets."""
+    """Prompts of random tokens, and the number of new tokens for each."""
 
     name: str
     lengths: Sequence[int]
@@ -64,7 +64,7 @@ WORKLOADS = (
 
 
 class _Peer:
-    """The engine in the other process, in one of `_MODES`."""
+    """vLLM's engine in the other process, in one of `_MODES`."""
 
     def __init__(self, folder: str, dtype: str, mode: str) -> None:
         if not PEER_PYTHON.exists():
@@ -102,7 +102,7 @@ class _Peer:
 
 
 def _kill_group(process: int) -> None:
-    """A process, which has a session of its own, and those it started."""
+    """Kill a process that has its own session, and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
 

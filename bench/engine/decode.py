@@ -1,4 +1,4 @@
-"""Decode steps of the engine at published sizes, with random weights, against the bandwidth of the device."""
+"""Decode steps of the engine at published sizes, with random weights, against the device's bandwidth."""
 
 from __future__ import annotations
 

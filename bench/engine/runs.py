@@ -1,4 +1,4 @@
-"""Runs of whole engines, one after the other or in turns on a machine whose host may take its cores away."""
+"""Runs of whole engines, consecutive or in turns, on a machine whose CPU time may be stolen by its host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paged.bench.limits import Ceilings, Cost, at_least, speed
 from paged.bench.timing import stolen_seconds, timed
 from paged.executors.model_executor import ModelExecutor
 
-# Of a core's time during a run. Where a host gave cores to others, a run of 1.9 s took up to 5, and which engine met
-# that was chance. Of a run of 1 s on a machine of its own it is 0.01 at most, the clock's step.
+# Largest CPU steal of a run, as a fraction of a core's time. With more, a run of 1.9 s took up to 5 s, by chance for
+# either engine. On a dedicated machine a run of 1 s shows at most 0.01, the clock's step.
 _MOST_STOLEN = 0.03
 
 
 class Run(NamedTuple):
-    """seconds: of all. first_seconds: until each prompt's first token, where that is known."""
+    """seconds: total. first_seconds: until each prompt's first token, if known."""
 
     seconds: float
     first_seconds: list[float]
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 def run_engine(executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_tokens: int) -> Run:
-    """The best tokens after each prompt, with nothing in the prefix cache."""
+    """Generate the best tokens after each prompt, with an empty prefix cache."""
     manager = executor.kv_manager
     assert manager is not None
     manager.clear_prefix_cache()
@@ -44,7 +44,7 @@ def run_engine(executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_to
 def check_same_texts(
     ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], length: int, share: float = 0.9
 ) -> None:
-    """At least this share of the texts begin alike: rounding may turn one where two logits are almost equal.
+    """Check that at least this share of the texts begin alike: rounding may change a text if two logits are close.
 
     Raises:
         WrongResultError: fewer do.
@@ -62,10 +62,10 @@ def quiet_runs(
     rest_s: float = 0.0,
     after_round: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, list[Run]], float]:
-    """Of each engine, which is called with the number of the round, the `rounds` runs in which the cores were away
-    least; and the largest share of a run's time, of all these, in which a core was.
+    """Return each engine's `rounds` runs with the least CPU steal, and the largest steal among them as a fraction.
 
-    Rounds go on until each engine has had so many runs in which no core was away for more than `_MOST_STOLEN`, or to
+    Engines are called with the round's number. Rounds go on until each engine has enough runs without more steal than
+    `_MOST_STOLEN`, or until `most_rounds`. The order of engines rotates from round to round.
     `most_rounds`. The order turns from round to round.
     """
     found: dict[str, list[tuple[float, int, Run]]] = {engine: [] for engine in engines}

@@ -1,4 +1,4 @@
-"""The engine's throughput beside transformers' continuous batching, on the same weights."""
+"""The engine's throughput against transformers' continuous batching, on the same weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A vLLM engine on a CPU in an environment of its own, which takes jobs from its standard input: what `cpu_engines.py`
-starts. It imports nothing of ours.
+"""A vLLM engine on a CPU in its own environment, started by `cpu_engines.py`. It takes jobs from stdin and imports
+nothing of this package.
 
     python -P vllm_process.py CHECKPOINT DTYPE THREADS MODE
 

@@ -1,8 +1,8 @@
-"""Host time of a layer's operations before the driver's share: a driver that launches nothing stands in for CUDA's.
+"""Host time of a layer's operations without the driver: a driver that launches nothing replaces CUDA's.
 
     python -m bench.kernels.host        microseconds, median of rounds, and calls of Python functions, bound and plain
 
-Needs Triton, no GPU, and a process in which no kernel has run. Tensors lie on the CPU; ids are not looked at, as on a
+Needs Triton, no GPU, and a process in which no kernel has run. Tensors are on the CPU; ids are not checked, as on a
 GPU.
 """
 
@@ -77,7 +77,7 @@ def pretend_gpu() -> None:
 
 
 def dense_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
-    """The launches of a decoder layer without its products, a decode step, by name. bind: makes calls of operations."""
+    """Return a decode step's launches of a decoder layer, without its products, by name. bind: binds operations."""
     norm, write, attend, activate = map(
         bind, (paged.fused_add_rms_norm, paged.qk_norm_rope_and_cache, paged.paged_attention, paged.silu_and_mul)
     )
@@ -103,7 +103,7 @@ def dense_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS
 
 
 def moe_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
-    """The same with a mixture of experts in place of the MLP."""
+    """Return the launches of a layer with a mixture of experts instead of the MLP."""
     route, experts = map(bind, (paged.route_and_align, paged.fused_moe))
     hidden, units = 256, 768
     x, w1, w2 = _empty(num_tokens, hidden), _empty(_EXPERTS, 2 * units, hidden), _empty(_EXPERTS, hidden, units)
@@ -126,7 +126,7 @@ def _empty(*size: int) -> torch.Tensor:
 
 
 def python_calls(call: Callable[[], object]) -> int:
-    """Calls of Python functions in a call, the second one and later."""
+    """Count the calls of Python functions in a call, from its second run on."""
     call()
     count = 0
 
@@ -143,7 +143,7 @@ def python_calls(call: Callable[[], object]) -> int:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Of this thread's time, the median of rounds."""
+    """Return the median over rounds of this thread's CPU time."""
     call()
     rounds = []
     for _ in range(_ROUNDS):

@@ -3,8 +3,8 @@
     python -m bench.kernels.run [--json FILE] [--small] [--only NAME]
 
 A GPU runs the Triton kernels in bfloat16 from a CUDA graph, a CPU the PyTorch implementations in float32 at small
-sizes. Inputs are random and rotated so that they do not sit in the cache (rows of tiny operations, where they do, say
-"warm"); block tables are shuffled. An operation that differs from the float64 reference gets no row.
+sizes. Inputs are random and rotated so that they are not cached; rows of tiny operations whose inputs are say "warm".
+Block tables are shuffled. An operation that differs from the float64 reference gets no row.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from paged.bench.kernels.cases import CASES, Case
 from paged.bench.kernels.work import Work, tensors
 from paged.bench.timing import num_sets
 
-# Sets of tensors a case rotates through at the most, where even so many do not fill the cache.
+# Largest number of tensor sets that a case rotates through, even if they do not fill the cache.
 MAX_SETS = 512
 
 
 def check(work: Work) -> None:
-    """Raise WrongResultError unless the operation gives what the float64 reference gives."""
+    """Raise WrongResultError unless the operation's results equal the float64 reference's."""
     expected, actual = tensors(work.expected()), tensors(work.call())  # in this order, as operations work in place
     for want, got in zip(expected, actual, strict=True):
         compare(got, want)
@@ -43,7 +43,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     torch.manual_seed(0)
     check(case.work("check", setting.device, setting.dtype))
     work = case.work(scale, setting.device, setting.dtype)
-    # Tensors that change in place count twice among the bytes moved: half of the bytes are there to fill the cache.
+    # Tensors that change in place count twice as moved bytes: only half of the bytes fill the cache.
     count, is_cold = num_sets(work.cost.num_bytes // 2, setting.device, MAX_SETS)
     works = [work, *(case.work(scale, setting.device, setting.dtype) for _ in range(count - 1))]
     contest.add("ours", [work.call for work in works], lambda _: None, capturable=case.capturable)

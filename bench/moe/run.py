@@ -1,12 +1,12 @@
-"""The fused MoE against the hardware's limits and against others' experts, in one process on the same tensors.
+"""The fused MoE against the hardware's limits and other packages, in one process on the same tensors.
 
     python -m bench.moe.run [--json FILE] [--only NAME] [--budget SECONDS] [--small]
 
-A GPU runs bfloat16 at full size, out of CUDA graphs; a CPU the PyTorch implementation in float32 at small sizes, and
-`--only small-cpu` compares it there with the experts of transformers. Calls take turns in an order that is drawn anew
-every round: what one leaves in the cache is no other's lot alone. Tokens are routed evenly or with experts as popular
-as Zipf's law has words; one call has other tokens and experts than the last. A time holds sorting entries by expert,
-both products and the sum, not the router; where e4m3 weights want their inputs rounded, that too.
+A GPU runs bfloat16 at full size from CUDA graphs. A CPU runs the PyTorch implementation in float32 at small sizes, and
+`--only small-cpu` compares it with transformers' experts. The order of calls is drawn anew in every round, so that the
+cache's contents favour none. Tokens are routed evenly, or with experts as popular as words by Zipf's law; consecutive
+calls have different tokens and experts. A time includes sorting entries by expert, both products and the sum, and for
+e4m3 weights rounding of their inputs, but not the router.
 
 A limit counts weights as they are stored, quantised ones with their scales, and all products at the rate measured in
 `matmul_dtype`: e4m3 on a chip that multiplies 8 bits at twice that rate may take more than 100 % of it.

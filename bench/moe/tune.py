@@ -1,11 +1,11 @@
-"""Finds the tiles of the fused MoE for one model on the GPU at hand, and writes the table that `fused_moe` looks up.
+"""Find the tiles of the fused MoE for one model on this GPU, and write the table that `fused_moe` looks up.
 
     python -m bench.moe.tune --model gpt-oss-20b [--packed mxfp4] [--tokens 64 4096 ...] [--budget SECONDS] [--out DIR]
 
-The two GEMMs are timed apart, in bfloat16 with experts drawn evenly, for every number of rows that they could share;
-the rows with the least sum win. Candidates that the compiler reports to spill, or to need more shared memory than there
-is, are dropped before any of them runs. The table is written after every number of tokens; numbers that it has already
-are left alone, so that a run that was stopped goes on where it was.
+The two GEMMs are timed separately, in bfloat16 with evenly drawn experts, for every number of rows that they could
+share; the rows with the smallest sum win. Candidates that spill, or need more shared memory than available, are dropped
+by the compiler's report before any runs. The table is written after every number of tokens. Numbers already in it are
+skipped, so a stopped run can continue.
 """
 
 from __future__ import annotations
@@ -175,14 +175,14 @@ def new_table(model: MoeModel, arch: str, packed: str = "") -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = option_parser(__doc__, "budget")
     parser.add_argument("--model", required=True, choices=[model.name for model in (*MODELS, GPT_OSS)])
-    parser.add_argument("--packed", choices=list(PACKED), default="", help="what words of eight codes hold")
+    parser.add_argument("--packed", choices=list(PACKED), default="", help="format of packed weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--out", type=Path, default=FOLDER, help="where tables lie, %(default)s when not given")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the tables; default: %(default)s")
     args = parser.parse_args(argv)
     if interpreting():
         parser.error(INTERPRETING)
     if not torch.cuda.is_available():
-        parser.error("torch sees no GPU: tiles are timed on the chip they are for, so run this there")
+        parser.error("torch finds no GPU: tiles are timed on the GPU that they are for, so run this there")
     end = time.monotonic() + args.budget
     device = torch.device("cuda")
     chip = device_of(device)

@@ -1,10 +1,10 @@
-"""A page of what benchmark runs wrote.
+"""Build a page from benchmark results.
 
     python -m bench.report.build RESULTS.json [RESULTS.json ...] --out DIR
 
-Takes what the benchmarks of attention, moe, kernels, cache and engine, attention.tune and bench.gpu write with
---json, of one device or of several, and writes DIR/report.html, tables that need no other file. What did not run stands
-in no table.
+Reads the --json files of the benchmarks of attention, moe, kernels, cache and engine, of attention.tune and of
+bench.gpu, for one device or several. Writes DIR/report.html, which needs no other file. Cases that did not run are not
+in the tables.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
-    """Write the report; a file that is no results of a benchmark is an error, and then nothing is written."""
+    """Write the report. If a file does not hold a benchmark's results, report an error and write nothing."""
     parser = option_parser(__doc__)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path())

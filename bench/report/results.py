@@ -1,4 +1,4 @@
-"""Results files as the report reads them: checked, so that what follows can count on every number it needs."""
+"""Results files for the report, checked so that every number it needs exists."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _MAX_BYTES = 16 << 20
 
 
 class ResultsError(ValueError):
-    """A file does not hold a benchmark's results, or only a part of what its rows must hold."""
+    """A file does not hold a benchmark's results, or its rows are incomplete."""
 
 
 @dataclass(frozen=True)

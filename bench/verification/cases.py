@@ -1,6 +1,6 @@
-"""What `paged verify` checks: every public kernel at the benchmarks' sizes, then options and edges of each.
+"""Checks of `paged verify`: every public kernel at the benchmarks' sizes, then its options and edge cases.
 
-A check yields pairs of tensors: what an operation gave, and what the float64 reference or a closed form says.
+A check yields pairs of tensors: an operation's result, and the float64 reference's or a closed form's.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from paged.kernels.sampling import reference as sampling_reference
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
-# Half of the time in the interpreter goes into these two.
+# These two take half of the time in the interpreter.
 _SLOW = ("fused_moe.prefill", "add_lora.prefill")
-# Of the attention problems, one for every option.
+# Attention problems of a quick run, one for every option.
 _QUICK = (
     "mixed batch",
     "split decodes",

@@ -1,4 +1,4 @@
-"""`paged verify`: every kernel on this machine against float64, in every dtype that it has."""
+"""`paged verify`: check every kernel on this machine against float64, in every supported dtype."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
     from paged.bench.verification.cases import Check
 
 DESCRIPTION = (
-    "Checks every kernel against a slow, obviously right version in float64, and cache and attention together against "
-    "a model whose answers are known in closed form. On a CPU that is the PyTorch implementations; --backend triton "
-    "runs the Triton kernels in Triton's interpreter. The exit code is 1 where a result is off."
+    "Check every kernel against a slow, simple version in float64, and cache and attention together against a model "
+    "with closed-form answers. On a CPU this checks the PyTorch implementations; --backend triton runs the Triton "
+    "kernels in Triton's interpreter. The exit code is 1 if a result is wrong."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check in one dtype. worst: its largest error as a share of what rounding allows; None where `error` says
-    why there is none."""
+    """One check in one dtype. worst: its largest error as a fraction of the budget; None if `error` has the reason."""
 
     case: str
     dtype: str
@@ -44,8 +43,8 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to check, and where."""
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU where there is one")
+    """Add what to check, and where."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     parser.add_argument("--backend", choices=["triton", "torch"], help="default: triton on a GPU, torch on a CPU")
     parser.add_argument("--quick", action="store_true", help="one dtype, and fewer cases")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
@@ -53,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print a row each; 1 where one is off.
+    """Check everything and print a row each; return 1 if a result is wrong.
 
     Raises:
-        UnsupportedError: there is no such device, or its backend cannot run here.
+        UnsupportedError: the device does not exist, or its backend cannot run here.
     """
     import torch
 
@@ -65,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("--device cuda: torch sees no GPU here; `paged info` says more")
+        raise UnsupportedError("--device cuda: torch finds no GPU; see `paged info`")
     if args.backend == "triton" and device.type == "cpu" and HAS_TRITON and not interpreting():
-        # The interpreter has to be chosen before triton is imported.
+        # The interpreter must be chosen before triton is imported.
         given = [name for name in ("quick", "json") if getattr(args, name)]
         command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", "triton"]
         options = [*(f"--{name}" for name in given), "--only", args.only]
@@ -122,7 +121,7 @@ def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
             shares = error_shares(got, want, check.judged_as) / check.budgets
             worst = max(worst, float(shares.max()) if shares.numel() else 0.0)
             count += 1
-    except Exception as error:  # whatever is wrong with one operation, the others get their rows
+    except Exception as error:  # the other operations still get their rows
         return Row(check.name, name, None, time.perf_counter() - start, False, f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - start
     if math.isinf(worst):

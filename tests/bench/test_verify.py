@@ -143,7 +143,7 @@ def test_triton_on_a_cpu_runs_in_the_interpreter(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_no_gpu_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--device", "cuda"]) == 1
-    assert "torch sees no GPU here" in capsys.readouterr().err
+    assert "torch finds no GPU" in capsys.readouterr().err
 
 
 def test_error_shares() -> None:

@@ -173,7 +173,7 @@ class CacheMachine(ModelledCache):
         length = data.draw(st.integers(0, model.length))
         kept = -(-length // BLOCK_SIZE)
         if self.window and max(0, length - self.window + 1) // BLOCK_SIZE < min(model.first, kept):
-            with self.refusal(InvalidInputError, "given back in part"):
+            with self.refusal(InvalidInputError, "part of its sliding window has been freed"):
                 self.manager.truncate(model.handle, length)
             return
         self.manager.truncate(model.handle, length)

@@ -343,7 +343,7 @@ def test_malformed_adapters_are_refused(
 
 
 def test_names_slots_and_ranks(model: PagedCausalLM, folders: dict[str, Path], llama_folder: Path) -> None:
-    for name, message in (("all", "'all': loaded already"), ("more", "all 3 slots are taken"), ("", "not empty")):
+    for name, message in (("all", "'all': already loaded"), ("more", "all 3 slots are taken"), ("", "non-empty")):
         with pytest.raises(InvalidInputError, match=message):
             model.adapters.load(name, folders["all"])
     small = load_model(llama_folder, max_lora_rank=8)
