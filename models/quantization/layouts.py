@@ -186,7 +186,7 @@ class Gptq(Layout):
             code = 2 ** (self.num_bits - 1) - (2 - self.version)
             middle = int.from_bytes(bytes([code if self.num_bits == 8 else 17 * code] * 4), "little", signed=True)
             if (tensors["qzeros"] != middle).any():
-                raise InvalidInputError(f"qzeros: not all {middle}, expected because the configuration has sym = true")
+                raise InvalidInputError(f"qzeros: not all {middle}, which the configuration's sym = true requires")
             found["qzeros"] = None
         return from_gptq(**found, num_bits=self.num_bits, format_version=self.version)
 

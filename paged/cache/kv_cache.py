@@ -102,7 +102,9 @@ class PagedKvCacheConfig:
         self._set("groups", tuple(self.groups))
         layers = [layer for group in self.groups for layer in group.layers]
         if not layers or len(set(layers)) != len(layers) or max(layers) >= self.num_layers:
-            raise InvalidInputError(f"groups: layers {shown(layers)}, expected distinct layers below {self.num_layers}")
+            raise InvalidInputError(
+                f"groups: layers {shown(layers)}, expected one or more distinct layers below {self.num_layers}"
+            )
         if self.sliding_window is not None:
             raise InvalidInputError(f"sliding_window: {self.sliding_window}, expected None beside groups")
         return self.groups

@@ -95,9 +95,9 @@ def test_room_is_not_there_before_it_is_asked_for(cache: Cache) -> None:
 
 def test_groups_that_are_none() -> None:
     for groups, message in (
-        ([], "expected some of 5"),
-        ([CacheGroup((0, 5))], "expected some of 5"),
-        ([CacheGroup((0, 1)), CacheGroup((1,), sliding_window=4)], "each of them once"),
+        ([], "distinct layers below 5"),
+        ([CacheGroup((0, 5))], "distinct layers below 5"),
+        ([CacheGroup((0, 1)), CacheGroup((1,), sliding_window=4)], "distinct layers"),
         ([(0, 1)], "expected CacheGroups"),
         (7, "expected CacheGroups"),
     ):

@@ -81,7 +81,7 @@ def test_what_is_refused_leaves_no_trace(manager: PagedKvCacheManager) -> None:
     for refused, error, message in (
         (requests(a=9, b=9, c=17), OutOfBlocksError, "9"),
         ([KvSlotRequest("c", 1, admission_target_len=20), *requests(a=22)], OutOfBlocksError, "10"),
-        ([*requests(a=7), KvSlotRequest("x", 1)], InvalidInputError, "'x' names no live sequence"),
+        ([*requests(a=7), KvSlotRequest("x", 1)], InvalidInputError, "'x' is not a live sequence"),
         ([*requests(a=7), KvSlotRequest("a", 8)], InvalidInputError, "'a' is given twice"),
         (requests(a=5), InvalidInputError, "expected 6 <= target_len"),
         ([KvSlotRequest("a", 8, admission_target_len=7)], InvalidInputError, "target_len <= admission_target_len"),

@@ -237,7 +237,7 @@ def test_a_soft_cap_of_zero_is_refused(key: str, tmp_path: Path) -> None:
     """transformers divides by it: the scores are all alike, the logits all 0, or NaN."""
     save_checkpoint(FAMILIES["gemma2"], tmp_path)
     edit_config(tmp_path, **{key: 0.0})
-    message = f"{key} = 0.0 is not supported: transformers divides by it; null is no cap"
+    message = f"{key} = 0.0 is not supported: transformers divides by it; null means no cap"
     assert message in assert_refused(tmp_path, message, UnsupportedError)
     assert summarize(tmp_path)["reason"] == message
 
@@ -245,8 +245,11 @@ def test_a_soft_cap_of_zero_is_refused(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({}, "; its keys are a Llama's: what differs is in the architecture's code alone"),
-        ({"residual_dropout": 0.1, "attention_out_bias": False, "use_cache": True}, "code alone"),
+        ({}, "; its keys are a Llama's: only the architecture's code differs"),
+        (
+            {"residual_dropout": 0.1, "attention_out_bias": False, "use_cache": True},
+            "only the architecture's code differs",
+        ),
         (
             {"residual_connection": "hyper", "qkv_bias": True},
             "unlike a Llama: qkv_bias = True; unknown here: residual_",
@@ -261,12 +264,12 @@ def test_an_unknown_architecture_is_told_by_its_keys(changed: dict[str, Any], me
 @pytest.mark.parametrize(
     ("present", "message"),
     [
-        (["model-Q4_K_M.gguf", "tokenizer.json"], "GGUF, the format of llama.cpp: give the folder"),
+        (["model-Q4_K_M.gguf", "tokenizer.json"], "GGUF, the format of llama.cpp: give the safetensors folder"),
         (
             ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"],
-            "an adapter, no model: load the model",
+            "an adapter, not a model: load its base model",
         ),
-        (["tokenizer.json", "tokenizer_config.json"], "a tokenizer alone: give the folder of the model"),
+        (["tokenizer.json", "tokenizer_config.json"], "only a tokenizer: give the folder of the model"),
         (["params.json", "consolidated.00.pth"], "the authors' own layout"),
     ],
 )

@@ -79,9 +79,9 @@ def test_items_name_their_sequence_or_bring_it(manager: PagedKvCacheManager) -> 
 def test_refuses_what_does_not_fit(manager: PagedKvCacheManager) -> None:
     handle = manager.allocate("a", 4)
     for items, message in (
-        ([(handle, 5)], "no room for 5 more tokens"),
+        ([(handle, 5)], "no capacity for 5 more tokens"),
         ([(handle, 1), (handle, 1)], "given twice"),
-        ([UnifiedBatchItem("b", [1])], "'b' names no live sequence"),
+        ([UnifiedBatchItem("b", [1])], "'b' is not a live sequence"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             manager.build_metadata(items)

@@ -143,7 +143,7 @@ class CacheMachine(ModelledCache):
     def commit_other_ids(self, data: st.DataObject, model: Model) -> None:
         wrong = model.ids[: model.known]
         wrong[data.draw(st.integers(0, model.known - 1))] += 1
-        with self.refusal(InvalidInputError, "was given before"):
+        with self.refusal(InvalidInputError, "differ from those given before"):
             self.manager.commit(model.handle, wrong)
 
     @rule_of_a_sequence()

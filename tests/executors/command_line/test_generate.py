@@ -104,15 +104,15 @@ def test_chat_template(generate: Generate, copy: Path) -> None:
     ("arguments", "message"),
     [
         (("--count", "-1"), "--count -1: expected 1 to 100000"),
-        (("--system", "x"), "--system: only with --chat"),
+        (("--system", "x"), "--system: only allowed with --chat"),
         (("--device", "mps"), "device: 'mps', expected 'cpu', 'cuda', 'cuda:1'"),
-        (("--prompt", "\udcff"), "is half of a character"),
+        (("--prompt", "\udcff"), "is half of a surrogate pair"),
         (("--prompt", "x", "--chat"), "no chat template"),
         (("--prompts", "no/file"), "No such file"),
         (("--lora", "french"), "expected NAME=FOLDER"),
         (("\x1b]8;;x\x07\u202e", "--prompt", "x"), r"model '\x1b]8;;x\x07\u202e': no such folder"),
         (("\x00", "--prompt", "x"), "model"),
-        (("./nowhere", "--prompt", "x"), "no such folder, and no OWNER/NAME"),
+        (("./nowhere", "--prompt", "x"), "no such folder, and not OWNER/NAME"),
         ((str(RECALL / "config.json"), "--prompt", "x"), "a file, expected a folder"),
     ],
 )

@@ -14,7 +14,7 @@ def test_backend_and_its_reason(run: Callable[..., dict[str, Any]], monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for interpret, backend, name, reason in (
         ("1", "", "triton", "Triton's interpreter"),
-        ("0", "", "torch", "no GPU: operations of PyTorch"),
+        ("0", "", "torch", "no GPU: PyTorch operations"),
         ("1", "torch", "torch", "PAGED_BACKEND=torch"),
         ("1", "numba", "numba", "PAGED_BACKEND=numba"),
         ("0", "triton", "none", "CPU tensors need TRITON_INTERPRET=1"),

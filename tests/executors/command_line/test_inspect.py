@@ -59,7 +59,7 @@ def test_sizes_of_memory(inspect: Inspect) -> None:
     ("values", "reason"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'], known are "),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ],
 )
 def test_what_is_not_supported_is_named(values: dict[str, Any], reason: str, inspect: Inspect, copy: Path) -> None:

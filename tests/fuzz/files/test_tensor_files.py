@@ -124,9 +124,12 @@ def test_files_that_are_none(name: str, folder: Path, tmp_path: Path) -> None:
         ({"head_dim": 2**31 - 2}, "head_dim = 2147483646, expected at most 4096"),
         ({"head_dim": 31}, "head_dim 31, expected an even number"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0, expected a positive integer"),
-        ({"rope_parameters": {"rope_theta": 1e-300}}, "no finite numbers"),
+        ({"rope_parameters": {"rope_theta": 1e-300}}, "cosines or sines that are not finite"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "no rotation can be computed"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1e30}}, "no finite numbers"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1e30}},
+            "cosines or sines that are not finite",
+        ),
     ],
 )
 def test_sizes_are_compared_before_memory_is_taken(values: dict[str, Any], message: str, folder: Path) -> None:

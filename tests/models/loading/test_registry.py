@@ -173,7 +173,7 @@ UNSUPPORTED, WRONG = UnsupportedError, CheckpointError
         ("llama", {"rope_parameters": LLAMA3_ROPE}, WRONG, "low_freq_factor 5.0 is above high_freq_factor 4.0"),
         ("llama", {"hidden_size": None}, WRONG, "hidden_size is missing, expected a positive integer"),
         ("llama", {"num_hidden_layers": True}, WRONG, "num_hidden_layers = True"),
-        ("llama", {"num_key_value_heads": 3}, WRONG, "attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ("llama", {"num_key_value_heads": 3}, WRONG, "attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ("llama", {"tie_word_embeddings": 1}, WRONG, "tie_word_embeddings = 1, expected true or false"),
         ("llama", {"head_dim": 16}, WRONG, r"[qko]_proj.weight: shape"),
         ("gemma3", {"layer_types": ["full_attention"]}, WRONG, "1 layer_types for 2 layers"),

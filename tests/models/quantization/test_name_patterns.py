@@ -71,5 +71,5 @@ def test_all_together() -> None:
     config = FORMATS["awq"].config | {"modules_to_not_convert": [f"(?:a|b{number})+" for number in range(999)]}
     with pytest.raises(UnsupportedError, match=r"999 patterns|1000 patterns|1001 patterns"):
         read_quantization(HfConfig({"quantization_config": config}, "config.json"))
-    with pytest.raises(CheckpointError, match="no pattern"):
+    with pytest.raises(CheckpointError, match="not a pattern"):
         NamePattern("(?<=a*)b").check("key")
