@@ -91,7 +91,7 @@ class LlmExecutor(UnifiedExecutor):
         ones by `warmup`; see `PagedCausalLM.pack`.
 
         Args:
-            parallel: how to spread the model over processes, each of which makes this call.
+            parallel: how to spread the model over processes; each process makes this call.
             progress: whether bars show loading and packing, on a terminal where tqdm is installed.
             options: fields of `paged.models.loading.load_options.LoadOptions`.
 

@@ -53,8 +53,8 @@ def _needs(name: str, load: Callable[[], Any]) -> Refuses:
 def vllm_attention() -> Callable[..., None]:
     """vLLM's Triton kernel for all lengths.
 
-    Its module asks for the platform, which imports the compiled extension although nothing of it is used: where only
-    the Python files are there, an empty module stands in for it.
+    Its module imports the compiled extension through the platform without using it: if only the Python files exist, an
+    empty module replaces the extension.
     """
     extension = "vllm._C_stable_libtorch"
     if extension not in sys.modules and importlib.util.find_spec(extension) is None:

@@ -11,8 +11,8 @@ from paged.models.paged_lm import PagedCausalLM
 
 
 class Weights(NamedTuple):
-    """Of layers and of the head: bytes that a step reads, and multiplications of a row. last_products: of the layers'
-    those that a row needs whose logits are read alone: the last layer's but for K and V."""
+    """Bytes that a step reads and multiplications of a row, for the layers and for the head. last_products: those of
+    the last layer except K and V, which only rows with logits need."""
 
     layer_bytes: int
     layer_products: int
@@ -22,7 +22,7 @@ class Weights(NamedTuple):
 
 
 def weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -> Weights:
-    """Those of a step of so many tokens, of which experts count that these reach when they are spread evenly."""
+    """Return the weights of a step of `num_tokens`; experts count if evenly spread tokens reach them."""
     assert isinstance(executor.model, PagedCausalLM)
     num_experts, top_k = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
     reached = 1 - (1 - top_k / num_experts) ** num_tokens
@@ -46,10 +46,10 @@ def weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -
 def generation(
     executor: LlmExecutor, config: Mapping[str, Any], prompt_lengths: Sequence[int], new_tokens: int
 ) -> Cost:
-    """The least of greedy generation: one step for all prompts, then one for each token of all sequences.
+    """Return the least cost of greedy generation: one step for all prompts, then one per token of all sequences.
 
-    Every step reads the weights, a decode its keys and values too; prompts and decodes are multiplied, and with the
-    keys before them. Of prompts the last layer's results are those of their last tokens.
+    Every step reads the weights; a decode also reads its keys and values. All tokens are multiplied with the weights
+    and with the keys before them, but the last layer runs only for the last token of a prompt.
     """
     assert executor.kv_manager is not None
     count, prompt_tokens, decodes = len(prompt_lengths), sum(prompt_lengths), new_tokens - 1

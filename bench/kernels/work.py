@@ -34,7 +34,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Work:
-    """One operation on tensors of its own.
+    """One operation and its tensors.
 
     call: runs it and returns the tensors that it made or changed.
     expected: the same tensors from the float64 reference; to be called first, as operations work in place.
@@ -325,7 +325,7 @@ def fused_moe(
 def quantized_linear(
     draw: Draw, *, tokens: int, in_features: int, out_features: int, form: str, group_size: int
 ) -> Work:
-    """Activations are e4m3 numbers of which each 128 have 1.75 as their largest, so that quantising them is exact."""
+    """Activations are e4m3 numbers with 1.75 as the largest of every 128, so that quantising them is exact."""
     x = draw.normal(tokens, in_features).clamp(-1.75, 1.75).to(torch.float8_e4m3fn).to(draw.dtype)
     x[:, ::128] = 1.75
     weight = quantize(draw.floats(out_features, in_features) / math.sqrt(in_features), form, group_size=group_size)

@@ -12,8 +12,8 @@ from paged.kernels.quantization.quantize import quantize as quantize_linear
 
 
 class Format(NamedTuple):
-    """Weights and how many of their rows and columns share a scale; 0 for all of them. zeros: groups of whole numbers
-    have zero points. in_words: 4-bit whole numbers are eight a word, as E2M1 always is, not two a byte."""
+    """A weight format, and the numbers of rows and columns that share a scale; 0 for all. zeros: whether integer groups
+    have zero points. in_words: whether 4-bit integers are eight to a word, as E2M1 always is, or two to a byte."""
 
     kind: str
     group_n: int
@@ -47,7 +47,7 @@ FORMATS = {
 
 
 def quantize(w: torch.Tensor, form: Format) -> ExpertLinear:
-    """Weights of which every group's largest has the format's largest value. Scales of words have rows side by side."""
+    """Quantise weights; each group's largest gets the format's largest code. Scales of words have adjacent rows."""
     group_size = form.group_k or (-1 if form.group_n else 0)
     linears = [
         quantize_linear(expert.float(), form.kind, group_size=group_size, symmetric=not form.zeros) for expert in w

@@ -120,8 +120,8 @@ def refused_by_vllm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> 
 
 
 def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
-    """As in vLLM, entries up to a quarter of the experts are not aligned, but for int8 and int4; and with an expert map
-    the blocks of experts that are elsewhere are there and get zeros."""
+    """Call vLLM's kernels as vLLM does: up to a quarter of the experts' number, entries are not aligned, except for
+    int8 and int4; with an expert map, blocks of experts on other ranks exist and get zeros."""
     ids, tile = batch.topk_ids, _tile(case, batch.topk_ids.device)
     num_entries, block_m = ids.numel(), tile["BLOCK_SIZE_M"]
     is_integer = _kind(case) in ("int8", "int4")

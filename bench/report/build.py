@@ -98,7 +98,7 @@ def _named(head: str, name: str, pattern: str = "{}") -> Column:
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:
-    """Every column that the rows of one benchmark may have; those that nothing stands in are dropped by `table`."""
+    """Return every column that rows of one benchmark may have; `table` drops empty columns."""
     peers = dict.fromkeys(name for run in runs for name in run.ratios)
     return [
         ("case", lambda row: Cell(row["name"] + ("" if row.get("cold", True) else " (warm)"))),

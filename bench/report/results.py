@@ -58,7 +58,7 @@ class ResultsError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """One file. about: all but its rows."""
+    """One results file. about: everything except its rows."""
 
     file: str
     benchmark: str
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """What stands in no table: what is missing, or said of the run as a whole."""
+        """Notes that are in no table: missing cases, and remarks on the whole run."""
         found = [f"{name}: {factor:.2f} times as long." for name, factor in self.about.get("growth", {}).items()]
         found += [f"{name}: {reason}" for name, reason in self.about.get("absent", {}).items()]
         if not_run := self.about.get("not_run", []):

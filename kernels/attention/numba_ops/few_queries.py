@@ -28,8 +28,8 @@ from paged.kernels.common.numba_ops.vectors import (
 
 # Keys whose scores a thread holds at once: with 16 rows, scores and accumulators of head_dim 128 are 12 KB.
 _KEYS = 64
-# Bytes of rows that a thread reads at once: heads are adjacent in the cache, and are read together while they fit into
-# the L1 cache.
+# Scratch memory of the rows that a thread takes at once: heads are adjacent in the cache, and are read together while
+# this fits into the L1 cache.
 _SCRATCH_BYTES = 24 << 10
 
 
