@@ -81,5 +81,5 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.raises(SystemExit):
         _benchmark("one", lambda _: None).main([])
     assert "mean nothing; unset it to benchmark" in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="times mean nothing"):
+    with pytest.raises(RuntimeError, match="mean nothing"):
         Contest(Setting(torch.device("cpu"), 2))

@@ -40,7 +40,7 @@ def test_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_attention, "PEERS", ())
     contest(DECODE, SETTING)
     monkeypatch.setattr(paged, "paged_attention", wrong)
-    with pytest.raises(WrongResultError, match="elements off"):
+    with pytest.raises(WrongResultError, match="elements are wrong"):
         contest(DECODE, SETTING)
 
 

@@ -91,5 +91,5 @@ def test_case_agrees_with_the_reference_and_a_wrong_one_is_refused(case: Case, m
 
     monkeypatch.setattr(paged, case.operation, wrong)
     torch.manual_seed(0)  # the same tensors
-    with pytest.raises(WrongResultError, match="elements off"):
+    with pytest.raises(WrongResultError, match="elements are wrong"):
         check(replace(case.work("check", CPU, torch.float32), expected=lambda: expected))
