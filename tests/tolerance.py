@@ -45,6 +45,6 @@ def assert_close(
     if wrong.any():
         index = tuple(int(i) for i in wrong.nonzero()[0])
         raise AssertionError(
-            f"{int(wrong.sum())} of {wrong.numel()} elements are wrong; first at {index}: {got[index]} for {want[index]}, "
+            f"{int(wrong.sum())} of {wrong.numel()} elements off; first at {index}: {got[index]} for {want[index]}, "
             f"budget {budget[index]:.2e}; largest error {(got - want).abs().nan_to_num(float('inf')).max():.2e}"
         )

@@ -118,12 +118,12 @@ def test_page_is_complete_in_itself(report: Path, whole: Page) -> None:
 
 def test_what_is_wrong_or_did_not_run_is_said(runs: dict[str, Json], tmp_path: Path) -> None:
     run = runs["attention"]
-    run["rows"][0]["absent"] = {"vllm": "wrong: 3 elements are wrong", "flex": "compiles"}
+    run["rows"][0]["absent"] = {"vllm": "wrong: 3 elements off", "flex": "compiles"}
     changes = {"refused": {"c": "NaN <0>"}, "not_run": ["d", "e"], "absent": {"flashinfer": "not here"}}
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(run | changes))
     told = Page(page(load_runs([path])))
-    for said in ("\N{BALLOT X} c: NaN <0>", "vllm: wrong: 3 elements are wrong", "Not run: d, e.", "flashinfer: not here"):
+    for said in ("\N{BALLOT X} c: NaN <0>", "vllm: wrong: 3 elements off", "Not run: d, e.", "flashinfer: not here"):
         assert said in told.text
     assert "compiles" not in told.text
 
