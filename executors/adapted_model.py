@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -60,9 +60,6 @@ class AdaptedModel:
     def prepare(self, track: Callable[..., object]) -> None:
         self._model.prepare()
 
-    def prepare_step(self, handles: Sequence[KvCacheHandle]) -> None:
-        return None
-
     def set_lora_adapter_for_cache(self, cache_id: SeqId, adapter: str | None) -> None:
         self._start(cache_id)
         self._model.set_lora_adapter_for_cache(cache_id, adapter)
@@ -83,6 +80,9 @@ class AdaptedModel:
 
     def get_handle(self, cache_id: SeqId) -> KvCacheHandle | None:
         return cast("KvCacheHandle | None", self._handles.get(cache_id))
+
+    def get_handles(self, cache_ids: Iterable[SeqId]) -> list[KvCacheHandle | None]:
+        return list(map(self.get_handle, cache_ids))
 
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
         self._model.truncate_kv(handle.cache_id, num_tokens)

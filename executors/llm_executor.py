@@ -9,10 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
-from paged.batch import UnifiedBatchItem
-from paged.cache.kv_cache import KvCacheHandle
+from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import UnsupportedError
 from paged.executors.adapted_model import AdaptedModel
@@ -22,8 +19,7 @@ from paged.executors.parallel.messages import Kind
 from paged.executors.progress import tracked
 from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
-from paged.executors.unified_executor import UnifiedExecutor
-from paged.forward_step import PreparedStep
+from paged.executors.unified_executor import Answers, UnifiedExecutor
 from paged.kernels.common.compilation import warming_up
 from paged.kernels.common.scalars import as_bool
 from paged.models.base import DecoderOnlyLLM
@@ -160,6 +156,10 @@ class LlmExecutor(UnifiedExecutor):
         """Return the context of a call that every rank makes on its own."""
         return nullcontext() if self._driver is None else self._driver.alike(kind, *words)
 
+    @property
+    def takes_device_ids(self) -> bool:
+        return isinstance(self._lm, PagedCausalLM)
+
     def capabilities(self) -> ExecutorCapabilities:
         model = type(self.model)
         return replace(
@@ -249,8 +249,7 @@ class LlmExecutor(UnifiedExecutor):
             if "lora_adapter" in item.metadata:
                 self._lm.set_lora_adapter_for_cache(item.cache_id, item.metadata["lora_adapter"])
 
-    def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        return self._lm.prepare_step(handles)
-
-    def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        return self._lm.unified_forward(items)
+    def _run(self, batch: UnifiedBatch) -> Answers:
+        if isinstance(self._lm, PagedCausalLM) and (batch.is_stacked or batch.device_ids is not None):
+            return self._lm.run_batch(batch, is_checked=True)
+        return self._lm.unified_forward(batch.items)

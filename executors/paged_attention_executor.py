@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 
-from paged.batch import UnifiedBatchItem
-from paged.cache.kv_cache import KvCacheHandle, row_bytes
+from paged.batch import UnifiedBatch
+from paged.cache.kv_cache import row_bytes
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.executors.types import MemoryRequirements, ModelInfo
-from paged.executors.unified_executor import UnifiedExecutor
-from paged.forward_step import ForwardStep, PreparedStep, StepPreparer
+from paged.executors.unified_executor import Answers, UnifiedExecutor
+from paged.forward_step import ForwardStep, forward_step
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
 from paged.kernels.common.checks import CACHE_DTYPES, FLOAT_DTYPES
 from paged.kernels.common.scalars import as_int, shown
-from paged.models.logits_policy import answer_items
+from paged.models.logits_policy import answer_batch
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,6 @@ class PagedAttentionExecutor(UnifiedExecutor):
                 activation_bytes_per_token=(kv_width + 2 * width) * dtype.itemsize,
             ),
         )
-        limits = {"vocab_size": config.vocab_size, "max_seq_len": self._info.max_sequence_length}
-        self._preparer = StepPreparer(kv_manager, **limits)
 
     def kv_capacity(self) -> int:
         return self.kv_manager.stats().capacity_tokens
@@ -117,15 +114,9 @@ class PagedAttentionExecutor(UnifiedExecutor):
     def cache_metrics_snapshot(self) -> dict[str, Any]:
         return self.kv_manager.metrics_snapshot()
 
-    def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        prepared = self._preparer.prepare(handles)
-        if prepared is not None:
-            prepared.step.upload()
-        return prepared
-
-    def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        with self._preparer.forward(items) as step:
-            return answer_items(self._logits(self._attend(step)[step.sample_rows]), items)
+    def _run(self, batch: UnifiedBatch) -> Answers:
+        with forward_step(self.kv_manager, batch.items, batch.device_ids) as step:
+            return answer_batch(self._logits(self._attend(step)[step.sample_rows]), batch)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, num_kv_heads, head_dim]."""

@@ -78,6 +78,7 @@ class ExecutorCapabilities:
         supports_prefix_cache: whether sequences share cached prefixes.
         supports_lora: whether items may name an adapter.
         prefers_tokens: whether choosing a token (`DrawToken`) is cheaper than returning logits.
+        supports_device_ids: whether `UnifiedBatch.device_ids` are taken.
     """
 
     max_batch_size: int | None
@@ -88,6 +89,7 @@ class ExecutorCapabilities:
     supports_prefix_cache: bool
     supports_lora: bool
     prefers_tokens: bool = False
+    supports_device_ids: bool = False
     memory_requirements: MemoryRequirements
 
 
@@ -156,11 +158,6 @@ class PromptProgress:
         ]
         rows = sum(decodes)
         return ForwardWork(batch.num_sampled_items - len(decodes), batch.total_q_tokens - rows, rows)
-
-    def work_of_next_tokens(self, handles: Sequence[KvCacheHandle]) -> ForwardWork:
-        """Return the work of a forward of one more token of each sequence."""
-        decodes = sum(one.num_tokens > 0 and not self._is_unfinished(one, one.num_tokens) for one in handles)
-        return ForwardWork(len(handles) - decodes, len(handles) - decodes, decodes)
 
     def update(self, items: Sequence[UnifiedBatchItem]) -> None:
         """Record which prompts have chunks left, after a forward with some."""

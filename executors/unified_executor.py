@@ -36,12 +36,14 @@ from paged.executors.types import (
     PromptProgress,
     WorkMeter,
 )
-from paged.forward_step import PreparedStep, validate_items
+from paged.forward_step import validate_items
 from paged.kernels.common.scalars import as_int
 from paged.models.logits_policy import apply_policies
 from paged.seq_id import SeqId
 
 _LOG = logging.getLogger("paged")
+# One entry for each item, or what `UnifiedBatch.is_stacked` asks for.
+Answers = list[torch.Tensor | None] | torch.Tensor
 
 
 class UnifiedExecutor(ModelExecutor):
@@ -57,11 +59,10 @@ class UnifiedExecutor(ModelExecutor):
         self._sequences = sequences
         self._meter = WorkMeter(info.device, lambda: memory.weight_bytes + sequences.used_bytes)
         self._prompts = PromptProgress(lambda item: item.kv_cache or sequences.get_handle(item.seq_id))
-        self._expected: tuple[PreparedStep, ForwardWork] | None = None
 
     @abstractmethod
-    def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        """Run the forward; return one entry for each item, as `unified_decode` does."""
+    def _run(self, batch: UnifiedBatch) -> Answers:
+        """Run the forward of items that were checked; return what `unified_decode` returns."""
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
         """Select the adapters that items name, before the forward."""
@@ -69,9 +70,10 @@ class UnifiedExecutor(ModelExecutor):
             if item.metadata.get("lora_adapter") is not None:
                 raise UnsupportedError(f"item {item.seq_id!r}: {type(self).__name__} takes no adapters")
 
-    def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Implement `prepare_step`; the next forward takes the prepared step by itself."""
-        return None
+    @property
+    def takes_device_ids(self) -> bool:
+        """Whether `UnifiedBatch.device_ids` are taken."""
+        return True
 
     def info(self) -> ModelInfo:
         return self._info
@@ -86,6 +88,7 @@ class UnifiedExecutor(ModelExecutor):
             supports_truncate=True,
             supports_prefix_cache=manager is not None and manager.config.enable_prefix_cache,
             supports_lora=False,
+            supports_device_ids=self.takes_device_ids,
             memory_requirements=self._memory,
         )
 
@@ -129,33 +132,17 @@ class UnifiedExecutor(ModelExecutor):
             logits = self._logits_of(groups, ForwardWork(0, 0, sum(map(len, groups))))
             return [DecodeOutput(rows, one.kv_cache) for rows, one in zip(logits, inputs, strict=True)]
 
-    def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
+    def unified_decode(self, batch: UnifiedBatch) -> Answers:  # type: ignore[override]
         with self._call():
-            expected, self._expected = self._expected, None
-            is_expected = expected is not None and expected[0].fits(batch.items)
-            work = expected[1] if expected is not None and is_expected else self._prompts.work_of(batch)
-            try:
-                results = self._forward_items(batch.items, work, is_checked=is_expected)
-            finally:  # an error may come before the forward takes it
-                if expected is not None:
-                    expected[0].cancel()
+            num_device_ids = self._num_device_ids(batch)
+            if num_device_ids and num_device_ids == len(batch.items):  # which are of no prompt
+                work = ForwardWork(0, 0, num_device_ids)
+            else:
+                work = self._prompts.work_of(batch)
+            answers = self._forward(batch, work)
             if work.prefill_tokens:
                 self._prompts.update(batch.items)
-            return results
-
-    def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Prepare a `unified_decode` of one more token of each sequence, in this order, while the device is busy.
-
-        Blocks are reserved and metadata is built. If the next call that runs tokens is this step, it uses them;
-        otherwise it frees the blocks.
-
-        Returns:
-            The step; None if the cache is full or the step cannot be prepared.
-        """
-        prepared, self._expected = self._prepare_step(handles), None
-        if prepared is not None:
-            self._expected = prepared, self._prompts.work_of_next_tokens(handles)
-        return prepared
+            return answers
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Run all tokens of the sequence in one forward; each counts as a decode."""
@@ -164,7 +151,7 @@ class UnifiedExecutor(ModelExecutor):
                 return []
             item = verify_item(inputs)
             with self._all_or_nothing([item], ForwardWork(0, 0, len(inputs))):
-                logits = torch.cat([row for row in self._run([item]) if row is not None])
+                logits = torch.cat([row for row in self._run(UnifiedBatch([item])) if row is not None])
                 if logits.shape[0] != len(inputs):
                     raise PagedError(f"the forward returned {logits.shape[0]} rows of logits for {len(inputs)} tokens")
                 rows = apply_policies(logits, [one.logits_policy for one in inputs])
@@ -196,32 +183,25 @@ class UnifiedExecutor(ModelExecutor):
 
     def _logits_of(self, groups: Sequence[Sequence[UnifiedBatchItem]], work: ForwardWork) -> list[torch.Tensor]:
         """Run all groups of final items in one forward; return the logits [len(group), V] of each."""
-        results = self._forward_items([item for group in groups for item in group], work)
+        results = self._forward(UnifiedBatch([item for group in groups for item in group]), work)
         rows = (row for row in results if row is not None)
         return [torch.stack([*islice(rows, len(group))]) for group in groups]
 
-    def _forward_items(
-        self, items: Sequence[UnifiedBatchItem], work: ForwardWork, *, is_checked: bool = False
-    ) -> list[torch.Tensor | None]:
-        if not items:
+    def _forward(self, batch: UnifiedBatch, work: ForwardWork) -> Answers:
+        if not batch.items:
             return []
-
-        with self._all_or_nothing(items, work, is_checked=is_checked):
-            results = self._run(items)
-            if (mismatch := results_mismatch(items, results)) is not None:
+        with self._all_or_nothing(batch.items, work):
+            answers = self._run(batch)
+            if isinstance(answers, torch.Tensor):
+                return answers
+            if (mismatch := results_mismatch(batch.items, answers)) is not None:
                 raise PagedError(f"the forward returned {mismatch}")
-        return [row if item.is_final_chunk else None for item, row in zip(items, results, strict=True)]
+        return [row if item.is_final_chunk else None for item, row in zip(batch.items, answers, strict=True)]
 
     @contextmanager
-    def _all_or_nothing(
-        self, items: Sequence[UnifiedBatchItem], work: ForwardWork, *, is_checked: bool = False
-    ) -> Iterator[None]:
-        """Check the items and count the work; if the checks or the forward raise, roll every cache back.
-
-        Args:
-            is_checked: the items have been checked, and all their sequences exist.
-        """
-        new = set() if is_checked else self._check_items(items)
+    def _all_or_nothing(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> Iterator[None]:
+        """Check the items and count the work; if the checks or the forward raise, roll every cache back."""
+        new = self._check_items(items)
         try:
             self._choose_adapters(items)
             with self._meter.forward(work):
@@ -233,16 +213,34 @@ class UnifiedExecutor(ModelExecutor):
                     self._roll_back(handle, None if handle.cache_id in new else item.pos_offset)
             raise
 
+    def _num_device_ids(self, batch: UnifiedBatch) -> int:
+        """Return the number of items whose tokens only the device knows, after checking them."""
+        info, ids, count = self._info, batch.device_ids, len(batch.items)
+        if ids is None:
+            return 0
+        if not self.takes_device_ids:
+            raise UnsupportedError(f"device_ids: {info.model_id} takes token ids of the host only")
+        if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) > count or ids.device != info.device:
+            given = f"{ids.dtype} {list(ids.shape)} on {ids.device}"
+            raise InvalidInputError(f"device_ids: {given}, expected int64 [n <= {count}] on {info.device}")
+        if (counts := {len(item.q_tokens) for item in batch.items[: len(ids)]}) - {1}:
+            raise InvalidInputError(f"device_ids: beside {max(counts)} q_tokens of an item, expected 1")
+        return len(ids)
+
     def _check_items(self, items: Sequence[UnifiedBatchItem]) -> set[SeqId]:
         """Raise unless the items can run; return the caches that do not exist yet."""
-        validate_items(
-            items,
-            vocab_size=self._info.vocab_size,
-            max_seq_len=self._info.max_sequence_length,
-            length_of=self._length,
-        )
-        started = {item.cache_id for item in items if item.pos_offset == 0}
-        return {cache_id for cache_id in started if self._sequences.get_handle(cache_id) is None}
+        given = [item.kv_cache for item in items]
+        names = [item.seq_id if handle is None else handle.cache_id for item, handle in zip(items, given, strict=True)]
+        handles = self._sequences.get_handles(names)
+        if given != handles:
+            for one, handle in zip(given, handles, strict=True):
+                if one is not None and handle is not one:
+                    self._check_handle(one)
+        limits = {"vocab_size": self._info.vocab_size, "max_seq_len": self._info.max_sequence_length}
+        validate_items(items, handles, **limits)
+        if None not in handles:
+            return set()
+        return {name for name, handle in zip(names, handles, strict=True) if handle is None}
 
     def _roll_back(self, handle: KvCacheHandle, length: int | None) -> None:
         """Truncate a cache to its former length, or free it if that is None, because it did not exist."""
@@ -262,12 +260,6 @@ class UnifiedExecutor(ModelExecutor):
         if not 0 <= new_len <= length:
             raise InvalidInputError(f"new_len: {new_len}, expected 0 to {length}, the length of {handle.cache_id!r}")
         self._sequences.truncate(handle, new_len)
-
-    def _length(self, item: UnifiedBatchItem) -> int:
-        handle = self._sequences.get_handle(item.cache_id)
-        if item.kv_cache is not None and handle is not item.kv_cache:
-            self._check_handle(item.kv_cache)
-        return 0 if handle is None else handle.num_tokens
 
     def _check_handle(self, handle: KvCacheHandle) -> None:
         if not handle.is_valid:

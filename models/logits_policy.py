@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import DrawToken, GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
+from paged.batch import DrawToken, FullLogits, GreedyArgmax, LogitsPolicy, UnifiedBatch, VerifyLogits
 from paged.kernels.common.checks import check_tensor
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.sample_tokens import sample_tokens
@@ -59,11 +59,14 @@ def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
     return Draws.of(draws) if len(draws) == len(policies) else None
 
 
-def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+def answer_batch(logits: torch.Tensor, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
     """Return one answer for each item, from the logits of the wanted rows; None if its chunk is not final."""
-    final = [item for item in items if item.is_final_chunk]
+    final = [item for item in batch.items if item.is_final_chunk]
     policies = [item.logits_policy for item in final]
-    if VerifyLogits not in map(type, policies):
+    kinds = set(map(type, policies))
+    if batch.is_stacked and kinds <= {FullLogits, VerifyLogits}:
+        return logits
+    if VerifyLogits not in kinds:
         answers = iter(apply_policies(logits, policies))
     else:
         sizes = [len(item.q_tokens) if isinstance(item.logits_policy, VerifyLogits) else 1 for item in final]
@@ -71,7 +74,7 @@ def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> lis
             rows if isinstance(item.logits_policy, VerifyLogits) else apply_policies(rows, [item.logits_policy])[0]
             for item, rows in zip(final, logits.split(sizes), strict=True)
         )
-    return [next(answers) if item.is_final_chunk else None for item in items]
+    return [next(answers) if item.is_final_chunk else None for item in batch.items]
 
 
 def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> list[torch.Tensor]:

@@ -13,18 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from paged.batch import UnifiedBatchItem, VerifyLogits
-from paged.cache.kv_cache import KvCacheHandle
+from paged.batch import UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
-from paged.forward_step import ForwardStep, PreparedStep, StepPreparer, validate_items
+from paged.forward_step import ForwardStep, forward_step, validate_items
 from paged.kernels.common.compilation import compile_all
 from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.families.llama import Llama
 from paged.models.loading.weights import Track, num_weights, untracked
-from paged.models.logits_policy import Draws, answer_items, draws_of
+from paged.models.logits_policy import Draws, answer_batch, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
@@ -94,7 +93,6 @@ class PagedCausalLM(DecoderOnlyLLM):
             recorded_only=cuda_graphs is None and self.device.type == "cpu",
         )
         self.num_graph_replays = 0
-        self._preparer = StepPreparer(kv_manager, vocab_size=self._config.vocab_size, max_seq_len=max_seq_len)
 
     @property
     def config(self) -> LlmRuntimeConfig:
@@ -109,7 +107,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         return sum(parameter.nbytes for parameter in self.network.parameters())
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
-        with self._logits([self._next_item(cache_id, tokens)]) as logits:
+        with self._logits(UnifiedBatch([self._next_item(cache_id, tokens)])) as logits:
             return logits[0]
 
     def decode(self, cache_id: SeqId, token: int, pos: int) -> torch.Tensor:
@@ -118,45 +116,37 @@ class PagedCausalLM(DecoderOnlyLLM):
     def decode_batch_with_full_logits(self, items: Sequence[tuple[SeqId, int, int]]) -> torch.Tensor:
         if len(items) == 0:
             return torch.empty(0, self._config.vocab_size, device=self.device)
-        with self._logits(
-            [UnifiedBatchItem(cache_id, [token], pos_offset=pos) for cache_id, token, pos in items]
-        ) as logits:
+        decodes = [UnifiedBatchItem(cache_id, [token], pos_offset=pos) for cache_id, token, pos in items]
+        with self._logits(UnifiedBatch(decodes)) as logits:
             return logits
 
     def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
         item = self._next_item(cache_id, tokens, start_pos)
-        with self._logits([replace(item, logits_policy=VerifyLogits())]) as logits:
+        with self._logits(UnifiedBatch([replace(item, logits_policy=VerifyLogits())])) as logits:
             return logits
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         if len(items) == 0:
             return []
-        draws = None
-        if self.ranks.size > 1:
-            draws = draws_of([item.logits_policy for item in items if item.is_final_chunk])
-            if draws is not None and self._num_candidates(draws) is None:
-                draws = None
-        with self._logits(items, draws) as logits:
-            if draws is not None:
-                tokens = iter(logits)
-                return [next(tokens) if item.is_final_chunk else None for item in items]
-            return answer_items(logits, items)
+        answers = self.run_batch(UnifiedBatch(items))
+        assert isinstance(answers, list)
+        return answers
 
-    def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Prepare a forward over one more token of each sequence before the tokens are known.
+    def run_batch(self, batch: UnifiedBatch, *, is_checked: bool = False) -> list[torch.Tensor | None] | torch.Tensor:
+        """Run a batch that is not empty, as `unified_decode` of an executor does.
 
-        The next forward uses it if it is that step, else cancels it first, see `PreparedStep.cancel`. Returns None if
-        the cache is full.
+        is_checked: the items are valid.
         """
-        prepared = self._preparer.prepare(handles)
-        if prepared is not None:
-            step, row_slots = prepared.step, self.adapters.row_slots(handles, [1] * len(handles))
-            shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
-            if shape is not None:
-                self.graphs.load(step, shape, row_slots)
-            else:
-                step.upload()
-        return prepared
+        items = batch.items
+        final = [item.logits_policy for item in items if item.is_final_chunk]
+        draws = draws_of(final) if self.ranks.size > 1 else None
+        if draws is not None and self._num_candidates(draws) is None:
+            draws = None
+        with self._logits(batch, draws, is_checked=is_checked) as rows:
+            if draws is not None:
+                tokens = iter(rows)
+                return rows if batch.is_stacked else [next(tokens) if one.is_final_chunk else None for one in items]
+            return answer_batch(rows, batch)
 
     def prepare(self, track: Track = untracked) -> None:
         """Warm up: compile and launch every kernel that a step can need, and capture `graphs`; on a CPU, `pack` first.
@@ -237,20 +227,19 @@ class PagedCausalLM(DecoderOnlyLLM):
             self.kv_manager.free(handle)
 
     @contextmanager
-    def _logits(self, items: Sequence[UnifiedBatchItem], draws: Draws | None = None) -> Iterator[torch.Tensor]:
+    def _logits(
+        self, batch: UnifiedBatch, draws: Draws | None = None, *, is_checked: bool = False
+    ) -> Iterator[torch.Tensor]:
         """Run one forward and yield the logits of the wanted rows, or tokens drawn from them.
 
         The sequences grow if the body succeeds.
         """
-        if not self._preparer.expects(items):
-            validate_items(
-                items,
-                vocab_size=self._config.vocab_size,
-                max_seq_len=self._config.max_seq_len,
-                length_of=self._length,
-            )
-        with torch.no_grad(), self._preparer.forward(items) as step:
-            counts = [len(item.q_tokens) for item in items]
+        if not is_checked:
+            handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
+            limits = {"vocab_size": self._config.vocab_size, "max_seq_len": self._config.max_seq_len}
+            validate_items(batch.items, handles, **limits)
+        with torch.no_grad(), forward_step(self.kv_manager, batch.items, batch.device_ids) as step:
+            counts = [len(item.q_tokens) for item in batch.items]
             row_slots = self.adapters.row_slots(step.handles, counts)
             shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
             with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):

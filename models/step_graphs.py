@@ -150,7 +150,6 @@ class StepGraphs:
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._num_adapted_layers = 0
         self._inputs = self._table = self._product = torch.empty(0)
-        self._loaded: tuple[ForwardStep, GraphShape] | None = None
         self.num_unrecorded = 0
 
     def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
@@ -199,34 +198,24 @@ class StepGraphs:
         )
         return next(fitting, None)
 
-    def load(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> None:
-        """Fill the static inputs for a step on the graph of `shape`; tokens may still change before `logits`.
+    def logits(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> torch.Tensor:
+        """Run a step on the graph of `shape`; return the rows of `step.row_ids`, float32 [num_rows, num_logits].
 
         adapters: from `LoraAdapters.row_slots`.
         """
         tables = step.host.block_tables[:, :, : self._table_width]
         # Copy only the batch's rows of the table: all 256 rows for 40,000 tokens are 2.6 MB per step.
         rows = self._padded((step.token_ids, *step.host.arrays[:-1]), shape, adapters)
-        *_, there = to_device((*rows, tables), self._device, out=self._inputs)
+        input_ids, *_, there = to_device((*rows, tables), self._device, out=self._inputs)
+        step.copy_device_ids(input_ids)
         self._table[:, : tables.shape[1], : tables.shape[2]].copy_(there)
-        self._loaded = step, shape
-
-    def logits(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> torch.Tensor:
-        """Run a step on the graph of `shape`; return the rows of `step.row_ids`, float32 [num_rows, num_logits]."""
-        if self._loaded != (step, shape):
-            self.load(step, shape, adapters)
-        elif step.device_ids is None:
-            to_device((_extended(step.token_ids, shape.num_tokens, 0),), self._device, out=self._inputs)
-        if step.device_ids is not None:
-            self._inputs.view(torch.int64)[: len(step.token_ids)].copy_(step.device_ids)
         self._replays[shape]()
-        rows = self._product[: len(step.token_ids)]
-        if len(step.row_ids) < len(rows):
-            rows = rows[to_device((step.row_ids,), self._device)[0]]
-        return rows.to(torch.float32, copy=True)
+        product = self._product[: len(step.token_ids)]
+        if len(step.row_ids) < len(product):
+            product = product[to_device((step.row_ids,), self._device)[0]]
+        return product.to(torch.float32, copy=True)
 
     def _capture(self, record: Record, shapes: Iterable[GraphShape]) -> None:
-        self._loaded = None  # each capture starts with padding in the static inputs
         with torch.no_grad():
             for shape in shapes:
                 replay, obstacle = record(self._forward(shape))

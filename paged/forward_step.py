@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
-from typing import Any, NoReturn
+from operator import add, gt
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import KvSlotRequest, UnifiedBatchItem, VerifyLogits
+from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
-from paged.errors import InvalidInputError, PagedError, SequenceTooLongError
+from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.kernels.attention.plan import AttentionPlan
 from paged.metadata import AttentionMetadata, HostMetadata, OutputRows
 from paged.seq_id import SeqId
@@ -32,7 +32,7 @@ class ForwardStep:
 
     Attributes:
         token_ids: int64 [num_tokens], the items' tokens one after the other; `input_ids` on the device.
-        device_ids: the tokens, if only the device knows them; `token_ids` are then placeholders.
+        device_ids: int64 [n], the first n tokens, if only the device knows them; in `token_ids` these are placeholders.
         host: the metadata; `metadata` on the device.
         row_ids: int64 [num_sampled_rows], in order, the last row of every item with `is_final_chunk`, or all of its
             rows under VerifyLogits; `sample_rows` on the device.
@@ -48,7 +48,7 @@ class ForwardStep:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        return self._moved[0] if self.device_ids is None else self.device_ids
+        return self._moved[0]
 
     @property
     def sample_rows(self) -> torch.Tensor:
@@ -63,21 +63,17 @@ class ForwardStep:
         """`sample_rows` in the form for the last layer; None if they are all rows."""
         return self._moved[3]
 
-    def upload(self) -> None:
-        """Copy the arrays to the device unless they are already there."""
-        _ = self._moved
-
-    def fill(self, token_ids: NDArray[np.int64]) -> None:
-        """Replace the tokens of the same rows, on the device too if they are there."""
-        self.token_ids = token_ids
-        if "_moved" in self.__dict__:
-            to_device((token_ids,), self.device, out=self._moved[0].view(torch.uint8))
+    def copy_device_ids(self, input_ids: torch.Tensor) -> None:
+        """Copy `device_ids` to where they belong in `input_ids`; -1, which stands for no token, runs as 0."""
+        if self.device_ids is not None:
+            torch.clamp(self.device_ids, min=0, out=input_ids[: len(self.device_ids)])
 
     @cached_property
     def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, OutputRows | None]:
         offsets: NDArray[np.int32] = np.searchsorted(self.row_ids, self.host.cu_seqlens_q).astype(np.int32)
         arrays: list[NDArray[Any]] = [self.token_ids, self.row_ids, offsets, *self.host.arrays]
         input_ids, sample_rows, cu_seqlens_q, *rest = to_device(arrays, self.device)
+        self.copy_device_ids(input_ids)
         metadata = self.host.over(rest)
         if len(self.row_ids) == len(self.token_ids):
             return input_ids, sample_rows, metadata, None
@@ -86,77 +82,14 @@ class ForwardStep:
         return input_ids, sample_rows, metadata, OutputRows(sample_rows, cu_seqlens_q, longest, plan)
 
 
-class PreparedStep:
-    """A forward of one more token of each sequence, with its blocks and metadata, before the tokens are known.
-
-    If another call changes one of the sequences meanwhile, that sequence keeps its blocks, and the step can only be
-    cancelled. is_used: whether a forward has taken the step.
-    """
-
-    def __init__(
-        self, manager: PagedKvCacheManager, handles: Sequence[KvCacheHandle], *, vocab_size: int, max_seq_len: int
-    ) -> None:
-        """vocab_size, max_seq_len: the model's.
-
-        Raises:
-            SequenceTooLongError: a sequence would reach beyond `max_seq_len`.
-            InvalidInputError, StaleHandleError, OutOfBlocksError: as `forward_step`; nothing has changed.
-        """
-        for handle in handles:
-            if handle.num_tokens >= max_seq_len:
-                raise SequenceTooLongError(f"{handle!r}: full, expected at most {max_seq_len} tokens with the next one")
-        rows = np.arange(len(handles), dtype=np.int64)
-        self.step, self._reservation = _reserve(manager, handles, [1] * len(handles), np.zeros_like(rows), rows)
-        self.is_used = False
-        self._manager = manager
-        self._vocab_size = vocab_size
-        self._fitting: Sequence[UnifiedBatchItem] | None = None
-
-    def fits(self, items: Sequence[UnifiedBatchItem]) -> bool:
-        """Return whether this is the forward of `items`, which are then valid.
-
-        They must be final and have one token of the vocabulary for each of these sequences, none of which has changed
-        since.
-        """
-        if not self._reservation.is_whole:
-            return False
-        if items is not self._fitting:  # both the executor and its model check
-            handles = tuple([item.kv_cache or self._manager.get_handle(item.seq_id) for item in items])
-            if handles != self.step.handles or len({item.seq_id for item in items}) != len(items):
-                return False
-            for item, position in zip(items, self.step.host.positions.tolist(), strict=True):
-                is_next = len(item.q_tokens) == 1 and item.pos_offset == position and item.is_final_chunk
-                if not is_next or not 0 <= item.q_tokens[0] < self._vocab_size:
-                    return False
-            self._fitting = items
-        return True
-
-    def use_ids(self, token_ids: torch.Tensor) -> None:
-        """Run these tokens, int64 [num_seqs] on the device, instead of those of the items, which may then be anything.
-
-        The cache does not record them, see `PagedKvCacheManager.append_tokens`.
-        """
-        self.step.device_ids = token_ids
-
-    def take(self, items: Sequence[UnifiedBatchItem]) -> tuple[ForwardStep, KvSlotReservation]:
-        """Return the step with the tokens of items that fit, and its reservation."""
-        self.step.fill(np.array([item.q_tokens[0] for item in items], np.int64))
-        self.is_used = True
-        return self.step, self._reservation
-
-    def cancel(self) -> None:
-        """Free its blocks; does nothing if it was used or cancelled."""
-        self._reservation.rollback()
-
-
 @contextmanager
 def forward_step(
-    manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem], prepared: PreparedStep | None = None
+    manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem], device_ids: torch.Tensor | None = None
 ) -> Iterator[ForwardStep]:
     """Reserve capacity for all items and yield their forward; then lengths grow and full blocks are published.
 
     An item without `kv_cache` uses the manager's sequence `seq_id`, created on first use. An exception rolls back
-    lengths, capacity and the sequences created here. prepared: a step that fits the items.
+    lengths, capacity and the sequences created here. device_ids: as in `UnifiedBatch`.
 
     Raises:
         InvalidInputError: a handle is not the manager's, or two items use the same one.
@@ -167,22 +100,24 @@ def forward_step(
     new_ids: list[SeqId] = []  # recorded before the sequences are made, so that an interrupt loses none
     reservation: KvSlotReservation | None = None
     try:
-        if prepared is not None:
-            step, reservation = prepared.take(items)
-        else:
-            handles = []
-            for item in items:
-                handle = item.kv_cache or manager.get_handle(item.seq_id)
-                if handle is None:
-                    new_ids.append(item.seq_id)
-                    handle = manager.allocate(item.seq_id)
-                handles.append(handle)
-            counts = [len(item.q_tokens) for item in items]
-            tokens = np.fromiter(chain.from_iterable(item.q_tokens for item in items), np.int64, sum(counts))
-            step, reservation = _reserve(manager, handles, counts, tokens, _sample_rows(items, counts))
-        yield step
-        known_ids = [item.q_tokens for item in items] if step.device_ids is None else None
-        reservation.commit(known_ids)  # last, because it cannot be undone
+        handles = []
+        for item in items:
+            handle = item.kv_cache or manager.get_handle(item.seq_id)
+            if handle is None:
+                new_ids.append(item.seq_id)
+                handle = manager.allocate(item.seq_id)
+            handles.append(handle)
+        ids: list[Sequence[int] | None] = [item.q_tokens for item in items]
+        counts = [len(item.q_tokens) for item in items]
+        tokens = np.fromiter(chain.from_iterable([item.q_tokens for item in items]), np.int64, sum(counts))
+        lengths = [handle.num_tokens for handle in handles]
+        reservation = manager.reserve_lengths([handle.cache_id for handle in handles], list(map(add, lengths, counts)))
+        host = manager.host_metadata(zip(handles, counts, strict=True))
+        rows = _sample_rows(items, counts)
+        yield ForwardStep(tokens, host, rows, tuple(handles), manager.device, device_ids)
+        num_unknown = 0 if device_ids is None else len(device_ids)
+        ids[:num_unknown] = [None] * num_unknown
+        reservation.commit(ids if num_unknown < len(ids) else None)  # last, as nothing takes that back
     except BaseException:
         if reservation is not None:
             reservation.rollback()
@@ -192,104 +127,52 @@ def forward_step(
         raise
 
 
-def _reserve(
-    manager: PagedKvCacheManager,
-    handles: Sequence[KvCacheHandle],
-    counts: Sequence[int],
-    token_ids: NDArray[np.int64],
-    row_ids: NDArray[np.int64],
-) -> tuple[ForwardStep, KvSlotReservation]:
-    requests = [
-        KvSlotRequest(handle.cache_id, handle.num_tokens + count) for handle, count in zip(handles, counts, strict=True)
-    ]
-    reservation: KvSlotReservation | None = None
-    try:
-        reservation = manager.reserve(requests)
-        host = manager.host_metadata(zip(handles, counts, strict=True))
-        return ForwardStep(token_ids, host, row_ids, tuple(handles), manager.device), reservation
-    except BaseException:
-        if reservation is not None:
-            reservation.rollback()
-        raise
-
-
 def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> NDArray[np.int64]:
     ends: NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
-    final = np.array([item.is_final_chunk for item in items], bool)
-    verified = np.array([isinstance(item.logits_policy, VerifyLogits) for item in items], bool)
-    if not (final & verified).any():
-        last_rows: NDArray[np.int64] = ends[final] - 1
-        return last_rows
-    firsts = np.where(verified, ends - counts, ends - 1)
-    return np.concatenate([np.arange(*rows) for rows in zip(firsts[final], ends[final], strict=True)])
-
-
-class StepPreparer:
-    """Holds at most one prepared step. The next forward uses or cancels it; preparing another cancels it."""
-
-    def __init__(self, manager: PagedKvCacheManager, *, vocab_size: int, max_seq_len: int) -> None:
-        """vocab_size, max_seq_len: the model's."""
-        self._manager = manager
-        self._limits = {"vocab_size": vocab_size, "max_seq_len": max_seq_len}
-        self._prepared: PreparedStep | None = None
-
-    def prepare(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Prepare a forward of one more token of each sequence; None if blocks are missing."""
-        self._cancel()
-        try:
-            self._prepared = PreparedStep(self._manager, handles, **self._limits)
-        except PagedError:
-            return None
-        return self._prepared
-
-    def expects(self, items: Sequence[UnifiedBatchItem]) -> bool:
-        """Return whether the forward of `items` is prepared, which implies that they are valid."""
-        return self._prepared is not None and self._prepared.fits(items)
-
-    def forward(self, items: Sequence[UnifiedBatchItem]) -> AbstractContextManager[ForwardStep]:
-        """Run `forward_step` with the prepared step if it fits."""
-        if not self.expects(items):
-            self._cancel()
-        prepared, self._prepared = self._prepared, None
-        return forward_step(self._manager, items, prepared)
-
-    def _cancel(self) -> None:
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            prepared.cancel()
+    final = [item.is_final_chunk for item in items]
+    if VerifyLogits not in {type(item.logits_policy) for item in items}:
+        last_rows: NDArray[np.int64] = ends - 1
+        return last_rows if all(final) else last_rows[np.array(final)]
+    verified = np.array([isinstance(item.logits_policy, VerifyLogits) for item in items])
+    spans = zip(np.where(verified, ends - counts, ends - 1), ends, final, strict=True)
+    return np.concatenate([np.arange(first, end) for first, end, is_final in spans if is_final])
 
 
 def validate_items(
-    items: Sequence[UnifiedBatchItem],
-    *,
-    vocab_size: int,
-    max_seq_len: int,
-    length_of: Callable[[UnifiedBatchItem], int],
+    items: Sequence[UnifiedBatchItem], handles: Sequence[KvCacheHandle | None], *, vocab_size: int, max_seq_len: int
 ) -> None:
     """Check a batch before anything is written. An empty batch is legal.
 
     Args:
-        length_of: returns the number of tokens in the cache for an item, 0 for an unknown sequence.
+        handles: the sequence of each item; None if it does not exist yet.
 
     Raises:
         InvalidInputError: two items of the same sequence, an item without tokens, a `pos_offset` that is not the
             cache's length, or a token id outside [0, vocab_size).
         SequenceTooLongError: an item would reach beyond `max_seq_len`.
     """
-    for name in ("seq_id", "cache_id"):
-        ids = list(map(attrgetter(name), items))
+    pairs = list(zip(items, handles, strict=True))
+    seq_ids = [item.seq_id for item in items]
+    cache_ids = [item.seq_id if handle is None else handle.cache_id for item, handle in pairs]
+    for name, ids in (("seq_id", seq_ids), ("cache_id", cache_ids)):
         if len(set(ids)) != len(ids):
             raise InvalidInputError(f"item {Counter(ids).most_common(1)[0][0]!r}: its {name} is given twice")
-    for item in items:
-        tokens, length = item.q_tokens, length_of(item)
-        end = length + len(tokens)
-        is_known = length == item.pos_offset and length < end <= max_seq_len
-        if not is_known or min(tokens) < 0 or max(tokens) >= vocab_size:
-            _refuse(item, length, vocab_size, max_seq_len)
+    # Look at the values of all items at once: a decode step has hundreds.
+    lengths = [0 if handle is None else handle.num_tokens for handle in handles]
+    rows = [item.q_tokens for item in items]
+    tokens, ends = list(chain.from_iterable(rows)), list(map(add, lengths, map(len, rows)))
+    is_known = [item.pos_offset for item in items] == lengths and all(map(gt, ends, lengths))
+    if (
+        not is_known
+        or min(tokens, default=0) < 0
+        or max(tokens, default=0) >= vocab_size
+        or max(ends, default=0) > max_seq_len
+    ):
+        for item, length in zip(items, lengths, strict=True):
+            _check_item(item, length, vocab_size, max_seq_len)
 
 
-def _refuse(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: int) -> NoReturn:
-    """Raise the error of an invalid item."""
+def _check_item(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: int) -> None:
     name, end = f"item {item.seq_id!r}", length + len(item.q_tokens)
     if end == length:
         raise InvalidInputError(f"{name}: q_tokens is empty, expected at least one token")
@@ -298,4 +181,5 @@ def _refuse(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: i
     for token in item.q_tokens:
         if not 0 <= token < vocab_size:
             raise InvalidInputError(f"{name}: token id {token}, expected 0 <= id < {vocab_size}")
-    raise SequenceTooLongError(f"{name}: would reach {end} tokens, expected at most {max_seq_len}")
+    if end > max_seq_len:
+        raise SequenceTooLongError(f"{name}: would reach {end} tokens, expected at most {max_seq_len}")

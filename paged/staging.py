@@ -1,4 +1,4 @@
-"""Copies of a step's host arrays to the device, through reused pinned memory."""
+"""Copies of a step's host arrays to the device and of its results to the host, through reused pinned memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Number of concurrent copies. If requests use all options, a step makes 17: metadata, token ids, filters, penalties,
-# rules, noise and log probabilities; the next step is prepared meanwhile. A draft model makes up to 44 for seven drafts
-# without a wait in between.
+# Copies that may be under way at once. A step sends 17 where requests ask for all that there is: its metadata and token
+# ids, filters, penalties, rules, noise and whose log probabilities; and two steps are under way at once. A draft model
+# sends up to 44 for seven drafts, between which nothing is waited for.
 _NUM_BUFFERS = 64
 _FIRST_SIZE = 1 << 16
 # Triton compiles another kernel for pointers that are not multiples of 16.
@@ -32,6 +32,22 @@ def to_device(
     if device.type == "cpu" and out is None:
         return [torch.from_numpy(array) for array in arrays]
     return _staging(device).to_device(arrays, out)
+
+
+class HostCopy:
+    """A copy of a tensor to the host, which is under way on a GPU until `numpy` is called."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copied = _StreamEvent(tensor.device) if tensor.device.type == "cuda" else None
+        self._tensor = tensor.to("cpu", non_blocking=True)  # to pinned memory, which PyTorch keeps for later copies
+        if self._copied is not None:
+            self._copied.record()
+
+    def numpy(self) -> NDArray[Any]:
+        """Wait for the copy and return its values."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensor.numpy()
 
 
 def staged_size(arrays: Sequence[NDArray[Any]]) -> int:

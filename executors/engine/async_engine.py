@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -31,39 +31,34 @@ class _Stream:
 
     def __init__(self, output: RequestOutput, loop: asyncio.AbstractEventLoop) -> None:
         self.output = output
+        self.newest: deque[RequestOutput] = deque(maxlen=1)  # the worker appends, the reader pops: both are atomic
         self._loop = loop
-        self._newest: RequestOutput | None = None
         self._error: BaseException | None = None
-        self._has_news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, output: RequestOutput) -> None:
-        """Replace the newest state."""
-        self._newest = output
-        self._has_news.set()
+    def wake(self, error: BaseException | None = None) -> None:
+        """Let the reader take the newest state and, after it, raise an error."""
+        self._error = self._error or error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-    def fail(self, error: BaseException) -> None:
-        """Raise this error after the newest state."""
-        self._error = error
-        self._has_news.set()
-
-    async def newest(self) -> RequestOutput:
+    async def take(self) -> RequestOutput:
         """Return the newest state once there is one that was not taken; else raise the error."""
         if asyncio.get_running_loop() is not self._loop:
             raise EngineStoppedError(f"request {self.output.request_id!r}: its stream belongs to another event loop")
-        await self._has_news.wait()
-        newest, self._newest = self._newest, None
-        if newest is None:
-            assert self._error is not None
-            raise self._error
-        if self._error is None:
-            self._has_news.clear()
-        return newest
+        while not self.newest:
+            if self._error is not None:
+                raise self._error
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self.newest.pop()
 
 
 class AsyncEngine:
     """Streams the outputs of a synchronous `Engine` without blocking the event loop.
 
-    Steps run as long as there are requests; calls wait for the step in progress. Use it from one event loop at a time:
+    A worker thread runs steps as long as there are requests, and tells the event loop once a step which of them have
+    news; calls wait for the step in progress. Use it from one event loop at a time:
     calls from another loop raise InvalidInputError and do nothing until the former loop is closed. The first call after
     that aborts what the closed loop left. Leaving a stream by `aclose`, an exception or a cancelled task aborts its
     request. A stream that is read slowly, or never, holds only its newest state. `async with` shuts down at its end.
@@ -74,9 +69,8 @@ class AsyncEngine:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
         self._streams: dict[RequestOutput, _Stream] = {}
-        self._steps: asyncio.Task[None] | None = None
-        self._may_run = asyncio.Event()
-        self._may_run.set()
+        self._is_queued = False  # a step is; for the worker alone
+        self._is_paused = False
         self._is_accepting = True
         self._is_stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,11 +105,15 @@ class AsyncEngine:
         try:
             marks = [Mark()] * len(stream.output.outputs)
             while True:
-                newest = await stream.newest()
-                yield newest.since(marks) if deltas else newest
-                if newest.finished:
+                newest = await stream.take()
+                is_last = newest.finished
+                if deltas:
+                    for one, begin in zip(newest.outputs, marks, strict=True):
+                        one.begin = begin  # of a copy that only this reader has
+                    marks = [one.mark for one in newest.outputs]
+                yield newest
+                if is_last:
                     return
-                marks = [one.mark for one in newest.outputs]
         finally:
             streams.pop(stream.output, None)
             if not self._is_stopped:
@@ -136,7 +134,8 @@ class AsyncEngine:
 
         output = await self._call(abort)
         if output in self._streams:
-            self._streams[output].put(output.copy())
+            self._streams[output].newest.append(output.copy())
+            self._streams[output].wake()
         return output is not None
 
     async def load_lora(self, name: str, path: str | Path) -> None:
@@ -166,20 +165,20 @@ class AsyncEngine:
         """
         self._check_accepting()
         self._check_loop()
-        was_running = self._may_run.is_set()
-        self._may_run.clear()
+        was_paused, self._is_paused = self._is_paused, True
         try:
-            await self._call(lambda: None)  # behind the step that runs
+            await self._call(lambda: self._publish(self.engine.drain()))
         except asyncio.CancelledError:  # the caller does not know that it paused
-            if was_running:
-                self._may_run.set()
+            if not was_paused:
+                await self.resume()
             raise
 
     async def resume(self) -> None:
         """Run steps again; does nothing if they run."""
         self._check_accepting()
         self._check_loop()
-        self._may_run.set()
+        self._is_paused = False
+        self._worker.submit(self._go_on)
 
     async def shutdown(self, *, drain: bool = False) -> None:
         """Accept no more requests, end the running ones and stop the worker; a second call does nothing.
@@ -193,17 +192,16 @@ class AsyncEngine:
         if self._is_stopped:
             return
         self._check_loop()
-        self._is_accepting = False
-        self._may_run.set()
-        await self._call(lambda: None)  # behind the requests that are being added: from here on there come no others
-        if drain:
-            await self._steps_end()
+        self._is_accepting = self._is_paused = False
+        await self._call(self._go_on)  # behind the requests that are being added: from here on there come no others
+        left = self.engine.num_unfinished if drain else 0
+        while left and not self._is_stopped:
+            left = await self._call(self._num_unfinished)  # comes behind a step
         for output, stream in list(self._streams.items()):
             if not output.finished:
-                stream.fail(EngineStoppedError(f"request {output.request_id!r}: the engine was shut down"))
+                stream.wake(EngineStoppedError(f"request {output.request_id!r}: the engine was shut down"))
         if not self._is_stopped:
-            await self._call(self._discard, self._streams)
-            await self._steps_end()
+            await self._call(self._end_all)
         self._is_stopped = True
         self._worker.shutdown()
 
@@ -217,6 +215,7 @@ class AsyncEngine:
             output = self.engine.add_request(prompt_token_ids, params, **options)
             try:
                 streams[output] = stream = _Stream(output, loop)
+                self._go_on()
                 return stream
             except BaseException:
                 self.engine.discard(output)
@@ -238,7 +237,6 @@ class AsyncEngine:
             if not self._is_stopped:
                 self._worker.submit(leave, added)
             raise
-        self._start_steps()
         return stream
 
     async def _call(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -253,11 +251,8 @@ class AsyncEngine:
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
                 raise InvalidInputError("AsyncEngine: called from another event loop than before, which is not closed")
-            may_run, self._may_run = self._may_run, asyncio.Event()
-            if may_run.is_set():
-                self._may_run.set()
             gone, self._streams = self._streams, {}
-            self._loop, self._steps = loop, None
+            self._loop = loop
             if not self._is_stopped:
                 self._worker.submit(self._discard, gone)  # behind those that are still being added to it
 
@@ -265,38 +260,53 @@ class AsyncEngine:
         if not self._is_accepting:
             raise EngineStoppedError("the engine was shut down")
 
+    def _num_unfinished(self) -> int:
+        return self.engine.num_unfinished
+
+    def _end_all(self) -> None:
+        self._discard(self._streams)
+        self.engine.drain()
+
     def _discard(self, streams: Mapping[RequestOutput, _Stream]) -> None:
         for output in list(streams):
             self.engine.discard(output)
 
-    def _step(self) -> list[tuple[_Stream, RequestOutput]]:
-        """Run a step; return the streams with news and their newest states."""
-        pairs = ((self._streams.get(output), output) for output in self.engine.step())
-        return [(stream, output.copy()) for stream, output in pairs if stream is not None]
+    def _go_on(self) -> None:
+        """Queue a step, behind the calls that wait, if there is something to run and none is queued."""
+        if self.engine.num_unfinished and not (self._is_queued or self._is_paused):
+            self._is_queued = True
+            self._worker.submit(self._step)
 
-    async def _run_steps(self) -> None:
-        while self.engine.num_unfinished:
-            while not self._may_run.is_set():  # may be cleared again before this task has its turn
-                await self._may_run.wait()
-            for stream, newest in await self._call(self._step):
-                stream.put(newest)
+    def _step(self) -> None:
+        self._is_queued = False
+        if not self._is_paused:
+            try:
+                self._publish(self.engine.step())
+            except BaseException as error:  # nothing can run any more, and every request has ended
+                self._tell(list(self._streams.values()), error)
+            self._go_on()
 
-    def _start_steps(self) -> asyncio.Task[None]:
-        if self._steps is None or self._steps.done():
-            self._steps = asyncio.create_task(self._run_steps())
-            self._steps.add_done_callback(partial(self._note_failure, self._streams))
-        return self._steps
+    def _publish(self, outputs: Iterable[RequestOutput]) -> None:
+        """Give every reader of these requests their state at this moment."""
+        pairs = [(stream, output) for output in outputs if (stream := self._streams.get(output)) is not None]
+        for stream, output in pairs:
+            stream.newest.append(output.copy())
+        self._tell([stream for stream, _ in pairs])
 
-    def _note_failure(self, streams: Mapping[RequestOutput, _Stream], steps: asyncio.Task[None]) -> None:
-        """Fail all open streams if the task that runs steps raised or was cancelled, as at the end of an event loop."""
-        cancelled = asyncio.CancelledError("the task that runs steps was cancelled")
-        error = cancelled if steps.cancelled() else steps.exception()
-        if error is None:
+    def _tell(self, streams: Sequence[_Stream], error: BaseException | None = None) -> None:
+        """Wake readers, all in one turn of their event loop; if it is closed, abort their requests."""
+        if not streams or self._loop is None:
             return
-        for stream in streams.values():
+        try:
+            self._loop.call_soon_threadsafe(_wake, streams, error)
+        except RuntimeError:
+            self._discard({stream.output: stream for stream in streams})
+
+
+def _wake(streams: Sequence[_Stream], error: BaseException | None) -> None:
+    for stream in streams:
+        stopped: EngineStoppedError | None = None
+        if error is not None:
             stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
             stopped.__cause__ = error
-            stream.fail(stopped)
-
-    async def _steps_end(self) -> None:
-        await asyncio.wait([self._start_steps()])
+        stream.wake(stopped)

@@ -32,8 +32,9 @@ class EngineConfig:
             forever.
         decode_stretch: while sequences decode, prompt chunks are cut so that a step takes at most this many times as
             long as one without prompts, by measured times. None cuts by the budget alone.
-        prepare_ahead: whether the host prepares the blocks and metadata of the next step while the device runs a step
-            of decodes. None does so on GPUs only.
+        overlap: whether the next step is launched before the tokens of the last one are read, so that the device never
+            waits for the host. None does so on GPUs only. Needs `ExecutorCapabilities.supports_device_ids` and a cache
+            manager; without effect beside a proposer, which reads the tokens.
 
     Raises:
         InvalidInputError: a value has another type or is out of range.
@@ -47,7 +48,7 @@ class EngineConfig:
     admission_tokens: int | None = 64
     priority_requests: int = 1000
     decode_stretch: float | None = None
-    prepare_ahead: bool | None = None
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         """Check every value and convert it to Python's own types."""
@@ -60,8 +61,8 @@ class EngineConfig:
         if self.decode_stretch is not None:
             stretch = as_float("decode_stretch", self.decode_stretch, math.nextafter(1, 2))
             object.__setattr__(self, "decode_stretch", stretch)
-        if self.prepare_ahead is not None:
-            object.__setattr__(self, "prepare_ahead", as_bool("prepare_ahead", self.prepare_ahead))
+        if self.overlap is not None:
+            object.__setattr__(self, "overlap", as_bool("overlap", self.overlap))
 
 
 _MINIMA = {"token_budget": 1, "chunk_size": 1, "max_num_seqs": 1, "max_waiting": 0, "priority_requests": 1}

@@ -15,18 +15,18 @@ import torch
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
+from paged.executors.engine.launched_step import LaunchedStep, StepSampler
 from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.engine.scheduler import Plan, Scheduler
-from paged.executors.engine.step_runner import StepResults, StepRunner, WrongResultsError
-from paged.executors.isolation import attempt, describe, quietly, raise_exit
+from paged.executors.engine.scheduler import Scheduler
+from paged.executors.engine.step_runner import CallResults, StepRunner
+from paged.executors.isolation import attempt, describe, quietly
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, State
-from paged.executors.sampling.rows import row_matrix
-from paged.executors.sampling.sampler import Drafts, Sampled, Sampler
-from paged.executors.speculation.drafting import Proposer, aligned_drafts, draft
-from paged.executors.unified_executor import UnifiedExecutor
-from paged.forward_step import PreparedStep
+from paged.executors.sampling.rows import index_tensor
+from paged.executors.sampling.sampler import Sampled, Sampler
+from paged.executors.speculation.drafting import Proposer, draft
+from paged.executors.unified_executor import Answers
 from paged.seq_id import SeqId
 
 _LOG = logging.getLogger("paged")
@@ -53,18 +53,19 @@ class EngineCore:
         self._requests: dict[SeqId, Request] = {}
         self._changed: dict[RequestOutput, None] = {}
         self._timed: list[Request] = []  # those that have to end at some time, the earliest first
-        self._sampled = 0.0
+        self._sampled = self._last_taken = 0.0
         self._scheduler = Scheduler(config, self._space, self._fail, decode_cost=decode_cost)
         self._runner = StepRunner(executor, self._make_room, self._fail, self._space.release, self.metrics)
         is_unified = executor.supports_native_unified_decode()
         self._prefers_tokens = is_unified and executor.capabilities().prefers_tokens
-        self._vocab_size = info.vocab_size
+        self._vocab_size, self._device = info.vocab_size, info.device
         self._sampler = Sampler(info.vocab_size, info.device)
-        is_ahead = info.device.type == "cuda" if config.prepare_ahead is None else config.prepare_ahead
-        self._prepares = is_ahead and manager is not None and proposer is None
-        self._prepared: PreparedStep | None = None
-        self._prepared_for: list[Completion] = []
-        self._on_finish: list[Callable[[Completion], object]] = [self._leave_prepared, self._sampler.forget]
+        self._step_sampler = StepSampler(self._sampler, info.vocab_size, self._fail, self._take_launched)
+        overlaps = info.device.type == "cuda" if config.overlap is None else config.overlap
+        can_overlap = is_unified and executor.capabilities().supports_device_ids and manager is not None
+        self._overlaps = overlaps and can_overlap and proposer is None
+        self._launched: LaunchedStep | None = None
+        self._on_finish: list[Callable[[Completion], object]] = [self._sampler.forget]
         if proposer is not None:
             self._on_finish.append(proposer.forget)
         self._is_stepping = False
@@ -75,21 +76,29 @@ class EngineCore:
 
         The list is empty if there are no requests. An error of one completion ends only that one, with finish_reason
         "error". A tokenizer or an executor that the step calls may add, abort and discard requests; aborted ones end
-        after the step.
+        after the step. Under `EngineConfig.overlap` the next forward is under way when this returns.
 
         Raises:
             ExecutorShutDownError, RankFailedError: nothing can run any more. Every request has ended, so it is raised
                 once.
             UnsupportedError: called within a step.
         """
+        return self._run_step(self._step)
+
+    def drain(self) -> list[RequestOutput]:
+        """Read the tokens of a forward that is under way, and launch none; return and raise as `step`."""
+        return self._run_step(self._take_launched)
+
+    def _run_step(self, run: Callable[[], object]) -> list[RequestOutput]:
         if self._is_stepping:
             raise UnsupportedError("step: called within a step")
         self._changed = {}
         try:
             self._is_stepping = True
-            self._step()
+            run()
             self._is_stepping = False  # here, too: an interrupt may come before the last line below
         except BaseException as error:  # not of one request: those of its own end it
+            self._launched = None
             for request in list(self._requests.values()):
                 self._end(request, "error", describe(error))
             raise
@@ -110,26 +119,60 @@ class EngineCore:
             self._aborted.pop()
 
     def _step(self) -> None:
-        started = perf_counter()
-        self._expire(started)
-        plan = self._scheduler.plan()
-        if plan.decodes or plan.chunks:
-            self._begin(plan.chunks)
-            drafts = draft(self._proposer, plan.decodes, self._vocab_size)
-            self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
-            completions, num_prefill_tokens = [*plan.decodes, *plan.chunks], _num_rows(plan.chunks)
-            if self._prefers_tokens and drafts is None:
-                self._ask_for_tokens(completions)
-            ran = self._runner.run(completions)
-            self._end_prepared()
-            self._take(plan, ran, drafts)
-            seconds = perf_counter() - started
-            self.metrics.step_time.observe(seconds)
-            if self._scheduler.pacer is not None and plan.decodes:
-                self._scheduler.pacer.observe(seconds, num_prefill_tokens)
-        elif self._scheduler.waiting and self._scheduler.preempt() is None:
-            first = self._scheduler.waiting[0]
-            self._fail(first, "the cache has no room for it, and no request here holds any")
+        """Launch the next forward, then read the tokens of the one before; the first forward is launched before."""
+        self._expire(perf_counter())
+        if self._launched is None:
+            self._launched = self._launch()
+        ahead = self._launch() if self._overlaps and self._launched is not None else None
+        self._take_launched()
+        if ahead is not None:
+            self._launched = ahead
+            self._note_known(ahead)
+
+    def _launch(self) -> LaunchedStep | None:
+        """Launch what can run, and what samples from it; None if nothing does.
+
+        Behind a step whose tokens are not known yet, nothing is preempted and no error ends a completion: what cannot
+        run then runs once they are.
+        """
+        started, plan, before = perf_counter(), self._scheduler.plan(), self._launched
+        if not (plan.decodes or plan.chunks):
+            if before is None and self._scheduler.waiting and self._scheduler.preempt() is None:
+                first = self._scheduler.waiting[0]
+                self._fail(first, "the cache has no room for it, and no request here holds any")
+            return None
+        self._begin(plan.chunks)
+        drafts = draft(self._proposer, plan.decodes, self._vocab_size)
+        self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
+        completions, late = [*plan.decodes, *plan.chunks], []
+        if self._prefers_tokens and drafts is None:
+            self._ask_for_tokens(completions)
+        if before is None:
+            calls = self._runner.run(completions)
+        else:
+            late = [one for one in plan.decodes if one.is_behind]
+            if len(late) < len(plan.decodes):
+                completions = [*late, *(one for one in completions if not one.is_behind)]
+            calls = self._runner.run_ahead(completions, before.token_ids(late, self._device) if late else None)
+            self.metrics.overlapped_steps += bool(calls)
+        if not calls:
+            return None
+        launched = LaunchedStep(started, bool(plan.decodes), _num_rows(plan.chunks), drafts is not None, late)
+        self._count(calls, launched)
+        completions, rows = self._final_rows(calls, has_chunks=bool(plan.chunks))
+        self._step_sampler.sample(completions, rows, launched, drafts and (drafts, plan.decodes))
+        return launched
+
+    def _count(self, calls: Sequence[CallResults], launched: LaunchedStep) -> None:
+        ran = [one for call in calls for one in call.completions]
+        num_rows, prefill_tokens = len(ran), 0
+        if launched.num_prefill_tokens or launched.is_drafted:
+            num_rows = _num_rows(ran)
+            prefill_tokens = _num_rows(one for one in ran if one.state is State.PREFILL)
+        self.metrics.steps += num_rows > 0
+        self.metrics.mixed_steps += 0 < prefill_tokens < num_rows
+        self.metrics.prefill_tokens += prefill_tokens
+        self.metrics.decode_tokens += num_rows - prefill_tokens
 
     def _ask_for_tokens(self, completions: Sequence[Completion]) -> None:
         """Let the executor choose the tokens of a step if no completion asks for more than it can do."""
@@ -139,92 +182,64 @@ class EngineCore:
         for one, draw in zip(final, (is_single and self._sampler.draws(final)) or (), strict=False):
             one.item.ask(draw)
 
-    def _take(self, plan: Plan, ran: StepResults, drafts: Drafts | None) -> None:
-        """Count the tokens that ran, sample the rows with logits, and advance those completions."""
-        num_rows, prefill_tokens = len(ran.completions), 0
-        if plan.chunks or drafts is not None:
-            num_rows = _num_rows(ran.completions)
-            prefill_tokens = _num_rows(one for one in ran.completions if one.state is State.PREFILL)
-            ran = self._end_chunks(ran)
-        self.metrics.steps += num_rows > 0
-        self.metrics.mixed_steps += 0 < prefill_tokens < num_rows
-        self.metrics.prefill_tokens += prefill_tokens
-        self.metrics.decode_tokens += num_rows - prefill_tokens
-        if ran.completions:
-            self._sample(ran, plan, drafts, self._prepare_next)
-
-    def _sample(
-        self, ran: StepResults, plan: Plan, drafts: Drafts | None, meanwhile: Callable[[], None] | None
-    ) -> None:
-        """Sample and advance; after an error in halves, until the failing completion is alone."""
-        completions = ran.completions
-        try:
-            if all(row is not None and row.dim() == 0 for row in ran.rows):
-                tokens = torch.stack([row for row in ran.rows if row is not None])
-                if meanwhile is not None:
-                    meanwhile()
-                sampled = Sampled(tokens[:, None].tolist())
-            elif drafts is None:
-                sampled = self._sampler.sample(self._logits(ran, len(completions)), completions, meanwhile)
+    def _final_rows(self, calls: Sequence[CallResults], *, has_chunks: bool) -> tuple[list[Completion], Answers]:
+        """Count what ran as cached; return the completions to sample for, forks of a prompt too, and their answers."""
+        completions: list[Completion] = []
+        parts: list[Answers] = []
+        for group, answers in calls:
+            if not has_chunks:
+                for completion in group:
+                    completion.launched()
+                completions += group
+                parts.append(answers)
+                continue
+            rows: list[int] = []  # of `answers`, for each completion
+            first, row = len(completions), 0
+            for index, completion in enumerate(group):
+                item, is_prompt = completion.item, completion.state is State.PREFILL
+                completion.launched()
+                if item.is_final_chunk:
+                    started = self._end_prefill(completion) if is_prompt else [completion]
+                    completions += started
+                    rows += [row if isinstance(answers, torch.Tensor) else index] * len(started)
+                    row += 1
+            if isinstance(answers, torch.Tensor):
+                forked = len(completions) - first > row
+                parts.append(answers[index_tensor(rows, answers.device)] if forked else answers)
             else:
-                drafted = aligned_drafts(drafts, plan.decodes, completions)
-                num_rows = sum(len(ids) + 1 for ids in drafted.token_ids)
-                sampled = self._sampler.verify(self._logits(ran, num_rows), completions, drafted)
-        except BaseException as error:
-            raise_exit(error)
-            self._sampler.reset()
-            if len(completions) == 1:
-                self._fail(completions[0], describe(error))
-                return
-            middle = len(completions) // 2
-            for part in (slice(middle), slice(middle, None)):
-                self._sample(StepResults(completions[part], ran.rows[part]), plan, drafts, None)
+                parts.append([answers[row] for row in rows])
+        if len(parts) == 1:
+            return completions, parts[0]
+        return completions, [row for part in parts for row in part]
+
+    def _take_launched(self) -> None:
+        """Read the tokens of the launched step, and give them to completions that have not ended meanwhile."""
+        step, self._launched = self._launched, None
+        if step is None:
             return
-        self._advance(completions, sampled, may_be_first=bool(plan.chunks), drafted=drafts is not None)
+        for completions, on_device in step.parts:
+            fail = partial(self._fail_all, completions)
+            sampled = attempt(fail, on_device.read)
+            if sampled is not None:
+                self._advance(completions, sampled, may_be_first=step.num_prefill_tokens > 0, drafted=step.is_drafted)
+        now = perf_counter()
+        seconds = now - max(step.started, self._last_taken)
+        self._last_taken = now
+        self.metrics.step_time.observe(seconds)
+        if self._scheduler.pacer is not None and step.has_decodes:
+            self._scheduler.pacer.observe(seconds, step.num_prefill_tokens)
 
-    def _logits(self, ran: StepResults, num_rows: int) -> torch.Tensor:
-        logits = row_matrix([row for row in ran.rows if row is not None])
-        if logits.shape != (num_rows, self._vocab_size):
-            raise WrongResultsError(f"logits {tuple(logits.shape)}, expected {(num_rows, self._vocab_size)}")
-        return logits.float()
+    def _note_known(self, ahead: LaunchedStep) -> None:
+        """Tell the cache the tokens that a step ran before they were known; leave a step whose completions have ended.
 
-    def _prepare_next(self) -> None:
-        """Prepare the next step of decodes while the device runs this one, as if no request came or ended early.
-
-        It takes blocks only for running sequences, so none is preempted for it. If blocks are missing, nothing is
-        prepared; errors are logged.
+        An error leaves blocks unpublished.
         """
-        executor = self.executor
-        if self._prepares and isinstance(executor, UnifiedExecutor):
-            self._prepared_for = self._scheduler.predict()
-            handles = [completion.handle for completion in self._prepared_for if completion.handle is not None]
-            warn = partial(_LOG.warning, "the next step was not prepared: %s")
-            self._prepared = attempt(warn, executor.prepare_step, handles) if handles else None
-
-    def _leave_prepared(self, completion: Completion) -> None:
-        """Cancel the prepared step if the completion, which has ended, is in it."""
-        if self._prepared is not None and completion in self._prepared_for:
-            self._end_prepared()
-
-    def _end_prepared(self) -> None:
-        """Release the prepared step: a step has run, which used it, or else nothing can use it any more."""
-        if self._prepared is not None:
-            prepared, self._prepared = self._prepared, None
-            prepared.cancel()
-            self.metrics.prepared_steps += prepared.is_used
-            self.metrics.dropped_steps += not prepared.is_used
-
-    def _end_chunks(self, ran: StepResults) -> StepResults:
-        """Return the rows with logits; completions that fork at the end of a prompt get its row too."""
-        sampled = StepResults([], [])
-        for completion, row in zip(ran.completions, ran.rows, strict=True):
-            if completion.state is State.PREFILL:
-                completion.cached += len(completion.item.q_tokens)
-            if row is not None:
-                started = self._end_prefill(completion) if completion.state is State.PREFILL else [completion]
-                sampled.completions.extend(started)
-                sampled.rows.extend([row] * len(started))
-        return sampled
+        late, manager = [one for one in ahead.late if one.state is State.DECODE], self.executor.kv_manager
+        known = [(one.handle, one.token_ids[-1:]) for one in late if one.handle is not None]
+        if known and manager is not None:
+            attempt(partial(_LOG.warning, "blocks were not published: %s"), manager.append_tokens, known)
+        if not self._requests:
+            self._take_launched()
 
     def _make_room(self, spared: Collection[Completion]) -> bool:
         """Free blocks: first those of drafts, then those of the completion that ranks last."""
@@ -287,21 +302,32 @@ class EngineCore:
         may_be_first: some of them may be their requests' first tokens. drafted: some may be several for a completion.
         """
         self._sampled = perf_counter()
+        token_ids, logprobs = sampled
+        if any(one.state is State.FINISHED for one in completions):  # while the step was under way
+            left = [row for row, one in enumerate(completions) if one.state is not State.FINISHED]
+            self.metrics.dropped_tokens += len(completions) - len(left)
+            completions, token_ids = [completions[row] for row in left], [token_ids[row] for row in left]
+            logprobs = logprobs and [logprobs[row] for row in left]
         if may_be_first:
             for request in {completion.request for completion in completions}:
                 if request.first_token is None:
                     request.first_token = self._sampled
                     quietly(self._measure_first_token, request)
         self._changed.update(dict.fromkeys([completion.request_output for completion in completions]))
-        if not drafted and sampled.logprobs is None:
-            pairs = zip(completions, sampled.token_ids, strict=True)
+        if not drafted and logprobs is None:
+            pairs = zip(completions, token_ids, strict=True)
             for completion in [completion for completion, (token,) in pairs if completion.advance(token)]:
                 self._finish_if_done(completion)
             self.metrics.generated_tokens += len(completions)
         else:
-            logprobs = sampled.logprobs or [[]] * len(completions)
-            for completion, token_ids, tables in zip(completions, sampled.token_ids, logprobs, strict=True):
-                self._advance_by_several(completion, token_ids, tables)
+            tables = logprobs or [[]] * len(completions)
+            for completion, ids, table in zip(completions, token_ids, tables, strict=True):
+                self._advance_by_several(completion, ids, table, drafted=drafted)
+
+    def _fail_all(self, completions: Iterable[Completion], reason: str) -> None:
+        for completion in completions:
+            if completion.state is not State.FINISHED:
+                self._fail(completion, reason)
 
     def _fail(self, completion: Completion, reason: str) -> None:
         """End a completion that cannot go on, and those that were to fork from it."""
@@ -343,11 +369,10 @@ class EngineCore:
             del self._requests[request.request_id]
 
     def _advance_by_several(
-        self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
+        self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]], *, drafted: bool
     ) -> None:
         """Give a completion its accepted drafts and one token more, until one ends it; roll back the others."""
-        ran_to = completion.item.pos_offset + len(completion.item.q_tokens)
-        before, is_done = len(completion.token_ids), False
+        ran_to, before, is_done = completion.cached, len(completion.token_ids), False
         for token in token_ids:
             is_done = completion.advance(token) and self._finish_if_done(completion)
             if is_done:
@@ -358,9 +383,11 @@ class EngineCore:
             completion.output.growth.logprobs.extend(logprobs[:count])
         self.metrics.generated_tokens += count
         self.metrics.accepted_tokens += max(count - 1, 0)
-        if not is_done and completion.cached < ran_to:
-            fail = partial(self._fail, completion)
-            attempt(fail, self.executor.truncate_kv, completion.handle, completion.cached)
+        if drafted and not is_done:
+            completion.keep()
+            if completion.cached < ran_to:
+                fail = partial(self._fail, completion)
+                attempt(fail, self.executor.truncate_kv, completion.handle, completion.cached)
 
     def _finish_if_done(self, completion: Completion) -> bool:
         reason = attempt(partial(self._fail, completion), completion.finish_reason)

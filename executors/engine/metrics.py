@@ -48,7 +48,8 @@ class EngineMetrics:
         preempted: completions preempted, by "swap" or "recompute".
         steps, mixed_steps: steps in which something ran; those with prompt tokens and decodes.
         failed_forwards: calls of the executor that raised or gave wrong results.
-        prepared_steps, dropped_steps: steps that were prepared ahead and ran as prepared, or did not.
+        overlapped_steps: steps that were launched before the tokens of the one before were read.
+        dropped_tokens: tokens that such steps computed for completions that had ended.
         prefill_tokens: tokens run for prompts, and again after a preemption.
         cached_tokens: prompt tokens found in the cache.
         decode_tokens: tokens run for sequences that decode, drafts included.
@@ -65,8 +66,8 @@ class EngineMetrics:
     steps: int = 0
     mixed_steps: int = 0
     failed_forwards: int = 0
-    prepared_steps: int = 0
-    dropped_steps: int = 0
+    overlapped_steps: int = 0
+    dropped_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
     decode_tokens: int = 0
@@ -85,7 +86,7 @@ class EngineStatus:
     Attributes:
         waiting, swapped: completions in the queue, and those of them whose K/V lie in host memory.
         prefilling, decoding: completions that run.
-        used_blocks, num_blocks: of the KV cache, blocks prepared ahead included; None without a cache manager.
+        used_blocks, num_blocks: of the KV cache; None without a cache manager.
         lora: the executor's `lora_metrics_snapshot`.
     """
 

@@ -86,11 +86,11 @@ class Scheduler:
         """Plan the next step, and admit what fits."""
         config, cost = self._config, self._decode_cost
         fitting = max(config.token_budget // cost, 1)
-        if len(self.decoding) > fitting:  # in turns
-            decodes = self.decoding[:fitting]
-            self.decoding = self.decoding[fitting:] + decodes
-        else:
-            decodes = self.decoding.copy()
+        decodes = [one for one in self.decoding if one.has_next]
+        if len(decodes) > fitting:  # in turns
+            decodes = decodes[:fitting]
+            turn = set(decodes)
+            self.decoding = [one for one in self.decoding if one not in turn] + decodes
         left = max(config.token_budget - len(decodes) * cost, 0 if decodes else 1)
         if decodes and self.pacer is not None:
             left = min(left, self.pacer.max_prefill_tokens)
@@ -109,18 +109,6 @@ class Scheduler:
             left -= count
             index += 1
         return Plan(decodes, chunks)
-
-    def predict(self) -> list[Completion]:
-        """Return the completions that decode in the next step, if all get a token and end only at their max_tokens.
-
-        The list is empty if others would run beside them, or not all of them would run.
-        """
-        budget, cost = self._config.token_budget, self._decode_cost
-        staying = [completion for completion in self.decoding if not completion.is_ending]
-        is_full = self._is_full and len(staying) == len(self.decoding)
-        admits = self.waiting and not is_full and len(staying) < self._config.max_num_seqs
-        has_others = (self.prefilling or admits) and len(staying) * cost < budget
-        return [] if has_others or len(self.decoding) * cost > budget else staying
 
     def to_decoding(self, completion: Completion) -> None:
         """Start decoding a completion whose prompt is done."""

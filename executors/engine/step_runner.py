@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 
-from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, VerifyLogits
+from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.errors import OutOfBlocksError, PagedError, RankFailedError
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.isolation import describe, quietly, raise_exit
@@ -15,16 +16,18 @@ from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.requests.request import Completion, State
 from paged.executors.row_batches import results_mismatch
 
+_LOG = logging.getLogger("paged")
+
 
 class WrongResultsError(PagedError):
     """An executor gave results that do not fit what it was given."""
 
 
-class StepResults(NamedTuple):
-    """What ran: completions, and for each its logits, None where its chunk is not final."""
+class CallResults(NamedTuple):
+    """The completions of a call, and its answers: one for each item, or in one tensor those of the final ones."""
 
     completions: list[Completion]
-    rows: list[torch.Tensor | None]
+    answers: list[torch.Tensor | None] | torch.Tensor
 
 
 class StepRunner:
@@ -58,17 +61,36 @@ class StepRunner:
         self._release = release
         self._metrics = metrics
 
-    def run(self, completions: Sequence[Completion]) -> StepResults:
+    def run(self, completions: Sequence[Completion]) -> list[CallResults]:
         """Run all that can.
 
         Raises:
             ExecutorShutDownError, RankFailedError: nothing can run any more.
         """
-        ran = StepResults([], [])
+        ran: list[CallResults] = []
         self._run(completions, ran)
         return ran
 
-    def _run(self, completions: Sequence[Completion], ran: StepResults) -> None:
+    def run_ahead(self, completions: list[Completion], device_ids: torch.Tensor | None) -> list[CallResults]:
+        """Run all in one call, or after an error none: it runs again, by `run`, when all tokens are known.
+
+        device_ids: as in `UnifiedBatch`.
+        """
+        try:
+            return [CallResults(completions, self._forward(completions, device_ids))]
+        except (ExecutorShutDownError, RankFailedError):
+            raise
+        except WrongResultsError as error:
+            self._metrics.failed_forwards += 1
+            self._fail_all(completions, error)
+        except BaseException as error:
+            raise_exit(error)
+            if not isinstance(error, OutOfBlocksError):
+                self._metrics.failed_forwards += 1
+                _LOG.warning("the next step was not launched ahead: %s", describe(error))
+        return []
+
+    def _run(self, completions: Sequence[Completion], ran: list[CallResults]) -> None:
         if self._is_unified:
             self._run_call(completions, ran)
             return
@@ -78,14 +100,14 @@ class StepRunner:
         for completion in others:
             self._run_call([completion], ran)
 
-    def _run_call(self, group: Sequence[Completion], ran: StepResults) -> None:
+    def _run_call(self, group: Sequence[Completion], ran: list[CallResults]) -> None:
         """Run one call and, on an error, its halves."""
         while group := [one for one in group if one.state in (State.PREFILL, State.DECODE)]:
             try:
-                rows = self._forward(group)
+                answers = self._forward(group)
             except OutOfBlocksError as error:
                 self._start_over(group)
-                if not self._make_room(ran.completions):
+                if not self._make_room([one for call in ran for one in call.completions]):
                     self._fail_all(group, error)
             except (ExecutorShutDownError, RankFailedError):
                 raise
@@ -104,18 +126,28 @@ class StepRunner:
                 self._run(group[middle:], ran)
                 return
             else:
-                ran.completions.extend(group)
-                ran.rows.extend(rows)
+                ran.append(CallResults(group, answers))
                 return
 
-    def _forward(self, group: Sequence[Completion]) -> list[torch.Tensor | None]:
+    def _forward(
+        self, group: Sequence[Completion], device_ids: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None] | torch.Tensor:
         """Make one call; return per item None if it is not final, else logits [V], or [rows, V] for VerifyLogits."""
         if self._is_unified:
             items = [completion.item for completion in group]
-            rows = self._executor.unified_decode(UnifiedBatch(items))
-            if (mismatch := results_mismatch(items, rows)) is not None:
+            answers = self._executor.unified_decode(UnifiedBatch(items, device_ids, is_stacked=True))
+            if isinstance(answers, torch.Tensor):
+                num_rows = sum(_num_rows(item) for item in items)
+                mismatch = (
+                    None
+                    if len(answers) == num_rows
+                    else f"{len(answers)} results for {len(items)} items, expected {num_rows}"
+                )
+            else:
+                mismatch = results_mismatch(items, answers)
+            if mismatch is not None:
                 raise WrongResultsError(mismatch)
-            return rows
+            return answers
         first = group[0]
         if _is_decode(first):
             outputs = self._executor.batch_decode([_decode_input(one, one.item.q_tokens[0]) for one in group])
@@ -149,6 +181,10 @@ class StepRunner:
 
 def _is_decode(completion: Completion) -> bool:
     return completion.is_decoding and len(completion.item.q_tokens) == 1
+
+
+def _num_rows(item: UnifiedBatchItem) -> int:
+    return len(item.q_tokens) if type(item.logits_policy) is VerifyLogits else item.is_final_chunk
 
 
 def _decode_input(completion: Completion, token: int) -> DecodeInput:

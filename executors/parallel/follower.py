@@ -67,8 +67,8 @@ def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArr
     ranks = model.ranks
     if kind is Kind.STEP:
         message = StepMessage.read(arrays, model.device)
-        if not message.knows_ids:
-            ids = torch.empty(len(message.step.token_ids), dtype=torch.int64, device=model.device)
+        if message.num_device_ids:
+            ids = torch.empty(message.num_device_ids, dtype=torch.int64, device=model.device)
             message.step.device_ids = ranks.broadcast(ids, on_device=True)
         step, slots = message.step, message.row_slots
         shape = model.graphs.shape_of(step, is_adapted=slots is not None)

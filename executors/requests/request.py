@@ -23,6 +23,8 @@ from paged.seq_id import SeqId
 # Stands for a token where the logits left none to choose: all of them NaN or -inf.
 NO_TOKEN = -1
 
+_UNKNOWN = (0,)  # a placeholder for a token, see `UnifiedBatch.device_ids`
+
 
 class RunningItem(UnifiedBatchItem):
     """An item that is updated in place: creating 256 of them anew takes 220 us a step."""
@@ -119,9 +121,10 @@ class Completion:
         item: what runs next.
         tokens: what has to run before the next token can be sampled: the prompt and, after a preemption, the output so
             far.
-        cached: number of tokens in the cache.
+        cached: number of tokens in the cache, or on their way there.
         is_swapped: whether its K/V lie in host memory.
         token_ids: the output's.
+        num_sampled: number of tokens sampled, those that the host does not know yet included.
     """
 
     def __init__(self, request: Request, index: int, seed: int, tokenizer: Tokenizer | None) -> None:
@@ -137,7 +140,7 @@ class Completion:
         self.handle: KvCacheHandle | None = None
         self.is_swapped = False
         self.tokens: Sequence[int] = request.prompt
-        self.cached = 0
+        self.cached = self.num_sampled = 0
         self.item = RunningItem(self.seq_id, (), metadata=request.metadata)
         self._item_fields = self.item.__dict__
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -180,9 +183,14 @@ class Completion:
         return self.cached > 0 and self.cached == self.num_tokens - 1 and bool(self.token_ids)
 
     @property
-    def is_ending(self) -> bool:
-        """Whether the next token reaches max_tokens."""
-        return len(self.token_ids) + 1 >= self._max_tokens
+    def has_next(self) -> bool:
+        """Whether another token may follow those that were sampled."""
+        return self.num_sampled < self._max_tokens
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the host does not know its newest token yet."""
+        return self.num_sampled > len(self.token_ids)
 
     def tokens_from(self, start: int) -> list[int]:
         """Return the tokens from that position on."""
@@ -217,17 +225,26 @@ class Completion:
         policy = VerifyLogits() if drafts else FullLogits()
         self.item.move([self.token_ids[-1], *drafts], self.cached, logits_policy=policy)
 
-    def advance(self, token: int) -> bool:
-        """Append a token to the output, which runs next; return whether it may be the last.
+    def launched(self) -> None:
+        """Count the item's tokens as cached."""
+        fields = self._item_fields
+        self.cached = fields["pos_offset"] = self.cached + len(fields["q_tokens"])
 
-        This is most of the engine's time: 256 calls take 100 us.
-        """
-        token_ids, fields = self.token_ids, self._item_fields
-        token_ids.append(token)
-        count = len(token_ids)
-        self.cached = fields["pos_offset"] = self._last_of_prompt + count
-        fields["q_tokens"] = [token]
-        return token in self._end_token_ids or count >= self._max_tokens or self._detokenizer is not None
+    def sampled(self) -> None:
+        """Count a token that the host does not know yet, and that runs next."""
+        self.num_sampled += 1
+        self._item_fields["q_tokens"] = _UNKNOWN
+
+    def advance(self, token: int) -> bool:
+        """Append a token to the output; return whether it may be the last. 256 calls take 60 us."""
+        self.token_ids.append(token)
+        self._item_fields["q_tokens"] = [token]
+        return token in self._end_token_ids or len(self.token_ids) >= self._max_tokens or self._detokenizer is not None
+
+    def keep(self) -> None:
+        """Drop what ran beyond the known tokens, which were drafts."""
+        self.num_sampled = len(self.token_ids)
+        self.cached = self._item_fields["pos_offset"] = self._last_of_prompt + self.num_sampled
 
     def finish_reason(self) -> str | None:
         """Update the text; return the finish reason if the newest token ends the output, else None."""

@@ -17,7 +17,7 @@ _FEW_ROWS = 64
 
 
 class TokenCounts:
-    """A row of each table a completion, brought up to date with the tokens that came since it was last asked for.
+    """A row of each table a completion. `add` counts tokens where they are sampled, `rows` others that came since.
 
     outputs: int32 [rows, V], occurrences in the output. seen: bool [rows, V], whether it stands in that or the prompt.
     They exist once a request has penalties, and grow by doubling.
@@ -39,7 +39,7 @@ class TokenCounts:
                 self._rows[completion], self._counted[completion] = self._new_row(), 0
                 prompts.append((self._rows[completion], completion.request.prompt))
             output.append((self._rows[completion], completion.token_ids[self._counted[completion] :]))
-            self._counted[completion] = len(completion.token_ids)
+            self._counted[completion] = max(self._counted[completion], len(completion.token_ids))
         asked = np.array([self._rows[completion] for completion in completions], np.int64)
         arrays = asked, *_pairs(output), *_pairs(prompts)
         asked_rows, new_rows, new_tokens, prompt_rows, prompt_tokens = to_device(arrays, self.outputs.device)
@@ -48,6 +48,14 @@ class TokenCounts:
         self.seen[new_rows, new_tokens] = True
         self.seen[prompt_rows, prompt_tokens] = True
         return asked_rows
+
+    def add(self, completions: Sequence[Completion], rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Count a new token of each, int64 [n], which need not be known to the host; rows: as `rows` returns them."""
+        tokens = tokens.clamp(min=0)  # one that is none ends its completion
+        self.outputs.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        self.seen[rows, tokens] = True
+        for completion in completions:
+            self._counted[completion] += 1
 
     def forget(self, completion: Completion) -> None:
         """Give the row of a finished completion to another."""

@@ -34,7 +34,7 @@ class RowDrafts(NamedTuple):
 class SamplingRows:
     """The parameters of each row; they hold as long as the same completions stand in the same rows.
 
-    prompt_lengths, outputs: of each row's completion; outputs are its new tokens, which grow.
+    prompt_lengths: of each row's completion.
     is_drawn: whether any row is drawn by chance.
     filters: the temperature and those of `sample_tokens`' filters that any row asks for.
     allowed: the rows that name tokens, each once, and these, as no others stay there.
@@ -47,7 +47,6 @@ class SamplingRows:
 
     completions: list[Completion]
     prompt_lengths: NDArray[np.int64]
-    outputs: list[list[int]]
     is_drawn: bool
     hashed_seeds: NDArray[np.uint64]
     filters: dict[str, torch.Tensor]
@@ -72,7 +71,7 @@ class SamplingRows:
 
     def positions(self, row_drafts: RowDrafts | None) -> NDArray[np.int64]:
         """Where each row's next token stands, behind drafts where there are some."""
-        lengths = self.prompt_lengths + np.fromiter(map(len, self.outputs), np.int64, len(self.outputs))
+        lengths = self.prompt_lengths + np.array([one.num_sampled for one in self.completions], np.int64)
         return lengths if row_drafts is None else lengths + row_drafts.counts
 
 
@@ -85,7 +84,6 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
     return SamplingRows(
         completions=completions,
         prompt_lengths=np.array([len(one.request.prompt) for one in completions], np.int64),
-        outputs=[one.token_ids for one in completions],
         is_drawn=not all(one.is_greedy for one in params),
         hashed_seeds=hash_seeds(np.array([one.seed for one in completions], np.uint64)),
         filters=_filters(params, vocab_size, device),

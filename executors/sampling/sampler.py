@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paged.batch import DrawToken
 from paged.executors.requests.request import Completion
@@ -19,7 +20,7 @@ from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
 from paged.kernels.sampling.torch_ops.sample_tokens import penalised
-from paged.staging import to_device
+from paged.staging import HostCopy, to_device
 
 
 class Sampled(NamedTuple):
@@ -27,6 +28,24 @@ class Sampled(NamedTuple):
 
     token_ids: list[list[int]]
     logprobs: list[list[dict[int, float]]] | None = None
+
+
+class SampledOnDevice(NamedTuple):
+    """Tokens that the device has been asked for.
+
+    Attributes:
+        token_ids: int64 [n] on the device, one for each completion; None if drafts are verified.
+        read: waits for the copy to the host, which is under way, and returns it.
+    """
+
+    token_ids: torch.Tensor | None
+    read: Callable[[], Sampled]
+
+    @classmethod
+    def of(cls, token_ids: torch.Tensor) -> SampledOnDevice:
+        """Begin the copy of one token for each completion, int64 [n]."""
+        host = HostCopy(token_ids[:, None])
+        return cls(token_ids, lambda: Sampled(host.numpy().tolist()))
 
 
 class Drafts(NamedTuple):
@@ -52,20 +71,17 @@ class Sampler:
         self._counts: TokenCounts | None = None
         self._last: SamplingRows | None = None
 
-    def sample(
-        self, logits: torch.Tensor, completions: list[Completion], meanwhile: Callable[[], None] | None = None
-    ) -> Sampled:
-        """Sample one token for each completion, from logits float32 [n, V].
-
-        meanwhile: called once the device has its work, before the tokens are waited for.
-        """
+    def sample(self, logits: torch.Tensor, completions: list[Completion]) -> SampledOnDevice:
+        """Sample one token for each completion, from logits float32 [n, V]."""
         rows = self._rows(completions)
-        tokens = self._choose(self._ruled(logits, rows, None), rows, None, Stream.TOKEN)
-        if meanwhile is not None:
-            meanwhile()
+        ruled = self._ruled(logits, rows, None)
+        tokens = self._choose(ruled, rows, None, Stream.TOKEN)
+        if self._counts is not None and ruled[1] is not None:
+            own = rows.penalised_rows
+            self._counts.add([completions[row] for row in rows.penalised], ruled[1].rows[own], tokens[own])
         if rows.num_logprobs is None:
-            return Sampled(tokens[:, None].tolist())
-        return self._to_host(logits, rows, tokens[:, None], None, [1] * len(completions))
+            return SampledOnDevice.of(tokens)
+        return self._with_logprobs(logits, rows, tokens[:, None], None, [1] * len(completions))
 
     def draws(self, completions: list[Completion]) -> list[DrawToken] | None:
         """Return how an executor can draw the tokens of `sample`; None if that takes more than filters and noise."""
@@ -92,8 +108,8 @@ class Sampler:
         tokens = self._choose(ruled, rows, row_drafts, Stream.DRAFT)
         return tokens, self._filtered(ruled, rows).softmax(-1) if rows.is_drawn else None
 
-    def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
-        """Return the drafts that each completion keeps, and one token more.
+    def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> SampledOnDevice:
+        """Choose the drafts that each completion keeps, and one token more.
 
         logits: [num_rows, V], a row for each draft of a completion and one more.
         """
@@ -117,7 +133,7 @@ class Sampler:
         row_drafts = RowDrafts(ids[owners], np.concatenate([*map(np.arange, sizes)]))
         filtered = self._filtered(self._ruled(logits, rows, row_drafts), rows)
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
-        return self._to_host(logits, rows, tokens, accepted, sizes)
+        return self._with_logprobs(logits, rows, tokens, accepted, sizes)
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a finished completion."""
@@ -154,7 +170,7 @@ class Sampler:
         penalties, banned = self._penalties(rows, row_drafts), []
         for row in rows.with_minimum:
             one = rows.completions[row]
-            if len(one.token_ids) + (0 if row_drafts is None else row_drafts.counts[row]) < one.params.min_tokens:
+            if one.num_sampled + (0 if row_drafts is None else row_drafts.counts[row]) < one.params.min_tokens:
                 banned.append((row, one.request.end_ids))
         if rows.allowed is None and rows.biased is None and not banned:
             return logits, penalties
@@ -188,14 +204,14 @@ class Sampler:
         tables = torch.full((len(rows.completions),), -1, device=self._device).index_copy_(0, index, counted)
         return Penalties(tables, outputs, seen, rows.penalties)
 
-    def _to_host(
+    def _with_logprobs(
         self,
         logits: torch.Tensor,
         rows: SamplingRows,
         tokens: torch.Tensor,
         accepted: torch.Tensor | None,
         sizes: Sequence[int],
-    ) -> Sampled:
+    ) -> SampledOnDevice:
         """Tokens [n, k + 1], counts of accepted drafts and log probabilities in one copy, as float64, which holds ids
         exactly. `logits` has `sizes` rows for each of the n; only those that want log probabilities are read.
         """
@@ -208,21 +224,30 @@ class Sampler:
             logprobs = asked.log_softmax(-1)
             best = logprobs.topk(min(rows.num_logprobs, self._vocab_size))
             parts += [logprobs.gather(1, chosen.clamp(min=0)[:, None]), best.values, best.indices]
-        host = torch.cat([part.double().flatten() for part in parts]).cpu().numpy()
-        flats = np.split(host, np.cumsum([part.numel() for part in parts])[:-1])
-        ids, kept, *found = [flat.reshape(part.shape) for flat, part in zip(flats, parts, strict=True)]
-        pairs = zip(ids.astype(np.int64).tolist(), kept.astype(np.int64).tolist(), strict=True)
-        kept_ids = [row[: count + 1] for row, count in pairs]
-        if rows.num_logprobs is None:
-            return Sampled(kept_ids)
-        lines = {row: line for line, row in enumerate(wanting)}
-        own, values, indices = found[0], found[1], found[2].astype(np.int64)
-        tables: list[list[dict[int, float]]] = []
-        for tokens_kept, start in zip(kept_ids, [0, *accumulate(sizes[:-1])], strict=True):
-            wanted = rows.completions[start].params.logprobs
-            table = []
-            for line, token in enumerate(tokens_kept if wanted is not None else (), lines.get(start, 0)):
-                best_of = zip(indices[line, :wanted].tolist(), values[line, :wanted].tolist(), strict=True)
-                table.append({token: float(own[line, 0])} | dict(best_of))
-            tables.append(table)
-        return Sampled(kept_ids, tables)
+        host = HostCopy(torch.cat([part.double().flatten() for part in parts]))
+        shapes = [part.shape for part in parts]
+        newest = tokens.flatten() if accepted is None else None
+        return SampledOnDevice(newest, lambda: _unpack(host.numpy(), shapes, rows, sizes))
+
+
+def _unpack(
+    host: NDArray[np.float64], shapes: Sequence[torch.Size], rows: SamplingRows, sizes: Sequence[int]
+) -> Sampled:
+    """Read what `Sampler._with_logprobs` has copied."""
+    flats = np.split(host, np.cumsum([shape.numel() for shape in shapes])[:-1])
+    ids, kept, *found = [flat.reshape(shape) for flat, shape in zip(flats, shapes, strict=True)]
+    pairs = zip(ids.astype(np.int64).tolist(), kept.astype(np.int64).tolist(), strict=True)
+    kept_ids = [row[: count + 1] for row, count in pairs]
+    if rows.num_logprobs is None:
+        return Sampled(kept_ids)
+    lines = {row: line for line, row in enumerate(rows.with_logprobs)}
+    own, values, indices = found[0], found[1], found[2].astype(np.int64)
+    tables: list[list[dict[int, float]]] = []
+    for tokens_kept, start in zip(kept_ids, [0, *accumulate(sizes[:-1])], strict=True):
+        wanted = rows.completions[start].params.logprobs
+        table = []
+        for line, token in enumerate(tokens_kept if wanted is not None else (), lines.get(start, 0)):
+            best_of = zip(indices[line, :wanted].tolist(), values[line, :wanted].tolist(), strict=True)
+            table.append({token: float(own[line, 0])} | dict(best_of))
+        tables.append(table)
+    return Sampled(kept_ids, tables)

@@ -15,8 +15,6 @@ from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import NO_TOKEN, Completion
 from paged.executors.sampling.rows import index_tensor, row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
-from paged.executors.unified_executor import UnifiedExecutor
-from paged.forward_step import PreparedStep
 from paged.seq_id import SeqId
 
 
@@ -58,6 +56,7 @@ class DraftModel:
         self._longest = info.max_sequence_length
         self._device = info.device
         self._sampler = Sampler(info.vocab_size, info.device)
+        self._takes_device_ids = executor.capabilities().supports_device_ids
         self._sequences: dict[SeqId, _DraftSequence] = {}
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
@@ -70,12 +69,10 @@ class DraftModel:
         drafted = active  # each has at least one draft
         drafts = torch.full((len(completions), self.num_tokens), NO_TOKEN, dtype=torch.int64, device=self._device)
         probs: torch.Tensor | None = None
-        prepared: PreparedStep | None = None
+        device_ids: torch.Tensor | None = None
         index = index_tensor(active, self._device)
         for position in range(self.num_tokens):
-            answers = self._executor.unified_decode(UnifiedBatch(items)) if items else []
-            if prepared is not None and not prepared.is_used:
-                raise PagedError("the draft model ran a step other than the prepared one")
+            answers = self._executor.unified_decode(UnifiedBatch(items, device_ids)) if items else []
             if not active:  # all are catching up
                 break
             rows = row_matrix([row for row in answers if row is not None])
@@ -90,20 +87,11 @@ class DraftModel:
                 break
             if following != active:
                 active, index = following, index_tensor(following, self._device)
-            items, prepared = self._next([completions[i] for i in active], drafts[index, position])
+            newest, followers = drafts[index, position], [completions[i] for i in active]
+            device_ids = newest if self._takes_device_ids else None  # `_read` sees a -1, which is no token
+            known = [0] * len(followers) if self._takes_device_ids else newest.tolist()
+            items = [self._item(one, [draft]) for one, draft in zip(followers, known, strict=True)]
         return Drafts(self._read(drafts, completions, drafted, limits), probs)
-
-    def _next(
-        self, completions: Sequence[Completion], drafts: torch.Tensor
-    ) -> tuple[list[UnifiedBatchItem], PreparedStep | None]:
-        """Return items with each newest draft. If the step can be prepared, only the device knows the drafts."""
-        prepared: PreparedStep | None = None
-        if isinstance(self._executor, UnifiedExecutor):
-            prepared = self._executor.prepare_step([self._sequences[one.seq_id].handle for one in completions])
-        if prepared is None:
-            return [self._item(one, [draft]) for one, draft in zip(completions, drafts.tolist(), strict=True)], None
-        prepared.use_ids(drafts.clamp(min=0))  # `_read` detects a missing token, -1
-        return [self._item(one, [0]) for one in completions], prepared
 
     def _read(
         self, drafts: torch.Tensor, completions: Sequence[Completion], drafted: Sequence[int], limits: Sequence[int]

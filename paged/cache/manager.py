@@ -16,7 +16,7 @@ from paged.cache.events import CacheEvent, MemoryPressure, Notifier, recovering
 from paged.cache.inspection import KvInspection
 from paged.cache.integrity import check_integrity, recount
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.cache.live_sequences import LiveSequences, as_columns, as_pairs
+from paged.cache.live_sequences import LiveSequences, RequestColumns, as_columns, as_pairs
 from paged.cache.prefix.chain import TokenChain, pack
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.sliding_window import SlidingWindow
@@ -187,8 +187,9 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: an id is not an integer of 32 bits.
         """
-        handles, given = as_pairs("items", items)
-        ids = [as_token_ids("token_ids", token_ids) for token_ids in given]
+        handles, ids = as_pairs("items", items)
+        if not set(map(type, ids)) <= {list} or not set(map(type, chain.from_iterable(ids))) <= {int}:
+            ids = [as_token_ids("token_ids", token_ids) for token_ids in ids]
         pack(list(chain.from_iterable(ids)))
         with self._guard:
             self._prefixes.append([self._sequences.state(handle) for handle in handles], ids)
@@ -288,7 +289,13 @@ class PagedKvCacheManager:
             SequenceTooLongError: a sequence would exceed `max_seq_len`.
             OutOfBlocksError: the pool has too few free blocks.
         """
-        columns = as_columns(requests)
+        return self._reserve(as_columns(requests))
+
+    def reserve_lengths(self, cache_ids: list[SeqId], lengths: list[int]) -> KvSlotReservation:
+        """Reserve as `reserve`, for ids and target lengths whose types are right: they are not checked."""
+        return self._reserve((cache_ids, lengths, [None] * len(lengths)))
+
+    def _reserve(self, columns: RequestColumns) -> KvSlotReservation:
         made: KvSlotReservation | None = None
         try:
             with self._guard:
@@ -387,6 +394,10 @@ class PagedKvCacheManager:
             InvalidInputError: `request_id` is neither str nor int.
         """
         return self._handles.get(as_seq_id("request_id", request_id))
+
+    def get_handles(self, request_ids: Iterable[SeqId]) -> list[KvCacheHandle | None]:
+        """Return what `get_handle` returns for each id; all must be str or int, which is not checked."""
+        return list(map(self._handles.get, request_ids))
 
     def handles(self) -> tuple[KvCacheHandle, ...]:
         """Return all live sequences, oldest first."""

@@ -125,12 +125,12 @@ class KvSlotReservation:
         """Return whether it reserves exactly these lengths for these sequences, and none has changed since."""
         return self._is_whole and states == self._states and targets == self._targets
 
-    def commit(self, token_ids: Iterable[Iterable[int]] | None = None) -> None:
+    def commit(self, token_ids: Iterable[Iterable[int] | None] | None = None) -> None:
         """Set every sequence to its target length; the caller has written the K/V up to there.
 
         Args:
-            token_ids: ids of each sequence's new tokens, in the order of the requests. If given, full blocks are
-                published.
+            token_ids: ids of each sequence's new tokens, in the order of the requests; None where they are not known
+                yet, see `PagedKvCacheManager.append_tokens`. If known, full blocks are published.
 
         Raises:
             InvalidInputError: the reservation is closed, or `token_ids` are not integers of 32 bits, one list per
@@ -203,14 +203,18 @@ class KvSlotReservation:
         """Record for a rollback that `states`, with these lengths, were in the reservation."""
         self._guard.rollback.append((self._reopen, states, lengths, self._undo, self._is_whole))
 
-    def _new_ids(self, token_ids: Iterable[Iterable[int]]) -> list[list[int]]:
-        """Return `token_ids` as checked lists."""
+    def _new_ids(self, token_ids: Iterable[Iterable[int] | None]) -> list[list[int]]:
+        """Return `token_ids` as checked lists, empty for those that are not known."""
         try:
             rows: list[Any] = list(token_ids)
         except MemoryError:
             raise
         except Exception as error:
             raise InvalidInputError(f"token_ids: {shown(token_ids)}, expected one list per sequence") from error
+        counts = list(map(sub, self._targets, self._starts))
+        if None in rows:
+            counts = [0 if row is None else count for row, count in zip(rows, counts, strict=False)]
+            rows = [[] if row is None else row for row in rows]
         # Check the ids of all lists at once: a decode step has hundreds with one id each.
         if not set(map(type, rows)) <= {list}:
             rows = [as_token_ids("token_ids", row) for row in rows]
@@ -218,7 +222,6 @@ class KvSlotReservation:
         if not set(map(type, flat)) <= {int}:
             rows = [as_token_ids("token_ids", row) for row in rows]
             flat = list(chain.from_iterable(rows))
-        counts = list(map(sub, self._targets, self._starts))
         if list(map(len, rows)) != counts:
             given = [len(row) for row in rows]
             raise InvalidInputError(f"token_ids: {shown(given)} ids, expected {shown(counts)} as in the requests")

@@ -17,7 +17,7 @@ from tests.models.lora.folders import Adapter
 
 BLOCK = 4
 # Where a step waits for the tokens it chose, once; before that for all drafts of a draft model, once.
-WAITS, WAITS_FOR_DRAFTS = "executors/sampling/sampler.py:", "executors/speculation/draft_model.py:"
+WAITS, WAITS_FOR_DRAFTS = "paged/staging.py:", "executors/speculation/draft_model.py:"
 SAMPLED: dict[str, Any] = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "min_tokens": 2,
     "logit_bias": {5: 1.0}, "logprobs": 2,
@@ -121,6 +121,7 @@ def test_steps(kind: str, folder: Path, tmp_path: Path) -> None:
     assert {"length"} <= set(engine.metrics.finished) <= {"length", "abort"}
     assert bool(engine.metrics.preempted["swap"]) == (kind == "swap")
     assert cuda.report.num_replays > 20
+    assert 3 * engine.metrics.overlapped_steps > engine.metrics.steps or "prompt lookup" in kind or "draft" in kind
     places = [WAITS, WAITS_FOR_DRAFTS] if kind.startswith("draft model") else [WAITS]
     for place in places:
         assert max(sum(step[where] for where in step if where.startswith(place)) for step in waits) == 1

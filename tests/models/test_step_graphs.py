@@ -9,8 +9,7 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 
-import paged.models.step_graphs
-from paged.batch import FullLogits, GreedyArgmax, UnifiedBatchItem, VerifyLogits
+from paged.batch import FullLogits, GreedyArgmax, UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, OutOfBlocksError
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
@@ -137,63 +136,28 @@ def test_adapters_leave_the_graphs_alone(model: PagedCausalLM, llama_folder: Pat
         assert model.num_graph_replays - replays == is_captured
 
 
-@pytest.mark.parametrize(
-    "meanwhile", ["nothing", "a decode of others", "a capture", "the same once more", "an adapter"]
-)
-def test_prepared_steps(
-    meanwhile: str, model: PagedCausalLM, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_tokens_that_only_the_device_knows(
+    is_adapted: bool, model: PagedCausalLM, llama_folder: Path, tmp_path: Path
 ) -> None:
-    """Replayed or not, used or not, they give the logits of plain ones; one that is used sends only its tokens."""
+    """A replayed step, and one that is too large for a graph, of device ids beside others: the logits of host ids."""
     plain = make(llama_folder, cuda_graphs=False)
+    poetry = Adapter(("q_proj",), seed=1).save(tmp_path / "poetry", llama_folder)
     for one in (model, plain):
+        if is_adapted:
+            one.adapters.load("poetry", poetry)
+            one.set_lora_adapter_for_cache(0, "poetry")
+            one.prepare_adapters()
         begin(one, (8, 3, 7))
-    sizes: list[int] = []
-    send = paged.models.step_graphs.to_device
-
-    def noted(arrays: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        sizes.append(sum(array.nbytes for array in arrays))
-        return send(arrays, *args, **kwargs)
-
-    monkeypatch.setattr(paged.models.step_graphs, "to_device", noted)
-    for token in (5, 6):
-        prepared = model.prepare_step([item.kv_cache for item in next_items(model, (0, 2, 1), 0) if item.kv_cache])
-        assert prepared is not None
-        if meanwhile == "a decode of others":
-            for one in (model, plain):
-                decode(one, (1, 2), 33)
-        elif meanwhile == "a capture":
-            model.graphs.capture()
-        elif meanwhile == "the same once more":
-            again = model.prepare_step(prepared.step.handles)
-            assert again is not None
-            prepared = again
-        elif meanwhile == "an adapter" and not model.adapters.names():
-            model.adapters.load("poetry", Adapter(("q_proj",), seed=1).save(tmp_path / "poetry", llama_folder))
-        sizes.clear()
-        replays = model.num_graph_replays
-        assert_same_results(*(one.unified_forward(next_items(one, (0, 2, 1), token)) for one in (model, plain)))
-        assert model.num_graph_replays == replays + 1
-        assert prepared.is_used == (meanwhile != "a decode of others")
-        if meanwhile in ("nothing", "the same once more", "an adapter"):
-            assert sizes == [4 * 8], "the tokens of the padded batch"
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_prepared_steps_with_adapters(
-    is_captured: bool, model: PagedCausalLM, llama_folder: Path, tmp_path: Path
-) -> None:
-    model.adapters.load("poetry", Adapter(("q_proj",), seed=1).save(tmp_path / "poetry", llama_folder))
-    model.set_lora_adapter_for_cache(0, "poetry")
-    begin(model, (5, 6))
-    expected = model.unified_forward(next_items(model, (0, 1), 7))
-    if is_captured:
-        model.prepare_adapters()
-    go_back(model, 5, 6)
-    prepared = model.prepare_step(model.kv_manager.handles())
-    assert_same_results(model.unified_forward(next_items(model, (0, 1), 7)), expected)
-    assert prepared is not None
-    assert prepared.is_used
-    assert model.num_graph_replays == is_captured
+    for length in (1, 40):
+        chunk, replays = UnifiedBatchItem("chunk", tokens(length)), model.num_graph_replays
+        expected = plain.unified_forward([*next_items(plain, (0, 2, 1), 5), chunk])
+        ids = torch.tensor([5, 5, 5], device=model.device)
+        batch = UnifiedBatch([*next_items(model, (0, 2, 1), 0), chunk], ids, is_stacked=length == 40)
+        assert_same_results(list(model.run_batch(batch)), expected)
+        assert model.num_graph_replays - replays == (length == 1)
+        for one in (model, plain):
+            one.release("chunk")
 
 
 def test_a_step_that_fails_changes_nothing(model: PagedCausalLM) -> None:

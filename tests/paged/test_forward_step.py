@@ -42,6 +42,29 @@ def test_a_step_moves_every_sequence_on(manager: PagedKvCacheManager) -> None:
         assert step.metadata.cu_seqlens_q.tolist() == [0]
 
 
+def test_tokens_that_only_the_device_knows(manager: PagedKvCacheManager) -> None:
+    """They run in place of the placeholders; their block is published once the cache learns them."""
+    with forward_step(manager, [UnifiedBatchItem("a", [1, 2, 3]), UnifiedBatchItem("b", [4])]) as step:
+        pass
+    a, b = step.handles
+    ids = torch.tensor([7, -1], device=manager.device)
+    items = [UnifiedBatchItem("a", [0], pos_offset=3), UnifiedBatchItem("b", [0], pos_offset=1)]
+    with forward_step(manager, [*items, UnifiedBatchItem("c", [9, 8, 7, 6])], ids) as step:
+        assert step.input_ids.tolist() == [7, 0, 9, 8, 7, 6], "-1 is no token"
+    assert [handle.num_tokens for handle in step.handles] == [4, 2, 4]
+
+    def num_cached(*token_ids: int) -> int:
+        handle = manager.allocate("prompt", token_ids=token_ids)
+        found = handle.num_cached_tokens
+        manager.free(handle)
+        return found
+
+    assert (num_cached(1, 2, 3, 7, 0), num_cached(9, 8, 7, 6, 0)) == (0, 4)
+    manager.append_tokens([(a, [7]), (b, [5])])
+    assert num_cached(1, 2, 3, 7, 0) == 4
+    manager.check_integrity()
+
+
 def test_a_batch_that_cannot_be_reserved_does_not_run(manager: PagedKvCacheManager) -> None:
     stale = manager.allocate("stale")
     manager.free(stale)
@@ -66,10 +89,7 @@ def test_a_batch_that_cannot_be_reserved_does_not_run(manager: PagedKvCacheManag
 
 
 def validate(*items: UnifiedBatchItem) -> None:
-    def length_of(item: UnifiedBatchItem) -> int:
-        return 0 if item.kv_cache is None else item.kv_cache.num_tokens
-
-    validate_items(items, vocab_size=10, max_seq_len=8, length_of=length_of)
+    validate_items(items, [item.kv_cache for item in items], vocab_size=10, max_seq_len=8)
 
 
 def test_validate_items(manager: PagedKvCacheManager) -> None:

@@ -68,7 +68,7 @@ def test_requests_that_just_fit(device: torch.device) -> None:
 
 def test_an_adapter_that_is_not_loaded_is_refused() -> None:
     engine = Engine(LlmExecutor.from_pretrained(RECALL, num_blocks=16))
-    with pytest.raises(InvalidInputError, match=r"'french', which is not loaded"):
+    with pytest.raises(InvalidInputError, match=r"'french' is not loaded"):
         engine.add_request([1, 2], FIVE, metadata={"lora_adapter": "french"})
     assert engine.num_unfinished == 0
 

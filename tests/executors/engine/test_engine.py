@@ -42,9 +42,7 @@ def test_arrivals_aborts_and_others_at_random(preemption: Any, ahead: bool, devi
     """Others take and free blocks between the steps; what ends by itself has the tokens of a roomy engine."""
     rng, count = random.Random(8), 40
     executor = make_executor(device, num_blocks=30, num_swap_blocks=12)
-    config = EngineConfig(
-        token_budget=48, max_num_seqs=12, preemption=preemption, admission_tokens=4, prepare_ahead=ahead
-    )
+    config = EngineConfig(token_budget=48, max_num_seqs=12, preemption=preemption, admission_tokens=4, overlap=ahead)
     engine, manager = Engine(executor, config, seed=1), executor.kv_manager
     requests: list[tuple[list[int], SamplingParams, RequestOutput]] = []
     foreign: list[KvCacheHandle] = []
@@ -81,12 +79,12 @@ def test_arrivals_aborts_and_others_at_random(preemption: Any, ahead: bool, devi
     assert metrics.finished["abort"] == len(aborted) > 3
     assert metrics.preempted
     assert not metrics.failed_forwards
-    assert (metrics.prepared_steps > 20, metrics.dropped_steps > 4) == (ahead, ahead)
+    assert (metrics.overlapped_steps > 20, metrics.dropped_tokens > 0) == (ahead, ahead)
     assert all(output.finished and output.error is None for *_, output in requests)
     whole = [one for one in requests if all(each.finish_reason in ("length", "stop") for each in one[2].outputs)]
     assert len(whole) >= count - len(aborted)
     prompts, params, outputs = zip(*whole, strict=True)
-    plain = Engine(make_executor(device, num_blocks=512), EngineConfig(prepare_ahead=False), seed=1)
+    plain = Engine(make_executor(device, num_blocks=512), EngineConfig(overlap=False), seed=1)
     for output, other in zip(outputs, plain.generate(prompts, params, progress=False), strict=True):
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in other.outputs]
 
@@ -144,7 +142,7 @@ def test_a_queue_has_an_end(device: torch.device) -> None:
 
 def test_figures_of_a_run(device: torch.device) -> None:
     executor = make_executor(device, num_blocks=64)
-    engine = Engine(executor, EngineConfig(max_num_seqs=2, prepare_ahead=False))
+    engine = Engine(executor, EngineConfig(max_num_seqs=2, overlap=False))
     metrics, empty = engine.metrics, asdict(engine.metrics)
     engine.step()
     assert asdict(metrics) == empty, "nothing was done"

@@ -32,10 +32,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "swap": (SWAP, SWAPPED),
     "swap without room": (SWAP, TIGHT | {"num_swap_blocks": 1}),
     "paced": ({"decode_stretch": 1.5}, {}),
-    "ahead": ({"prepare_ahead": True}, {}),
-    "ahead, two at a time": ({"prepare_ahead": True, "max_num_seqs": 2}, {}),
-    "ahead, recompute": ({"prepare_ahead": True, "admission_tokens": 0}, TIGHT),
-    "ahead, swap": (SWAP | {"prepare_ahead": True}, SWAPPED | {"cuda_graphs": (1, 2, 6)}),
+    "ahead": ({"overlap": True}, {}),
+    "ahead, two at a time": ({"overlap": True, "max_num_seqs": 2}, {}),
+    "ahead, recompute": ({"overlap": True, "admission_tokens": 0}, TIGHT),
+    "ahead, swap": (SWAP | {"overlap": True}, SWAPPED | {"cuda_graphs": (1, 2, 6)}),
     "graphs": ({}, {"cuda_graphs": (1, 2, 6)}),
     "graphs, recompute": ({"admission_tokens": 0}, TIGHT | {"cuda_graphs": True}),
     "graphs, swap": (SWAP, SWAPPED | {"cuda_graphs": (2, 3)}),
@@ -71,7 +71,7 @@ class Case:
         status, preempted = engine.executor.status(), engine.metrics.preempted
         assert status.forwards >= engine.metrics.steps > status.graph_replays
         assert bool(status.graph_replays) == ("cuda_graphs" in options)
-        assert bool(engine.metrics.prepared_steps) == config.get("prepare_ahead", False)
+        assert bool(engine.metrics.overlapped_steps) == config.get("overlap", False)
         if "num_blocks" not in options:
             assert not preempted
         elif self.folder != RECALL:  # its answers take a block or two, and seldom the one too many

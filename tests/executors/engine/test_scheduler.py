@@ -1,6 +1,5 @@
 """The scheduler on a cache that is a number: budgets, order, fairness, preemption; and what paces its prompts."""
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,14 +65,15 @@ def scheduler_of(
 def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
     """What the engine does after a forward; those that got a token."""
     ended = []
-    for completion in plan.chunks:
-        completion.cached += len(completion.item.q_tokens)
-        if completion.num_to_prefill == 0:
-            scheduler.to_decoding(completion)
+    for completion in [*plan.decodes, *plan.chunks]:
+        completion.launched()
+        if completion.item.is_final_chunk:
+            if completion.state is State.PREFILL:
+                scheduler.to_decoding(completion)
             ended.append(completion)
-    for completion in [*plan.decodes, *ended]:
-        completion.advance(1)
-    return [*plan.decodes, *ended]
+            completion.sampled()
+            completion.advance(1)
+    return ended
 
 
 def rows(plan: Plan) -> dict[int, int]:
@@ -90,37 +90,6 @@ def test_decodes_first_then_chunks_within_the_budget() -> None:
         finish_step(scheduler, plan)
     full = [{0: 3, 1: 5}, {0: 1, 1: 6, 2: 1}, {0: 1, 1: 6, 2: 1}]
     assert steps == [*full, {0: 1, 1: 3, 2: 2}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_what_is_predicted_comes(seed: int) -> None:
-    """When a step is under way, of the next one: its decodes, where it will hold all who decode and no chunks."""
-    rng = random.Random(seed)
-    budget, room = rng.choice([4, 12]), rng.choice([60, 1000])
-    scheduler, _ = scheduler_of(
-        room=room, token_budget=budget, chunk_size=rng.choice([None, 3]), max_num_seqs=rng.choice([3, 16])
-    )
-    for number in range(12):
-        scheduler.add(make(number, rng.randint(1, 20), max_tokens=rng.randint(1, 20)))
-    right = missed = 0
-    plan = scheduler.plan()
-    while plan.decodes or plan.chunks:
-        for completion in plan.chunks:
-            completion.cached += len(completion.item.q_tokens)
-            if completion.num_to_prefill == 0:
-                scheduler.to_decoding(completion)
-        predicted, takes_turns = scheduler.predict(), len(scheduler.decoding) > budget
-        for completion in [*plan.decodes, *(one for one in plan.chunks if one.state is State.DECODE)]:
-            if completion.advance(1):
-                scheduler.remove(completion)
-        plan = scheduler.plan()
-        if predicted:
-            assert (plan.decodes, plan.chunks) == (predicted, [])
-            right += 1
-        else:
-            missed += bool(plan.decodes) and not plan.chunks and not takes_turns
-    assert right
-    assert missed <= 2, "the first in the queue might have been admitted"
 
 
 def test_more_decodes_than_budget_take_turns() -> None:

@@ -55,7 +55,7 @@ def test_an_error_that_does_not_come_again_ends_none(
 ) -> None:
     """Raised before anything runs, and inside of a step, where it has taken one that was prepared."""
     executor = make_executor(device, num_blocks=64)
-    engine, calls = Engine(executor, EngineConfig(prepare_ahead=ahead)), [0]
+    engine, calls = Engine(executor, EngineConfig(overlap=ahead)), [0]
 
     def flaky(*_: Any) -> None:
         calls[0] += 1
@@ -68,7 +68,7 @@ def test_an_error_that_does_not_come_again_ends_none(
     outputs = engine.generate(PROMPTS, replace(TEN, n=n), progress=False)
     assert [[one.token_ids for one in output.outputs] for output in outputs] == [[answer] * n for answer in ANSWERS]
     assert engine.metrics.failed_forwards == 3
-    assert (engine.metrics.prepared_steps > 5) == ahead
+    assert (engine.metrics.overlapped_steps > 5) == ahead
     check_empty(engine)
 
 

@@ -70,7 +70,7 @@ def test_logits_are_sent_only_where_a_few_candidates_do_not_decide(
     for executor in executors:
         num_bytes = executor.model.ranks.num_bytes
         before = num_bytes.copy()
-        engine = Engine(executor, EngineConfig(prepare_ahead=True, chunk_size=7), eos_token_ids=())
+        engine = Engine(executor, EngineConfig(overlap=True, chunk_size=7), eos_token_ids=())
         params = [
             SamplingParams(**{"temperature": 0.5 + i / 9, "max_tokens": 7, "seed": i} | one)
             for i, one in enumerate(filters)

@@ -21,7 +21,9 @@ def completion(
     ends = frozenset(params.stop_token_ids)
     name = str(random.random())
     request = Request("r", list(prompt), params, (0, 0), {}, 1000, ends, outputs, 0.0, name)
-    return Completion(request, 0, seed, None)
+    made = Completion(request, 0, seed, None)
+    made.num_sampled = len(output)
+    return made
 
 
 def chi_square_p(counts: Sequence[int], expected: Sequence[float]) -> float:

@@ -92,7 +92,7 @@ def test_distribution(name: str, num_draws: int, device: torch.device, monkeypat
     others = [completion(other, PROMPT, OUTPUT) for other in CASES.values()]
     count = 50 if params.is_greedy else num_draws
     rows = [completion(params, PROMPT, OUTPUT, seed=seed) for seed in range(count)] + others
-    [*drawn] = sampler(device).sample(logits.expand(len(rows), -1), rows).token_ids[:count]
+    [*drawn] = sampler(device).sample(logits.expand(len(rows), -1), rows).read().token_ids[:count]
     counts = Counter(token for (token,) in drawn)
     expected = expected_probs(logits, params, PROMPT, OUTPUT)
     assert all(expected[token] > 0 for token in counts)
@@ -106,11 +106,11 @@ def test_a_row_is_the_same_in_any_batch(device: torch.device) -> None:
     cases = enumerate(CASES.values())
     rows = [completion(params, PROMPT, OUTPUT[: index % 6], seed=index) for index, params in cases]
     logits = torch.randn(len(rows), VOCAB, device=device)
-    together = [ids[0] for ids in sampler(device).sample(logits, rows).token_ids]
-    alone = [sampler(device).sample(logits[i : i + 1], [row]).token_ids[0][0] for i, row in enumerate(rows)]
+    together = [ids[0] for ids in sampler(device).sample(logits, rows).read().token_ids]
+    alone = [sampler(device).sample(logits[i : i + 1], [row]).read().token_ids[0][0] for i, row in enumerate(rows)]
     order = list(range(len(rows)))
     random.Random(1).shuffle(order)
-    shuffled = sampler(device).sample(logits[order], [rows[i] for i in order]).token_ids
+    shuffled = sampler(device).sample(logits[order], [rows[i] for i in order]).read().token_ids
     assert together == alone
     assert [ids[0] for ids in shuffled] == [together[i] for i in order]
 
@@ -119,7 +119,7 @@ def test_logprobs_are_of_the_raw_logits(device: torch.device) -> None:
     logits = torch.randn(3, VOCAB, device=device)
     wanted = [SamplingParams(logprobs=count, temperature=5.0, max_tokens=9) for count in (0, 2)]
     rows = [completion(wanted[0]), completion(ANY), completion(wanted[1])]
-    sampled = sampler(device).sample(logits, rows)
+    sampled = sampler(device).sample(logits, rows).read()
     exact = logits.double().log_softmax(-1)
     for row, count in ((0, 0), (2, 2)):
         [table] = sampled.logprobs[row]
@@ -134,10 +134,10 @@ def test_nothing_left_to_choose(device: torch.device) -> None:
     logits = torch.full((4, VOCAB), torch.nan, device=device)
     logits[3] = 0
     rows = [completion(one) for one in (ANY, SamplingParams(temperature=0), SamplingParams(top_k=3))]
-    [*tokens] = sampler(device).sample(logits, [*rows, completion(ANY)]).token_ids
+    [*tokens] = sampler(device).sample(logits, [*rows, completion(ANY)]).read().token_ids
     assert tokens[:3] == [[NO_TOKEN]] * 3
     assert tokens[3][0] >= 0
-    drafted = sampler(device).verify(logits[:4], [rows[1], rows[0]], Drafts([[2], [2]])).token_ids
+    drafted = sampler(device).verify(logits[:4], [rows[1], rows[0]], Drafts([[2], [2]])).read().token_ids
     assert [ids[-1] for ids in drafted] == [NO_TOKEN, NO_TOKEN]
 
 
@@ -147,7 +147,7 @@ def test_verify_by_hand(device: torch.device) -> None:
     wanted = [[3, 1, 4, 1], [5, 9, 2], [6, 5], [7]]
     logits = torch.zeros(10, VOCAB, device=device)
     logits[torch.arange(10), [token for tokens in wanted for token in tokens]] = 1.0
-    sampled = sampler(device).verify(logits, rows, Drafts([[3, 1, 4], [5, 0], [0], []]))
+    sampled = sampler(device).verify(logits, rows, Drafts([[3, 1, 4], [5, 0], [0], []])).read()
     assert sampled.token_ids == [[3, 1, 4, 1], [5, 9], [6], [7]]
 
 
@@ -160,11 +160,12 @@ def test_penalties_count_accepted_drafts(device: torch.device) -> None:
     one, plain = completion(params, [1, 2]), sampler(device)
     expected = []
     for row in logits:
-        [[token]] = plain.sample(row[None], [one]).token_ids
+        [[token]] = plain.sample(row[None], [one]).read().token_ids
         one.token_ids.append(token)
+        one.num_sampled += 1
         expected.append(token)
     again = completion(params, [1, 2])
-    assert sampler(device).verify(logits, [again], Drafts([expected[:3]])).token_ids == [expected]
+    assert sampler(device).verify(logits, [again], Drafts([expected[:3]])).read().token_ids == [expected]
     assert 0 not in expected[:3]
 
 
@@ -174,10 +175,11 @@ def test_counts_follow_the_output(device: torch.device) -> None:
     kept, rows = sampler(device), [completion(params, PROMPT, seed=i) for i in range(3)]
     for step in range(8):
         logits = torch.randn(3, VOCAB, device=device)
-        tokens = kept.sample(logits, rows).token_ids
-        assert tokens == sampler(device).sample(logits, rows).token_ids
+        tokens = kept.sample(logits, rows).read().token_ids
+        assert tokens == sampler(device).sample(logits, rows).read().token_ids
         for row, ids in zip(rows, tokens, strict=True):
             row.token_ids += ids
+            row.num_sampled += 1
         if step == 3:
             kept.forget(rows[1])
             rows[1] = completion(params, [5, 6], [7], seed=9)

@@ -1,6 +1,7 @@
 """DraftModel: whatever becomes of it, the output is the same."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,14 +43,14 @@ def test_a_draft_in_trouble_costs_nothing_but_drafts(
 def test_drafts_that_the_device_alone_knows(
     penalty: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are the drafts, and leave the cache, of a draft model that cannot prepare its steps."""
+    """They are the drafts, and leave the cache, of a draft model that takes ids of the host only."""
     params = [SamplingParams(temperature=0.5, repetition_penalty=penalty, max_tokens=9 + i, seed=i) for i in range(5)]
     prompts = [[i, 3, i, 5, i] * 4 for i in range(5)]
     runs = []
-    for is_prepared in (True, False):
+    for takes_device_ids in (True, False):
         draft = make_executor(device, num_blocks=64, embedding="sinusoidal")
-        if not is_prepared:
-            monkeypatch.setattr(draft, "prepare_step", lambda handles: None)
+        capabilities = replace(draft.capabilities(), supports_device_ids=takes_device_ids)
+        monkeypatch.setattr(draft, "capabilities", lambda given=capabilities: given)
         engine = Engine(make_executor(device, num_blocks=64), proposer=DraftModel(draft, 3))
         tokens = tokens_of(engine.generate(prompts, params, progress=False))
         assert draft.kv_manager is not None

@@ -31,7 +31,7 @@ from tests.fuzz.engine.neighbours import (
 from tests.fuzz.fuzzing import fuzz
 
 LONG = SamplingParams(temperature=0, max_tokens=60)
-CALLS = ["abort", "pause", "resume", "status", "steps", "list_loras", "generate", "nothing"]
+CALLS = ["abort", "pause", "resume", "status", "list_loras", "generate", "nothing"]
 SCRIPTS = st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 6)), min_size=1, max_size=10)
 
 
@@ -39,14 +39,11 @@ SCRIPTS = st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 6)), min_siz
 def test_cancelled_calls(case: list[tuple[str, int]]) -> None:
     """Every call, cancelled after some turns of the loop: readers end, by their tokens, an abort or an error."""
     engine = small_engine()
-    stopped = {"stopped"} if any(kind == "steps" for kind, _ in case) else set()
 
     async def read(server: AsyncEngine, name: str) -> str | None:
-        with suppress(EngineStoppedError):
-            outputs = [one async for one in server.generate([7, 7], LONG, request_id=name)]
-            assert outputs[-1].finished
-            return outputs[-1].outputs[0].finish_reason
-        return "stopped"
+        outputs = [one async for one in server.generate([7, 7], LONG, request_id=name)]
+        assert outputs[-1].finished
+        return outputs[-1].outputs[0].finish_reason
 
     async def scenario() -> None:
         server = AsyncEngine(engine)
@@ -67,14 +64,12 @@ def test_cancelled_calls(case: list[tuple[str, int]]) -> None:
                 call.cancel()
                 with suppress(asyncio.CancelledError, PagedError):
                     await call
-            elif kind == "steps" and server._steps is not None:  # as a server does that cancels all of its tasks
-                server._steps.cancel()
             else:
                 await asyncio.sleep(0.001)
         await server.resume()
         async with server:
             reasons = await asyncio.wait_for(asyncio.gather(*readers), WAIT_S)
-            assert set(reasons) <= {"length", "abort"} | stopped
+            assert set(reasons) <= {"length", "abort"}
             assert await asyncio.wait_for(tokens_of(server, 0), WAIT_S) == alone(0)
 
     asyncio.run(scenario())

@@ -220,7 +220,7 @@ def test_tokenizers_that_give_no_text(decoded: Any, max_tokens: int) -> None:
     odd = engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, stop=["x"]))
     check_neighbours(engine, outputs)
     assert odd.outputs[0].text == ""
-    assert "decode gave" in str(odd.error)
+    assert "decode returned" in str(odd.error)
 
 
 @pytest.mark.parametrize("where", ["prompt_token_ids", "metadata"])

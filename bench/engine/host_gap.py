@@ -1,0 +1,204 @@
+"""How long a device waits for the host between two decode steps, measured without a device.
+
+The engine runs its GPU path over CPU tensors. In place of the device stands a clock: every replayed step takes a given
+time, one after the other, and tokens can be read when their step has ended. What the clock idles is the host's doing.
+
+    python -m bench.engine.host_gap                      # tables of Engine and AsyncEngine
+    python -m bench.engine.host_gap --profile 256        # where the host's time goes, by function
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import gc
+import pstats
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged import AsyncEngine, Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.bench.engine.models import MODELS, random_executor
+from paged.executors.sampling import sampler
+from paged.models import paged_lm, step_graphs
+from paged.staging import HostCopy
+
+BATCHES = (1, 8, 64, 256)
+# Layers cost the host nothing, as their kernels are in the graph.
+_MODEL = MODELS["Llama-10M"] | {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 1024, "intermediate_size": 64}
+_MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+_PROMPT = 100
+# Below this a sleep is too coarse; what waits then gives way to other threads, as a wait for a GPU does.
+_SPIN_S = 2e-4
+
+
+class Clock:
+    """A device that takes `seconds` a step. gaps: how long it idled before each, seconds; starts: of each step."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.gaps: list[float] = []
+        self.starts: list[float] = []
+        self._end = 0.0
+
+    def run(self) -> None:
+        """Launch a step behind those that run."""
+        now = perf_counter()
+        self.gaps.append(max(0.0, now - self._end))
+        self.starts.append(now)
+        self._end = max(now, self._end) + self.seconds
+
+    def copy(self, host_copy: HostCopy, tensor: torch.Tensor) -> None:
+        """Copy to the host what the last step gives."""
+        host_copy.__dict__.update(_tensor=tensor, _end=self._end)
+
+    def wait(self, host_copy: HostCopy) -> NDArray[Any]:
+        """Wait for the step of a copy."""
+        end: float = host_copy.__dict__["_end"]
+        while (left := end - perf_counter()) > 0:
+            sleep(max(0.0, left - _SPIN_S))
+        values: NDArray[Any] = host_copy.__dict__["_tensor"].numpy()
+        return values
+
+
+@contextmanager
+def pretended(num_sequences: int, num_steps: int) -> Iterator[tuple[Clock, Engine]]:
+    """A clock, and an engine whose decode steps it runs."""
+    clock, tokens = Clock(), torch.from_numpy(np.arange(1, max(BATCHES) + 1))
+
+    def record(begin: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], str]:
+        return clock.run, ""
+
+    patches: list[Any] = [
+        mock.patch.object(step_graphs, "graph_recorder", return_value=record),
+        mock.patch.object(paged_lm, "graph_sizes", return_value=step_graphs.DEFAULT_SIZES),
+        mock.patch.object(sampler, "greedy_argmax", lambda logits: tokens[: len(logits)]),
+        mock.patch.object(HostCopy, "__init__", lambda *args: clock.copy(*args)),
+        mock.patch.object(HostCopy, "numpy", lambda host_copy: clock.wait(host_copy)),
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        executor: LlmExecutor = random_executor(
+            _MODEL, torch.device("cpu"), num_sequences * (_PROMPT + num_steps + 64) + 4096
+        )
+        assert isinstance(executor.model, paged_lm.PagedCausalLM)
+        executor.model.graphs._recorded_only = False
+        executor.model.graphs.capture()
+        config = EngineConfig(token_budget=8192, overlap=True, max_num_seqs=max(BATCHES))
+        yield clock, Engine(executor, config, eos_token_ids=())
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def params(num_steps: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_steps + 60)
+
+
+def prompt(number: int) -> list[int]:
+    return [(7 * number + i) % 1000 for i in range(_PROMPT)]
+
+
+def begin(engine: Engine, num_sequences: int, num_steps: int) -> None:
+    """Bring so many sequences to decode."""
+    for number in range(num_sequences):
+        engine.add_request(prompt(number), params(num_steps))
+    while engine.status().decoding < num_sequences:
+        engine.step()
+    for _ in range(20):
+        engine.step()
+    gc.collect()
+
+
+def engine_row(num_sequences: int, device_ms: float, num_steps: int = 200) -> list[str]:
+    """Host time of a step without a device, and what a device of `device_ms` a step idles before each."""
+    with pretended(num_sequences, 2 * num_steps) as (clock, engine):
+        begin(engine, num_sequences, 2 * num_steps)
+        clock.starts.clear()
+        for _ in range(num_steps):
+            engine.step()
+        host = _periods(clock)
+        clock.seconds = device_ms / 1e3
+        engine.step()
+        clock.gaps.clear()
+        for _ in range(num_steps):
+            engine.step()
+        return ["Engine", str(num_sequences), f"{device_ms:g}", f"{1e6 * median(host):.0f}", *_gaps(clock)]
+
+
+async def async_engine_row(num_sequences: int, device_ms: float, num_steps: int = 200) -> list[str]:
+    """The same of AsyncEngine, with a reader for each sequence."""
+    with pretended(num_sequences, 8 * num_steps) as (clock, engine):
+        server = AsyncEngine(engine)
+
+        async def read(number: int) -> None:
+            async for output in server.generate(prompt(number), params(8 * num_steps), deltas=True):
+                assert output.outputs[0].token_ids
+
+        readers = [asyncio.create_task(read(number)) for number in range(num_sequences)]
+        while (await server.status()).decoding < num_sequences or len(clock.starts) < 20:
+            await asyncio.sleep(0.01)
+        clock.starts.clear()
+        while len(clock.starts) < num_steps:
+            await asyncio.sleep(0.02)
+        host = _periods(clock)
+        clock.seconds = device_ms / 1e3
+        await asyncio.sleep(0.1)
+        clock.gaps.clear()
+        while len(clock.gaps) < num_steps:
+            await asyncio.sleep(0.05)
+        row = ["AsyncEngine", str(num_sequences), f"{device_ms:g}", f"{1e6 * median(host):.0f}", *_gaps(clock)]
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await server.shutdown()
+        return row
+
+
+def _periods(clock: Clock) -> list[float]:
+    return [after - before for before, after in zip(clock.starts, clock.starts[1:], strict=False)]
+
+
+def _gaps(clock: Clock) -> list[str]:
+    """Median, 90th percentile and share of steps without a gap."""
+    gaps = sorted(clock.gaps)
+    share = sum(gap < 1e-6 for gap in gaps) / len(gaps)
+    return [f"{1e6 * median(gaps):.0f}", f"{1e6 * gaps[int(0.9 * len(gaps))]:.0f}", f"{100 * share:.0f}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables, or a profile."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--device-ms", type=float, nargs="+", default=[1.0, 5.0])
+    parser.add_argument("--profile", type=int, help="number of sequences")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.profile:
+        with pretended(options.profile, 400) as (_, engine):
+            begin(engine, options.profile, 400)
+            with cProfile.Profile() as profile:
+                for _ in range(200):
+                    engine.step()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        return
+    print("| engine | sequences | device, ms a step | host, us a step | gap, us | 90 % below | steps without, % |")
+    print("|---|---|---|---|---|---|---|")
+    for device_ms in options.device_ms:
+        for num_sequences in options.batches:
+            print("|", " | ".join(engine_row(num_sequences, device_ms)), "|", flush=True)
+        for num_sequences in options.batches:
+            print("|", " | ".join(asyncio.run(async_engine_row(num_sequences, device_ms))), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""A step that was launched, and the sampling of its tokens, which the host reads later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paged.executors.engine.step_runner import WrongResultsError
+from paged.executors.isolation import describe, raise_exit
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.rows import index_tensor, row_matrix
+from paged.executors.sampling.sampler import Drafts, SampledOnDevice, Sampler
+from paged.executors.speculation.drafting import aligned_drafts
+from paged.executors.unified_executor import Answers
+
+
+@dataclass
+class LaunchedStep:
+    """A step whose tokens are not read yet.
+
+    Attributes:
+        started: when it was planned.
+        late: completions whose last token was not known when it was launched.
+        parts: completions and their tokens, in as many parts as were sampled.
+    """
+
+    started: float
+    has_decodes: bool
+    num_prefill_tokens: int
+    is_drafted: bool
+    late: list[Completion]
+    parts: list[tuple[list[Completion], SampledOnDevice]] = field(default_factory=list)
+
+    def token_ids(self, completions: list[Completion], device: torch.device) -> torch.Tensor:
+        """Return the newest tokens of some of its completions, int64 [n] on the device."""
+        parts = [(own, sampled.token_ids) for own, sampled in self.parts if sampled.token_ids is not None]
+        tokens = torch.cat([tokens for _, tokens in parts]) if len(parts) > 1 else parts[0][1]
+        own = [one for part, _ in parts for one in part]
+        if own == completions:
+            return tokens
+        rows = {completion: row for row, completion in enumerate(own)}
+        return tokens[index_tensor([rows[one] for one in completions], device)]
+
+
+class StepSampler:
+    """Samples for the completions of a step so that one that fails takes no other with it.
+
+    Args:
+        fail: ends a completion with a reason.
+        settle: reads the tokens of the step before, which the device alone may know.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        vocab_size: int,
+        fail: Callable[[Completion, str], None],
+        settle: Callable[[], None],
+    ) -> None:
+        self._sampler, self._vocab_size = sampler, vocab_size
+        self._fail, self._settle = fail, settle
+
+    def sample(
+        self,
+        completions: list[Completion],
+        rows: Answers,
+        launched: LaunchedStep,
+        drafted: tuple[Drafts, Sequence[Completion]] | None,
+    ) -> None:
+        """Sample and begin to copy the tokens; after an error in halves, until the failing completion is alone."""
+        if not completions:
+            return
+        sizes = [1] * len(completions)
+        try:
+            if drafted is not None:
+                drafts = aligned_drafts(*drafted, completions)
+                sizes = [len(ids) + 1 for ids in drafts.token_ids]
+            answers = rows if isinstance(rows, torch.Tensor) else _stacked([row for row in rows if row is not None])
+            if answers.shape == (len(completions),) and not answers.is_floating_point():
+                sampled = SampledOnDevice.of(answers)
+            elif answers.shape != (sum(sizes), self._vocab_size):
+                raise WrongResultsError(f"logits {tuple(answers.shape)}, expected {(sum(sizes), self._vocab_size)}")
+            elif drafted is None:
+                sampled = self._sampler.sample(answers.float(), completions)
+            else:
+                sampled = self._sampler.verify(answers.float(), completions, drafts)
+        except BaseException as error:
+            raise_exit(error)
+            self._settle()  # what is built anew depends on tokens that the device alone may know
+            self._sampler.reset()
+            if len(completions) == 1:
+                self._fail(completions[0], describe(error))
+                return
+            middle = len(completions) // 2
+            halves = [rows[:middle], rows[middle:]]
+            if isinstance(rows, torch.Tensor):
+                halves = list(rows.split([sum(sizes[:middle]), len(rows) - sum(sizes[:middle])]))
+            self.sample(completions[:middle], halves[0], launched, drafted)
+            self.sample(completions[middle:], halves[1], launched, drafted)
+            return
+        launched.parts.append((completions, sampled))
+        for completion in completions:
+            completion.sampled()
+
+
+def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tokens as int64 [n], or logits as one matrix."""
+    return torch.stack([*rows]) if all(row.dim() == 0 for row in rows) else row_matrix(rows)
