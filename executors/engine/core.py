@@ -160,6 +160,8 @@ class EngineCore:
         launched = LaunchedStep(started, bool(plan.decodes), _num_rows(plan.chunks), drafts is not None, late)
         self._count(calls, launched)
         completions, rows = self._final_rows(calls, has_chunks=bool(plan.chunks))
+        if before is not None and any(one.reads_tokens for one in completions):
+            self._take_launched()  # while the device runs this one
         self._step_sampler.sample(completions, rows, launched, drafts and (drafts, plan.decodes))
         return launched
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from paged.executors.progress import progress_bar
 from paged.executors.requests.output import CompletionOutput, Growth, RequestOutput
 from paged.executors.requests.request import Completion, Request
 from paged.executors.requests.sampling_params import SamplingParams
+from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
 from paged.executors.speculation.draft_model import DraftModel
 from paged.executors.speculation.drafting import Proposer
@@ -33,6 +34,8 @@ from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_float, as_int, shown
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import as_token_ids
+
+R = TypeVar("R")
 
 _DEFAULT_PARAMS = SamplingParams()
 # A priority beyond this is one of a mistake; products with `priority_requests` stay small numbers.
@@ -118,6 +121,8 @@ class Engine(EngineCore):
         metadata: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        token_mask: TokenMask | None = None,
+        logits_processor: LogitsProcessor | None = None,
     ) -> RequestOutput:
         """Queue a request and return its output, which grows from step to step; its `copy()` keeps a moment.
 
@@ -131,6 +136,10 @@ class Engine(EngineCore):
                 limit.
             cache_salt: the request shares cached prefixes only with requests of the same salt. Otherwise a tenant could
                 tell from the time to the first token what another one has asked.
+            token_mask: says before every token which ones are allowed, such as an `xgrammar.GrammarMatcher`; other
+                completions than the first get a fork of it. A text that is complete by it ends with "stop".
+            logits_processor: changes the logits of every token. Either of these two reads a step's tokens before it
+                samples the next ones: while the device runs the forward, so a slow one holds all requests up.
 
         Raises:
             InvalidInputError: the id is in use, the prompt is empty, a token id is outside the vocabulary, there are
@@ -151,6 +160,8 @@ class Engine(EngineCore):
         check_adapter(self.executor, metadata.get("lora_adapter"))
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
+        token_masks = _forks("token_mask", token_mask, TokenMask, params.n)  # type: ignore[type-abstract]
+        processors = _forks("logits_processor", logits_processor, LogitsProcessor, params.n)  # type: ignore[type-abstract]
         priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
         timeout_s = math.inf if timeout_s is None else as_float("timeout_s", timeout_s, 0.0, math.inf)
         now, prompt = perf_counter(), tuple(as_token_ids("prompt_token_ids", prompt_token_ids))
@@ -180,6 +191,8 @@ class Engine(EngineCore):
             name=f"{self._name}-{arrival}",
             cache_salt=cache_salt,
             deadline=now + timeout_s,
+            token_masks=token_masks,
+            logits_processors=processors,
         )
         seed = self._seed + arrival if params.seed is None else params.seed
         hashed = hash_seeds(np.array([seed & _MASK], np.uint64))
@@ -324,6 +337,15 @@ class Engine(EngineCore):
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise InvalidInputError(f"{name}: token id {shown(token)}, expected 0 <= id < {self._vocab_size}")
+
+
+def _forks(name: str, rule: Any, kind: type[R], count: int) -> list[R]:
+    """Return a rule for each completion, or none; the first is the given one."""
+    if rule is None:
+        return []
+    if not isinstance(rule, kind):
+        raise InvalidInputError(f"{name}: {shown(rule)}, expected the methods of {kind.__name__}")
+    return [rule, *(rule.fork() for _ in range(count - 1))]  # type: ignore[attr-defined]
 
 
 class SpeculativeDecoder(Engine):

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from paged.batch import FullLogits, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
+from paged.errors import InvalidInputError
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
+from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
 from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.stop_strings import StopReader
 from paged.seq_id import SeqId
@@ -57,6 +59,7 @@ class Request:
         cache_salt: requests of another salt share no K/V with it.
         num_begun: completions that were queued; the others fork when the first one's prompt is done.
         has_begun: whether one has run.
+        token_masks, logits_processors: one for each completion, or none.
         left: unfinished completions.
         generating_s: sum over ended completions of the time from the first token to their last.
     """
@@ -73,6 +76,8 @@ class Request:
     name: str = ""
     cache_salt: str | None = None
     deadline: float = math.inf
+    token_masks: list[TokenMask] = field(default_factory=list)
+    logits_processors: list[LogitsProcessor] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
     num_begun: int = 0
     has_begun: bool = False
@@ -125,6 +130,7 @@ class Completion:
         is_swapped: whether its K/V lie in host memory.
         token_ids: the output's.
         num_sampled: number of tokens sampled, those that the host does not know yet included.
+        token_mask, logits_processor: see `Engine.add_request`.
     """
 
     def __init__(self, request: Request, index: int, seed: int, tokenizer: Tokenizer | None) -> None:
@@ -145,6 +151,9 @@ class Completion:
         self._item_fields = self.item.__dict__
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
+        self.token_mask = request.token_masks[index] if request.token_masks else None
+        self.logits_processor = request.logits_processors[index] if request.logits_processors else None
+        self._is_watched = tokenizer is not None or self.token_mask is not None
         self._last_of_prompt = len(request.prompt) - 1
         self._max_tokens = request.max_tokens
         self._end_token_ids = request.ending_ids
@@ -186,6 +195,11 @@ class Completion:
     def has_next(self) -> bool:
         """Whether another token may follow those that were sampled."""
         return self.num_sampled < self._max_tokens
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether its earlier tokens must be known to sample the next one."""
+        return self.token_mask is not None or self.logits_processor is not None
 
     @property
     def is_behind(self) -> bool:
@@ -239,7 +253,7 @@ class Completion:
         """Append a token to the output; return whether it may be the last. 256 calls take 60 us."""
         self.token_ids.append(token)
         self._item_fields["q_tokens"] = [token]
-        return token in self._end_token_ids or len(self.token_ids) >= self._max_tokens or self._detokenizer is not None
+        return token in self._end_token_ids or len(self.token_ids) >= self._max_tokens or self._is_watched
 
     def keep(self) -> None:
         """Drop what ran beyond the known tokens, which were drafts."""
@@ -258,6 +272,11 @@ class Completion:
         if is_end:
             self.output.stop_reason = token
             return "stop"
+        if not is_full and self.token_mask is not None:
+            if not self.token_mask.accept_token(token):
+                raise InvalidInputError(f"token_mask: refuses token {token}, which it has allowed")
+            if self.token_mask.is_terminated():
+                return "stop"
         return "length" if is_full else None
 
     def _read_text(self, count: int, *, is_last: bool) -> bool:

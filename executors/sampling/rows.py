@@ -42,6 +42,7 @@ class SamplingRows:
     penalised, penalties: rows that have any, and of every row repetition, presence and frequency, float32 [n, 3].
     penalised_rows: the former on the device, int64.
     with_minimum: rows whose end tokens may have to wait.
+    reading: rows whose completions have a token mask or a logits processor.
     with_logprobs: rows that want log probabilities, num_logprobs: the most that one wants, None where none wants any.
     """
 
@@ -56,6 +57,7 @@ class SamplingRows:
     penalised_rows: torch.Tensor
     penalties: torch.Tensor
     with_minimum: list[int]
+    reading: list[int]
     with_logprobs: list[int]
     num_logprobs: int | None
 
@@ -67,7 +69,8 @@ class SamplingRows:
     @property
     def is_free(self) -> bool:
         """Whether only temperature and filters change the logits of any row."""
-        return self.allowed is None and self.biased is None and not (self.penalised or self.with_minimum)
+        own = self.penalised or self.with_minimum or self.reading
+        return self.allowed is None and self.biased is None and not own
 
     def positions(self, row_drafts: RowDrafts | None) -> NDArray[np.int64]:
         """Where each row's next token stands, behind drafts where there are some."""
@@ -93,6 +96,7 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
         penalised_rows=index_tensor(penalised, device),
         penalties=_columns(params, attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty"), device),
         with_minimum=[row for row, one in enumerate(params) if one.min_tokens],
+        reading=[row for row, one in enumerate(completions) if one.reads_tokens],
         with_logprobs=[row for row, one in enumerate(params) if one.logprobs is not None],
         num_logprobs=max((one.logprobs for one in params if one.logprobs is not None), default=None),
     )

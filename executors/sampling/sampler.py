@@ -14,6 +14,7 @@ from paged.batch import DrawToken
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, noise_keys, split_keys, uniform
+from paged.executors.sampling.own_rules import own_rules
 from paged.executors.sampling.rejection_sampling import rejection_sample
 from paged.executors.sampling.rows import RowDrafts, SamplingRows, index_tensor, row_pairs, sampling_rows
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
@@ -74,7 +75,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, completions: list[Completion]) -> SampledOnDevice:
         """Sample one token for each completion, from logits float32 [n, V]."""
         rows = self._rows(completions)
-        ruled = self._ruled(logits, rows, None)
+        ruled = self._ruled(own_rules(logits, [(completions[row], row, ()) for row in rows.reading]), rows, None)
         tokens = self._choose(ruled, rows, None, Stream.TOKEN)
         if self._counts is not None and ruled[1] is not None:
             own = rows.penalised_rows
@@ -131,7 +132,9 @@ class Sampler:
             self._device,
         )
         row_drafts = RowDrafts(ids[owners], np.concatenate([*map(np.arange, sizes)]))
-        filtered = self._filtered(self._ruled(logits, rows, row_drafts), rows)
+        spans = zip(completions, firsts.tolist(), drafts.token_ids, strict=True)
+        changed = own_rules(logits, [span for span in spans if span[0].reads_tokens])
+        filtered = self._filtered(self._ruled(changed, rows, row_drafts), rows)
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
         return self._with_logprobs(logits, rows, tokens, accepted, sizes)
 

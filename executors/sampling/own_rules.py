@@ -1,0 +1,69 @@
+"""Token masks and logits processors of completions, applied to their rows of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from paged.executors.requests.request import Completion, State
+from paged.executors.requests.token_rules import TokenMask
+from paged.kernels.common.checks import check_tensor
+from paged.staging import to_device
+
+_WORD_BITS = 32
+Span = tuple[Completion, int, Sequence[int]]
+"""A completion, its first row, and its drafts; it has a row more than drafts."""
+
+
+def own_rules(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """Return the logits, or a copy that the rules of these completions have changed.
+
+    A processor comes before a mask. Masks are filled on the host while the device computes the logits.
+    """
+    spans = [span for span in spans if span[0].state is not State.FINISHED]  # whose tokens are dropped
+    if not spans:
+        return logits
+    logits = logits.clone()
+    for completion, first, drafts in spans:
+        if completion.logits_processor is not None:
+            for row, count in enumerate(range(len(drafts) + 1), first):
+                text = [*completion.token_ids, *drafts[:count]]
+                changed = completion.logits_processor(text, logits[row].clone())
+                check_tensor("logits_processor", changed, logits[row].shape, (logits.dtype,), logits.device)
+                logits[row] = changed
+    masked = [(completion.token_mask, first, drafts) for completion, first, drafts in spans]
+    rows = [first + i for mask, first, drafts in masked if mask is not None for i in range(len(drafts) + 1)]
+    if rows:
+        words = torch.full((len(rows), -(-logits.shape[1] // _WORD_BITS)), -1, dtype=torch.int32)
+        start = 0
+        for mask, _, drafts in masked:
+            if mask is not None:
+                _fill(mask, words, start, drafts)
+                start += len(drafts) + 1
+        # As bytes: the bits of 256 rows of 152,000 take 39 MB, as words four times that.
+        index, octets, bits = to_device(
+            (np.array(rows), words.numpy().astype("<i4", copy=False).view(np.uint8), np.arange(8, dtype=np.uint8)),
+            logits.device,
+        )
+        is_banned = ((octets[:, :, None] >> bits) & 1).view(len(rows), -1)[:, : logits.shape[1]] == 0
+        logits[index] = logits[index].masked_fill_(is_banned, -torch.inf)
+    return logits
+
+
+def _fill(mask: TokenMask, words: torch.Tensor, start: int, drafts: Sequence[int]) -> None:
+    """Fill a row for each position. After a draft that the mask forbids, which is rejected, rows allow all tokens."""
+    mask.fill_next_token_bitmask(words, start)
+    accepted = 0
+    try:
+        for row, draft in enumerate(drafts, start + 1):
+            if not mask.accept_token(draft):
+                break
+            accepted += 1
+            if mask.is_terminated():
+                break
+            mask.fill_next_token_bitmask(words, row)
+    finally:
+        if accepted:
+            mask.rollback(accepted)
