@@ -1,23 +1,26 @@
 """Run tests in many processes, a few in each, so that a crash, a hang or a lost GPU affects few of them.
 
-    python -m bench.suite PATH ... [--processes N] [--limit SECONDS] [PYTEST OPTIONS]
+    python -m bench.suite PATH ... [--processes N] [--limit SECONDS] [--skip REGEX] [--done FILE] [PYTEST OPTIONS]
 
-Needs only pytest. A process's output is passed on when it ends; without failures, only its last line.
+Needs only pytest. A process's output is passed on when it ends; without failures, only its last line. If a process
+ends early, another runs the tests that it had not begun.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 from paged.bench.benchmark import option_parser
 
 _PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header"]
-_NO_TESTS = 5
+_FAILED, _NO_TESTS = 1, 5
 
 
 def collected(options: Sequence[str]) -> tuple[list[str], str]:
@@ -37,7 +40,18 @@ def groups(ids: Sequence[str], most: int) -> list[list[str]]:
 
 
 def run_group(ids: Sequence[str], limit: float) -> tuple[int, str]:
-    """Run tests in a process; return its exit code, -9 if killed at `limit` seconds, and its output."""
+    """Run tests in a process; return its exit code, -9 if killed at `limit` seconds, and its output.
+
+    If it ended early, other processes run the tests that it had not begun, and their output follows.
+    """
+    code, text = _run_process(ids, limit)
+    rest = [one for one in ids if f"\n{one} " not in text]
+    if code in (0, _FAILED, _NO_TESTS) or len(rest) in (0, len(ids)):
+        return code, text
+    return code, text + run_group(rest, limit)[1]
+
+
+def _run_process(ids: Sequence[str], limit: float) -> tuple[int, str]:
     with tempfile.NamedTemporaryFile("w+", suffix=".txt") as file:
         file.write("\n".join(ids))
         file.flush()
@@ -57,11 +71,15 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     parser = option_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds a process; %(default)s by default")
+    parser.add_argument("--skip", type=re.compile, help="leave out tests whose id holds a match")
+    parser.add_argument("--done", type=Path, help="leave out tests whose ids this file has; those that pass are added")
     args, options = parser.parse_known_args(argv)
     ids, errors = collected(options)
     write(errors)
-    # Several groups a process, so that none waits long for the last, and so few that starting them is little work.
-    parts = groups(ids, max(20, len(ids) // (6 * args.processes)))
+    done = set(args.done.read_text().splitlines()) if args.done and args.done.exists() else set()
+    ids = [one for one in ids if one not in done and not (args.skip and args.skip.search(one))]
+    # Two groups a process, so that none waits long for the last: to start one takes longer than most tests.
+    parts = groups(ids, max(40, len(ids) // (2 * args.processes)))
     num_failed = 0
     with ThreadPoolExecutor(args.processes) as pool:
         futures = {pool.submit(run_group, part, args.limit): part[0].partition("::")[0] for part in parts}
@@ -69,6 +87,9 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
             code, text = future.result()
             failed = code not in (0, _NO_TESTS)
             num_failed += failed
+            if args.done:
+                with args.done.open("a") as file:
+                    file.writelines(f"{one}\n" for one in re.findall("^(.+::.+) PASSED", text, re.MULTILINE))
             lines = [line for line in text.splitlines() if " PASSED" not in line]
             write("\n".join([*(lines if failed else lines[-1:]), f"{futures[future]}: exit code {code}"]))
     write(f"{len(ids)} tests, {len(parts) - num_failed} groups passed, {num_failed} groups failed")

@@ -43,6 +43,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 torch.set_num_threads(1)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_DEVICE_LOST = 9  # an exit code that pytest does not have
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,6 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [item for item in items if not item.get_closest_marker("long")]
     middle = len(others) // 2
     items[:] = [*long[::2], *others[:middle], *long[1::2], *others[middle:]]
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Where a test has left the GPU unusable for the process, the others must run in another."""
+    if DEVICE == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            pytest.exit(f"{nodeid} lost the device: {error}", returncode=_DEVICE_LOST)
 
 
 @pytest.fixture(scope="session")

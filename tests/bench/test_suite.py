@@ -46,5 +46,17 @@ def test_unreadable_file_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_process_that_hangs_is_killed(folder: Path) -> None:
-    (folder / "test_hang.py").write_text("import time\ndef test_five(): time.sleep(60)\n")
-    assert suite.run_group(["test_hang.py::test_five"], 0.5)[0] == -9
+    """What it had not begun runs in another."""
+    (folder / "test_hang.py").write_text("import time\ndef test_five(): time.sleep(60)\ndef test_six(): pass\n")
+    code, text = suite.run_group(["test_hang.py::test_five", "test_hang.py::test_six"], 2.0)
+    assert code == -9
+    assert "test_six PASSED" in text
+
+
+def test_what_passed_is_not_run_again(folder: Path) -> None:
+    options = ["test_good.py", "test_bad.py", "--rootdir", ".", "--skip", "_two$", "--done", str(folder / "done")]
+    for number in (2, 1):
+        lines: list[str] = []
+        assert main(options, lines.append) == 1
+        assert lines[-1].startswith(f"{number} tests, ")
+    assert (folder / "done").read_text() == "test_good.py::test_one\n"
