@@ -9,14 +9,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
 from paged.errors import UnsupportedError
-from paged.executors.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -73,23 +71,23 @@ def run(args: argparse.Namespace) -> int:
         return subprocess.run([*command, *options], env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     with mock.patch.dict(os.environ, {} if args.backend is None else {"PAGED_BACKEND": args.backend}):
         by_triton = use_triton(torch.empty(0, device=device))
-        rows = _check_all(args, device, interpreted=by_triton and device.type == "cpu")
+        rows = list(_check_all(args, device, interpreted=by_triton and device.type == "cpu"))
     wrong = sum(not row.ok for row in rows)
     backend = "triton" if by_triton else "torch"
     if args.json:
         report = {"device": str(device), "backend": backend, "interpreted": interpreting(), "wrong": wrong}
         print(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
-        _print(rows)
         where = "in Triton's interpreter" if by_triton and device.type == "cpu" else f"on {device}"
         print(f"{len(rows) - wrong} of {len(rows)} right, by {backend} {where}")
     return int(wrong > 0 or not rows)
 
 
-def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: bool) -> list[Row]:
+def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: bool) -> Iterator[Row]:
+    """The rows, each printed when it is there; the last one is of a check that left the device unusable."""
     import torch
 
-    from paged.bench.benchmark import benchmark_dtype
+    from paged.bench.benchmark import benchmark_dtype, released
     from paged.bench.verification.cases import CHECKS
 
     # The interpreter holds bfloat16 as raw integers, and only part of its arithmetic converts them.
@@ -100,12 +98,18 @@ def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: b
         if args.only in check.name and (check.is_quick or not args.quick)
         for dtype in ((benchmark_dtype(device),) if args.quick else has)
     ]
-    rows = []
-    with closing(progress_bar(len(pairs), desc="verify", unit="check", shown=not args.json)) as bar:
-        for check, dtype in pairs:
-            rows.append(_row(check, device, dtype))
-            bar.update(1)
-    return rows
+    width = max([len(check.name) for check, _ in pairs] + [4])
+    if not args.json:
+        print(f"{'case':{width}}  {'dtype':8}  {'error / budget':>14}  {'ms':>7}")
+    for check, dtype in pairs:
+        row = _row(check, device, dtype)
+        if is_lost := not released(device):
+            row = replace(row, ok=False, error=f"{row.error or ''} the device is lost: no other check can run".strip())
+        if not args.json:
+            _print(row, width)
+        yield row
+        if is_lost:
+            return
 
 
 def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
@@ -129,10 +133,8 @@ def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
     return Row(check.name, name, worst, seconds, count > 0 and worst <= 1)
 
 
-def _print(rows: Sequence[Row]) -> None:
-    width = max([len(row.case) for row in rows] + [4])
-    print(f"{'case':{width}}  {'dtype':8}  {'error / budget':>14}  {'ms':>7}")
-    for row in rows:
-        worst = "" if row.worst is None else f"{row.worst:.3f}"
-        note = "ok" if row.ok else f"WRONG {row.error or ''}"
-        print(f"{row.case:{width}}  {row.dtype:8}  {worst:>14}  {1e3 * row.seconds:7.1f}  {note}".rstrip())
+def _print(row: Row, width: int) -> None:
+    worst = "" if row.worst is None else f"{row.worst:.3f}"
+    note = "ok" if row.ok else f"WRONG {row.error or ''}"
+    text = f"{row.case:{width}}  {row.dtype:8}  {worst:>14}  {1e3 * row.seconds:7.1f}  {note}".rstrip()
+    print(text, flush=True)  # in case a later check ends the process
