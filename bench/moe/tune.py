@@ -3,9 +3,9 @@
     python -m bench.moe.tune --model gpt-oss-20b [--packed mxfp4] [--tokens 64 4096 ...] [--budget SECONDS] [--out DIR]
 
 The two GEMMs are timed separately, in bfloat16 with evenly drawn experts, for every number of rows that they could
-share; the rows with the smallest sum win. Candidates that spill, or need more shared memory than available, are dropped
-by the compiler's report before any runs. The table is written after every number of tokens. Numbers already in it are
-skipped, so a stopped run can continue.
+share; the rows with the smallest sum win. Candidates closest to the tiles that `fused_moe` would choose come first: 128
+are compiled on all cores, then timed, and so on. Every number of tokens gets an equal part of the time left. The table is
+written after each. Numbers already in it are skipped, so a stopped run can continue.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import multiprocessing
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,22 +26,34 @@ import torch
 import triton
 
 from paged.bench.benchmark import INTERPRETING, option_parser, save
-from paged.bench.compilation.cases.moe import gemm_case
-from paged.bench.compilation.compile import SHARED_LIMIT, compile_case, problems
+from paged.bench.compilation.ahead import compile_ahead, variants_of
+from paged.bench.compilation.compile import SHARED_LIMIT
 from paged.bench.moe.cases import GPT_OSS, MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.moe.formats import MXFP4, NVFP4, Format
 from paged.bench.timing import take
-from paged.executors.progress import tracked
 from paged.kernels.common.compat import interpreting
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
 from paged.kernels.common.packed.packing import num_words
-from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, table_dtype, table_name, takes_gemv
+from paged.kernels.moe.config import (
+    FOLDER,
+    MoeShape,
+    MoeTile,
+    MoeTiles,
+    fallback_tiles,
+    table_dtype,
+    table_name,
+    takes_gemv,
+)
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import moe_align_block_size
 from paged.kernels.moe.weights import ExpertLinear
 
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 REPEATS = 7
+# Candidates that are compiled before they are timed: 16 cores take half a minute.
+_AT_ONCE = 128
+# Candidates that are timed however late it is: the guess's own tiles of both GEMMs are among them.
+_FEWEST = 8
 PACKED = {"mxfp4": MXFP4, "nvfp4": NVFP4, "int4": Format("int4", 1, 128, in_words=True)}
 
 
@@ -86,22 +95,26 @@ def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
     return found
 
 
-def compiles_well(candidate: Candidate, shape: MoeShape, arch: str) -> bool:
-    """Whether the compiler's report shows nothing wrong."""
-    layout = PACKED[shape.packed][:3] if shape.packed else ("", 1, 0)
-    case = gemm_case(arch, candidate.tile, shape, candidate.gated, "bf16", layout=layout)
-    try:
-        return not problems(case, compile_case(case, arch))
-    except Exception:  # whatever the compiler refuses is no candidate
-        return False
+def by_promise(candidates: Iterable[Candidate], guess: MoeTiles) -> list[Candidate]:
+    """Sort candidates: those that differ least from the guess come first."""
+
+    def distance(candidate: Candidate) -> int:
+        guessed = astuple(guess.gate_up if candidate.gated else guess.down)
+        return sum(a != b for a, b in zip(astuple(candidate.tile), guessed, strict=True))
+
+    return sorted(candidates, key=distance)
 
 
-def pruned(candidates: Sequence[Candidate], shape: MoeShape, arch: str) -> list[Candidate]:
-    """Those that compile well, judged by as many processes as there are cores."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
-        good = pool.map(compiles_well, candidates, itertools.repeat(shape), itertools.repeat(arch))
-        return list(itertools.compress(tracked(candidates, desc="compile", unit="kernel"), good))
+def compiled(candidates: Sequence[Candidate], seconds: Callable[[Candidate], float], end: float) -> Iterator[Candidate]:
+    """Yield candidates until `end`, and always the first few; many are compiled at once, in half of the time left."""
+    for index, candidate in enumerate(candidates):
+        left = end - time.monotonic()
+        if index >= _FEWEST and left < 0:
+            break
+        if index % _AT_ONCE == 0:
+            group = candidates[index : index + _AT_ONCE]
+            compile_ahead(variants_of(lambda: [seconds(each) for each in group]), left / 2)  # noqa: B023
+        yield candidate
 
 
 def tune(
@@ -195,16 +208,15 @@ def main(argv: list[str] | None = None) -> int:
         tokens: shape_of(model, tokens, args.packed) for tokens in args.tokens if str(tokens) not in table["tiles"]
     }
     shapes = {each: shape for each, shape in shapes.items() if not takes_gemv(shape, is_quantized=bool(args.packed))}
-    spaces = {tokens: search_space(shape, chip.arch) for tokens, shape in shapes.items()}
-    every = list(dict.fromkeys(itertools.chain.from_iterable(spaces.values())))
-    good = set(pruned(every, any_shape, chip.arch)) if every else set()
     layer = MoeCase(model, 1, "balanced", PACKED.get(args.packed)).layer(device, torch.bfloat16)
-    for tokens in shapes:
-        if time.monotonic() > end:
+    for index, (tokens, shape) in enumerate(shapes.items()):
+        now = time.monotonic()
+        if now > end:
             break
         batch = MoeCase(model, tokens, "balanced").batch(device, torch.bfloat16)
-        candidates = [candidate for candidate in spaces[tokens] if candidate in good]
-        tiles, times = tune(tracked(candidates, desc=f"{tokens} tokens", unit="tile"), timer(layer, batch, device))
+        candidates = by_promise(search_space(shape, chip.arch), fallback_tiles(shape, chip))
+        seconds = timer(layer, batch, device)
+        tiles, times = tune(compiled(candidates, seconds, now + (end - now) / (len(shapes) - index)), seconds)
         row = {name: asdict(tile) for name, tile in tiles.items()}
         table["tiles"][str(tokens)] = {**row, "microseconds": times}
         path.parent.mkdir(parents=True, exist_ok=True)

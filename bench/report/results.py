@@ -22,6 +22,7 @@ TITLES = {
     "cache": "Cache, time on the host",
     "engine": "Engine",
     "tune_attention": "Tiles of attention",
+    "sanitize": "Concurrency sanitizer",
     "gpu": "Steps of the run",
 }
 """Whatever writes results, in the order of the page."""

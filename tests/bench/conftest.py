@@ -17,6 +17,7 @@ from paged.bench.kernels import run as bench_kernels
 from paged.bench.limits import Ceilings
 from paged.bench.moe import run as bench_moe
 from paged.bench.report.build import main
+from paged.bench.verification import sanitize
 
 CPU = torch.device("cpu")
 SMALL = {"heads": (4, 2), "head_dim": 16}
@@ -66,11 +67,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         tuned = {**environment("tune_attention", CPU, LIMITS), "rows": rows}
         paths["tune_attention"].write_text(json.dumps(tuned))
 
+        patch.setattr(sanitize, "compile_cases", lambda _: None)
+        rows = [sanitize.measure(sanitize.CASES[0], Setting(CPU, 1))]
+        paths["sanitize"] = folder / "sanitize.json"
+        paths["sanitize"].write_text(json.dumps({**environment("sanitize", CPU), "rows": rows}))
+
         def step(name: str, code: str) -> gpu.Step:
-            return gpu.Step(name, lambda _: [sys.executable, "-c", code], 1.0)
+            return gpu.Step(1, name, 1.0, lambda _: [sys.executable, "-c", code])
 
         steps = [step("good", "print('3 passed')"), step("bad", "print('1 failed | <b>'); raise SystemExit(3)")]
-        assert gpu.run(steps, folder, 20.0) == 1
+        assert gpu.run(steps, folder, tmp_path_factory.mktemp("out"), 20.0) == 1
     return {**paths, "cache": CACHE, "gpu": folder / "gpu.json"}
 
 

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from tests.emulated_device.variants import Variant, compile_front_end
+from paged.bench.compilation.ahead import Variant
+from tests.emulated_device.variants import compile_front_end
 
 
 @pytest.mark.long

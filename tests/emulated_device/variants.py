@@ -14,14 +14,17 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import triton
 from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 
+from paged.bench.compilation.ahead import Variant
 from paged.bench.compilation.case import TARGETS
 from paged.bench.compilation.compile import all_cases, sources
 
@@ -30,36 +33,37 @@ TARGET = TARGETS["sm_90"]
 STEPS = "tests/models/test_same_logits.py", "tests/models/test_step_graphs.py"
 
 
-class Variant(NamedTuple):
-    """What Triton compiles for a launch."""
-
-    module: str
-    name: str
-    signature: Mapping[str, str]
-    constexprs: Mapping[tuple[int, ...], Any]
-    attrs: Mapping[tuple[int, ...], Any]
-    options: Mapping[str, int]
-
-
-def record(path: Path, tests: list[str]) -> None:
-    """Write the variants that `tests` launch; in a process with TRITON_INTERPRET=1."""
-    import pytest
-
+@contextmanager
+def noted(note: Callable[[bytes], object]) -> Iterator[None]:
+    """On an emulated H200 that computes nothing, in a process with TRITON_INTERPRET=1: every variant that is launched
+    inside is given to `note`, pickled."""
     from tests.emulated_device.emulator import kernels
     from tests.emulated_device.emulator.device import EmulatedCuda
 
-    found: set[bytes] = set()
     compile_kernel = kernels._Kernel._do_compile
 
-    def noted(self: Any, key: Any, sig: Any, device: Any, consts: Any, options: Any, attrs: Any, *rest: Any) -> Any:
+    def compile_noted(
+        self: Any, key: Any, sig: Any, device: Any, consts: Any, options: Any, attrs: Any, *rest: Any
+    ) -> Any:
         function, chosen = self.function.fn, {name: getattr(options, name) for name in ("num_warps", "num_stages")}
         if function.__module__.startswith("paged."):  # not the copies with planted faults
             variant = Variant(function.__module__, function.__name__, dict(sig), dict(consts), dict(attrs), chosen)
-            found.add(pickle.dumps(variant))
+            note(pickle.dumps(variant))
         return compile_kernel(self, key, sig, device, consts, options, attrs, *rest)
 
-    kernels._Kernel._do_compile = noted  # type: ignore[method-assign]
-    with EmulatedCuda(executes=False, num_sms=132, total_memory=139 << 30):
+    with (
+        mock.patch.object(kernels._Kernel, "_do_compile", compile_noted),
+        EmulatedCuda(executes=False, num_sms=132, total_memory=139 << 30),
+    ):
+        yield
+
+
+def record(path: Path, tests: list[str]) -> None:
+    """Write the variants that `tests` launch."""
+    import pytest
+
+    found: set[bytes] = set()
+    with noted(found.add):
         pytest.main(
             ["-p", "no:cacheprovider", "-q", "--tb=no", "-rN", "--ignore=tests/kernels/test_compile.py", *tests]
         )

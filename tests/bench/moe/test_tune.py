@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 
 pytest.importorskip("triton", reason="tuning needs triton")
 
+from paged.bench.moe import tune as tune_module
 from paged.bench.moe.cases import MODELS
-from paged.bench.moe.tune import Candidate, new_table, search_space, shape_of, tune
+from paged.bench.moe.tune import Candidate, by_promise, compiled, new_table, search_space, shape_of, tune
 from paged.kernels.common.device import Device
 from paged.kernels.moe import config as moe_config
 from paged.kernels.moe.config import MoeTile, fallback_tiles, load_table, moe_tiles, table_name
@@ -31,6 +33,16 @@ def test_search_space_holds_the_fallback(num_tokens: int, packed: str) -> None:
     assert len(space) == len(set(space)) < 800
     for gated, tile in ((True, tiles.gate_up), (False, tiles.down)):
         assert replace(tile, group_m=0) in {replace(each.tile, group_m=0) for each in space if each.gated == gated}
+
+
+def test_best_guesses_come_first_and_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_module, "compile_ahead", lambda *_: [])
+    shape = shape_of(QWEN3, 64)
+    guess = fallback_tiles(shape, H200)
+    space = by_promise(search_space(shape, "sm_90"), guess)
+    late = list(compiled(space, lambda _: 0.0, -math.inf))
+    assert {(each.gated, each.tile) for each in late[:2]} == {(True, guess.gate_up), (False, guess.down)}
+    assert len(late) < 10 < len(list(compiled(space, lambda _: 0.0, math.inf))) == len(space)
 
 
 def test_rows_are_shared_by_the_least_sum() -> None:

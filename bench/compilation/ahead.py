@@ -1,0 +1,113 @@
+"""Compiles launches that were noted elsewhere, on all cores, so that a benchmark finds its kernels in Triton's cache.
+
+    python -m bench.compilation.ahead VARIANTS ... [--budget SECONDS]
+
+A process that meets its kernels one by one compiles them one by one, 3 seconds each. VARIANTS are files that
+`tests.emulated_device.machine` writes. Where there is a GPU the launchers are made as well, which a C compiler takes
+0.3 seconds for, each; without one, the kernels for an H200.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.compiler import ASTSource
+
+from paged.bench.benchmark import option_parser
+from paged.bench.compilation.case import TARGETS
+from paged.kernels.common.compilation import compile_all
+
+
+class Variant(NamedTuple):
+    """What Triton compiles for a launch."""
+
+    module: str
+    name: str
+    signature: Mapping[str, str]
+    constexprs: Mapping[tuple[int, ...], Any]
+    attrs: Mapping[tuple[int, ...], Any]
+    options: Mapping[str, Any]
+
+
+def read_variants(paths: Iterable[Path]) -> list[bytes]:
+    """The distinct variants of files, in the order of their first launch, pickled as they are there."""
+    found: dict[bytes, None] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            while file.peek(1):
+                found[pickle.dumps(pickle.load(file))] = None
+    return list(found)
+
+
+def variants_of(run: Callable[[], object]) -> list[bytes]:
+    """The variants that `run` would launch and that this process has not compiled; it is called without its launches,
+    see `compile_all`."""
+    found: dict[bytes, None] = {}
+
+    def note(*, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:  # noqa: A002
+        options = {name: compile[name] for name in ("num_warps", "num_stages")}
+        parts = (compile["signature"], compile["constants"], compile["configs"][0], options)
+        found[pickle.dumps(Variant(fn.module, fn.jit_function.fn.__name__, *map(dict, parts)))] = None
+        return True  # there is nothing to compile
+
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = note
+        compile_all(run)
+    return list(found)
+
+
+def compile_variant(pickled: bytes) -> str:
+    """Compile a variant for this machine's GPU into Triton's cache; the error, where there is one."""
+    variant = Variant(*pickle.loads(pickled))
+    try:
+        kernel = getattr(importlib.import_module(variant.module), variant.name)
+        has_gpu = torch.cuda.is_available()
+        target = triton.runtime.driver.active.get_current_target() if has_gpu else TARGETS["sm_90"]
+        source = ASTSource(kernel, variant.signature, variant.constexprs, variant.attrs)
+        options = {**variant.options, "instrumentation_mode": triton.knobs.compilation.instrumentation_mode}
+        compiled = triton.compile(source, target=target, options=options)
+        if has_gpu:
+            triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+    except Exception as error:  # the compiler raises many kinds; whoever launches it is told
+        return f"{variant.name}: {type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def compile_ahead(variants: Sequence[bytes], seconds: float) -> list[str]:
+    """Compile variants, the first ones first, by as many processes as there are cores; none begins after so many
+    seconds. An item, the error or "", for each that was compiled."""
+    end, done = time.monotonic() + seconds, []
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for error in pool.map(compile_variant, variants):
+            done.append(error)
+            if time.monotonic() > end:
+                pool.shutdown(cancel_futures=True)
+                break
+    return done
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the errors; the exit code is 1 where there is one."""
+    parser = option_parser(__doc__, "budget")
+    parser.add_argument("files", type=Path, nargs="*", metavar="VARIANTS")
+    args = parser.parse_args(argv)
+    variants = read_variants(args.files)
+    done = compile_ahead(variants, args.budget)
+    errors = list(filter(None, done))
+    print("\n".join([*errors, f"{len(done)} of {len(variants)} kernels compiled, {len(errors)} errors"]))
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Checks in Triton's concurrency sanitizer, which sees reads of shared memory that the copy engine still fills.
+
+    python -m bench.verification.sanitize [--json FILE] [--only NAME] [--budget SECONDS] [--resume]
+
+Cases of `paged verify` whose kernels fetch boxes. The sanitizer adds a check to every access, so a kernel takes 8 to
+33 seconds to compile: all are compiled first, on all cores. A race ends the kernel, and with it the process's use of
+the GPU. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.check import compare
+from paged.bench.compilation.ahead import compile_ahead, variants_of
+from paged.bench.verification.cases import CHECKS, Check
+from paged.kernels.common.compat import triton
+
+_NAMES = ("boxes of 64", "boxes of 128", "boxes of padded heads", "boxes of fp8", "boxes and a window",
+          "boxes and a tree", "boxes, interleaved K and V", "boxes of keys that are values")  # fmt: skip
+CASES = [
+    check
+    for check in CHECKS
+    if check.name.removeprefix("paged_attention: ") in _NAMES or check.name in ("fused_moe.decode", "fused_moe.prefill")
+]
+
+
+@functools.cache
+def compile_cases(setting: Setting) -> None:
+    """Compile what all cases launch."""
+
+    def run() -> None:
+        for check in CASES:
+            with suppress(Exception):  # its results mean nothing
+                list(check.pairs(setting.device, setting.dtype))
+
+    compile_ahead(variants_of(run), math.inf)
+
+
+def measure(check: Check, setting: Setting) -> dict[str, Any]:
+    """The number of results that are right."""
+    compile_cases(setting)
+    torch.manual_seed(0)
+    pairs = list(check.pairs(setting.device, setting.dtype))
+    for got, want in pairs:
+        compare(got, want, check.judged_as, check.budgets)
+    return {"name": check.name, "value": len(pairs), "unit": "results"}
+
+
+BENCHMARK = Benchmark(
+    "sanitize",
+    __doc__,
+    lambda _: CASES,
+    measure,
+    {"cuda": 1},
+    options=("json", "only", "repeats", "budget", "resume"),
+    device="cuda",
+    has_limits=False,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The benchmark's, in the sanitizer, for which kernels want memory of their own."""
+    os.environ["TRITON_INSTRUMENTATION_MODE"] = "consan"  # for processes that compile; here it has been read
+    triton.knobs.compilation.instrumentation_mode = "consan"
+    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    return BENCHMARK.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
