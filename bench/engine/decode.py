@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,13 +23,30 @@ from paged.bench.timing import ceilings, timed
 _CEILING_REPEATS = 10
 
 
+@contextmanager
+def timed_replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
+    """Events before and after every replay, then and later, of the CUDA graphs that are captured inside."""
+    events, replay = [], torch.cuda.CUDAGraph.replay
+
+    def replay_timed(graph: torch.cuda.CUDAGraph) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay(graph)
+        end.record()
+        events.append((start, end))
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", replay_timed):
+        yield events
+
+
 def decode(
     model: str, device: torch.device, repeats: int, *, batch: int = 64, context: int = 4096, goal: float | None = None
 ) -> dict[str, Any]:
     """Tokens a second of `batch` sequences that decode behind `context` tokens; fewer where the cache holds no more.
 
     percent: of the least time in which the weights and the cache can be read. Of experts those count that so many
-    tokens reach when they are spread evenly, of the embeddings the rows of the batch.
+    tokens reach when they are spread evenly, of the embeddings the rows of the batch. replay_us: device time of the
+    graph of a step; gap_us: the rest of the step, sampling and the host.
     """
     config = MODELS[model]
     # The first to decode go on while the last ones' prompts run, a chunk a step.
@@ -34,7 +55,8 @@ def decode(
     manager = executor.kv_manager
     assert manager is not None
     batch = min(batch, executor.kv_capacity() // per_sequence)
-    executor.warmup()
+    with timed_replays() as replays:
+        executor.warmup()
     limits = ceilings(device, benchmark_dtype(device), _CEILING_REPEATS)
 
     engine = Engine(executor, EngineConfig(token_budget=max(8192, batch)), eos_token_ids=())
@@ -48,7 +70,8 @@ def decode(
             engine.step()
         prefill_seconds = perf_counter() - start
 
-    steps, replays, num_tokens = [], executor.status().graph_replays, manager.stats().num_tokens
+    steps, num_tokens = [], manager.stats().num_tokens
+    replays.clear()
     with timed():
         for _ in range(repeats):
             start = perf_counter()
@@ -59,9 +82,13 @@ def decode(
     multiplied, weight_bytes = read.layer_products + read.head_products, read.layer_bytes + read.head_bytes
     kv_bytes = num_tokens * manager.stats().bytes_per_block // manager.config.block_size
     found = speed(steps, Cost(2 * batch * multiplied, weight_bytes + kv_bytes), limits)
+    torch.cuda.synchronize(device)
+    replay_us = statistics.median([start.elapsed_time(end) * 1e3 for start, end in replays] or [0.0])
     detail = {
         "sequences": batch,
-        "graph_replays": executor.status().graph_replays - replays,
+        "graph_replays": len(replays),
+        "replay_us": replay_us,
+        "gap_us": found["median_us"] - replay_us,
         "prefill_tokens_per_second": batch * context / prefill_seconds,
     }
     goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found["percent"], goal)]
