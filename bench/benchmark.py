@@ -112,13 +112,13 @@ class Benchmark:
         end = time.monotonic() + args.budget
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
         setting = Setting(torch.device(args.device), repeats, is_small, args.peers)
-        cases = [case for case in self.cases(setting) if args.only in case.name]
+        found = {case.name: case for case in self.cases(setting)}
         report = environment(self.name, setting.device, setting.limits if self.has_limits else None)
         write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
-        report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases]}
+        report |= {"rows": [], "refused": {}, "not_run": list(found)}
         if args.resume and args.json and args.json.exists():
-            report |= _resumed(args.json)
-            cases = [case for case in cases if case.name in report["not_run"]]
+            report |= _resumed(args.json, report)
+        cases = [found[name] for name in report["not_run"] if args.only in name and name in found]
         said: set[str] = set()
         is_lost = False
         for case in cases:
@@ -140,11 +140,12 @@ class Benchmark:
             report["not_run"].remove(case.name)
             if args.json:  # after every case, because a run may be killed at any time
                 save(args.json, report)
-            if not _released(setting.device):
+            if not released(setting.device):
                 write("the device is lost: no further case can run in this process")
                 is_lost = True
                 break
-        write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(report['not_run'])} not run")
+        left = sum(case.name in report["not_run"] for case in cases)
+        write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {left} not run")
         return DEVICE_LOST if is_lost else int(bool(report["refused"]))
 
     def _row(self, case: Any, setting: Setting) -> Json:
@@ -155,9 +156,12 @@ class Benchmark:
             return self.measure(case, setting)
 
 
-def _resumed(path: Path) -> Json:
-    """Return rows, refusals and cases to run from earlier results. The case that was running is refused."""
+def _resumed(path: Path, report: Json) -> Json:
+    """Return rows, refusals and cases to run from earlier results; nothing from another device or other versions. The
+    case that was running is refused."""
     found = json.loads(path.read_text())
+    if any(found[name] != report[name] for name in ("device", "torch", "triton")):
+        return {}
     kept = {name: found[name] for name in ("rows", "refused", "not_run")}
     if "running" in found:
         kept["not_run"].remove(found["running"])
@@ -210,7 +214,7 @@ def save(path: Path, results: dict[str, Any]) -> None:
     os.replace(draft, path)
 
 
-def _released(device: torch.device) -> bool:
+def released(device: torch.device) -> bool:
     """Free cached memory; return False if an error has made the device unusable for this process."""
     gc.collect()
     if device.type == "cuda":

@@ -3,9 +3,9 @@
     python -m bench.moe.tune --model gpt-oss-20b [--packed mxfp4] [--tokens 64 4096 ...] [--budget SECONDS] [--out DIR]
 
 The two GEMMs are timed separately, in bfloat16 with evenly drawn experts, for every number of rows that they could
-share; the rows with the smallest sum win. Candidates closest to the tiles that `fused_moe` would choose come first: 128
-are compiled on all cores, then timed, and so on. Every number of tokens gets an equal part of the time left. The table is
-written after each. Numbers already in it are skipped, so a stopped run can continue.
+share; the rows with the smallest sum win. Candidates closest to the tiles that `fused_moe` would choose come first,
+128 at a time: compiled on all cores, then timed. Every number of tokens gets an equal part of the time left. The table
+is written after each. Numbers already in it are skipped, so a stopped run can continue.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def test_every_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         if name == "loses":
             raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(benchmark, "_released", lambda _: measured[-1] != "loses")
+    monkeypatch.setattr(benchmark, "released", lambda _: measured[-1] != "loses")
     some, path = _benchmark("first kills second loses third", measure), tmp_path / "some.json"
     arguments = ["--json", str(path), "--resume"]
     with pytest.raises(KeyboardInterrupt):
@@ -57,6 +57,19 @@ def test_every_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "illegal memory access" in found["refused"]["loses"]
     assert found["not_run"] == []
     assert "running" not in found
+
+
+def test_results_are_gone_on_from(tmp_path: Path) -> None:
+    """Also by a run of more cases; nothing is kept of another device's."""
+    measured: list[str] = []
+    some, path = _benchmark("one two", measured.append), tmp_path / "some.json"
+    for only, others in (("one", []), ("", ["two"]), ("", ["two"])):
+        options = ["--json", str(path), "--resume", "--only", only]
+        assert some.main(options, lambda _: None) == 0
+        assert measured == ["one", *others]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "another"}))
+    assert some.main(options, lambda _: None) == 0
+    assert measured == ["one", "two", "one", "two"]
 
 
 def test_a_row_that_compiled_while_timed_is_measured_again(tmp_path: Path) -> None:

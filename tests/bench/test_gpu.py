@@ -2,14 +2,18 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import triton
+import triton.language as tl
 
 from paged.bench import gpu
 from paged.bench.attention import run as bench_attention
+from paged.bench.compilation import ahead
 from paged.bench.engine import run as bench_engine
 from paged.bench.kernels import run as bench_kernels
 from paged.bench.moe import run as bench_moe
@@ -17,11 +21,19 @@ from paged.bench.moe import tune as bench_tune
 from paged.bench.report import build as report
 
 
-def _step(name: str, code: str, share: float = 1.0, *, resumes: bool = False) -> gpu.Step:
-    return gpu.Step(name, lambda _: [sys.executable, "-c", code], share, resumes)
+def _step(name: str, code: str, share: float = 1.0, *, resumes: bool = False, number: int = 1) -> gpu.Step:
+    return gpu.Step(number, name, share, lambda _: [sys.executable, "-c", code], resumes)
 
 
-def test_steps_follow_one_another_whatever_happens(tmp_path: Path) -> None:
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Where steps work, and where archives go."""
+    for name in ("work", "out"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "work", tmp_path / "out"
+
+
+def test_steps_follow_one_another_whatever_happens(folders: tuple[Path, Path]) -> None:
     """A step that succeeds, one that fails, one that hangs with a child that holds its output, one that succeeds."""
     hang = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     steps = [
@@ -30,44 +42,100 @@ def test_steps_follow_one_another_whatever_happens(tmp_path: Path) -> None:
         _step("hangs", f"print('started', flush=True); {hang}; time.sleep(60)", 0.1),
         _step("paths", "import os; print(os.environ['PYTHONPATH'])"),
     ]
-    start, out = time.monotonic(), tmp_path
-    assert gpu.run(steps, out, 20.0, tmp_path / "peers") == 1
+    work, out = folders
+    start = time.monotonic()
+    assert gpu.run(steps, work, out, 20.0, out / "peers") == 1
     assert time.monotonic() - start < 20
-    written = json.loads((out / "gpu.json").read_text())["steps"]
+    written = json.loads((work / "gpu.json").read_text())["steps"]
     assert [step["returncode"] for step in written] == [0, 3, -9, 0]
     assert [step["summary"] for step in written[:3]] == ["3 passed", "1 failed", "started"]
-    assert written[3]["summary"].split(":")[:2] == [str(gpu.ROOT), str(tmp_path / "peers")]
-    assert "first\n3 passed" in (out / "gpu.log").read_text()
-    assert sorted(path.name for path in out.iterdir()) == ["gpu.json", "gpu.log"]
+    assert written[3]["summary"].split(":")[:2] == [str(gpu.ROOT), str(out / "peers")]
+    assert "first\n3 passed" in (work / "gpu.log").read_text()
+    assert [path.name for path in out.iterdir()] == ["slice-1.tar.xz"]
+
+
+def test_time_goes_to_the_steps_that_are_left(folders: tuple[Path, Path]) -> None:
+    """By their shares, in a slice; what a step leaves is the others'."""
+    steps = [_step("some", "", 1.0), _step("more", "", 3.0), _step("other slice", "", 0.1, number=2)]
+    assert gpu.run(steps, *folders, 400.0) == 0
+    some, more, other = (step["limit_s"] for step in json.loads((folders[0] / "gpu.json").read_text())["steps"])
+    assert some == 100
+    assert min(more, other) > 390
+
+
+def test_another_run_goes_on_from_an_archive(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Steps are added to those before; what was refused, or running when the time was up, comes last."""
+    work, out = folders
+    kept = {"rows": [{"name": "a"}], "refused": {"b": "wrong"}, "not_run": ["c", "d"], "running": "c"}
+    (work / "moe.json").write_text(json.dumps(kept))
+    assert gpu.run([_step("good", "print(1)")], work, out, 10.0) == 0
+    gpu.unpack(out / "slice-1.tar.xz", again := tmp_path / "again")
+    found = json.loads((again / "moe.json").read_text())
+    assert found == {"rows": [{"name": "a"}], "refused": {}, "not_run": ["d", "b", "c"]}
+    assert gpu.run([_step("better", "print(1)", number=2)], again, out, 10.0) == 0
+    assert [step["name"] for step in json.loads((again / "gpu.json").read_text())["steps"]] == ["1.good", "2.better"]
+
+
+@triton.jit
+def _copy_kernel(x_ptr):
+    tl.store(x_ptr + 1, tl.load(x_ptr))
+
+
+@pytest.mark.thorough
+def test_compiled_kernels_are_found_elsewhere(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """From an archive that is laid out in another folder, by another process."""
+    code = (
+        "import sys, triton; from tests.bench.test_gpu import _copy_kernel; from triton.compiler import ASTSource;"
+        "triton.knobs.compilation.listener = lambda *, cache_hit, **_: print(cache_hit);"
+        "from paged.bench.compilation.case import TARGETS;"
+        "triton.compile(ASTSource(_copy_kernel, {'x_ptr': '*fp32'}), target=TARGETS['sm_90'])"
+    )
+    work, out = folders
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        assert gpu.run([_step("compiles", code)], work, out, 60.0) == 0
+        gpu.unpack(out / "slice-1.tar.xz", again := tmp_path / "again")
+        shutil.rmtree(work)
+        assert gpu.run([_step("finds", code)], again, out, 60.0) == 0
+    assert [step["summary"] for step in json.loads((again / "gpu.json").read_text())["steps"]] == ["False", "True"]
 
 
 def test_benchmark_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not so where it ended well, or by a failure of its own, or where no time is left."""
     monkeypatch.setattr(gpu, "_LAST_CASE_SECONDS", 0.0)
-    code = "import sys; resumed = '--resume' in sys.argv; print(resumed); sys.exit(1 if resumed else {})"
+    begun = tmp_path / "begun"
+    code = (
+        f"import os, pathlib; path = pathlib.Path({str(begun)!r}); again = path.exists(); path.touch(); print(again);"
+    )
     for first, resumes, expected in ((3, True, "True"), (-11, True, "True"), (1, True, "False"), (3, False, "False")):
-        step = _step("step", code.format(first), resumes=resumes)
+        begun.unlink(missing_ok=True)
+        step = _step("step", f"{code} os._exit(1 if again else {first} % 256)", resumes=resumes)
         with (tmp_path / "log").open("w") as log:
             assert gpu.run_step(step, 20.0, os.environ, log).summary == expected
 
 
 @pytest.mark.usefixtures("by_pytorch")
-def test_commands_are_understood(tmp_path: Path) -> None:
-    """Those of the benchmarks and the report, with no case to run; the tests that the first step names are there."""
-    tests, attention, moe, engine, kernels, tune, told = gpu.steps(tmp_path)
-    paths = [word for word in tests.command(1.0) if word.removeprefix("--ignore=").startswith("tests/")]
-    assert len(paths) == 5
-    assert all((gpu.ROOT / path.removeprefix("--ignore=")).exists() for path in paths)
-    nothing = ["--only", "no such case", "--device", "cpu", "--repeats", "2"]
-    assert gpu.run([_step("good", "print(1)")], tmp_path, 10.0) == 0
-    benchmarks = {attention: bench_attention, moe: bench_moe, kernels: bench_kernels, engine: bench_engine}
-    for step, module in (*benchmarks.items(), (told, report)):
+def test_commands_are_understood(folders: tuple[Path, Path]) -> None:
+    """Those of benchmarks and report, with no case to run; the tests that steps name are there."""
+    work, out = folders
+    every = gpu.steps(work, out)
+    commands = [step.command(50.0) for step in every]
+    paths = [word for command in commands for word in command if word.startswith("tests/")]
+    assert len(paths) == 8
+    assert all((gpu.ROOT / path).exists() for path in paths)
+    assert gpu.run([_step("good", "print(1)")], work, out, 10.0) == 0
+    assert {step.slice for step in every} == set(range(1, 6))
+    modules = {module.__name__: module for module in (bench_attention, bench_moe, bench_kernels, bench_engine)}
+    benchmarks = [step for step in gpu.steps(work, out, cases="no such case") if step.command(1.0)[2] in modules]
+    assert len(benchmarks) == 5
+    for step in benchmarks:
         python, flag, name, *words = step.command(50.0)
-        assert (python, flag, name) == (sys.executable, "-m", module.__name__)
-        assert module.main([*words, *([] if step is told else nothing)], lambda _: None) == 0
-    with pytest.raises(SystemExit) as shown:
-        bench_tune.main([*tune.command(50.0)[3:], "--help"])
-    assert shown.value.code == 0
-    assert "20.0" in attention.command(50.0)
-    assert "20.0" in moe.command(50.0)
-    assert (tmp_path / "report.html").exists()
+        assert (python, flag, words[words.index("--budget") + 1]) == (sys.executable, "-m", "25.0")
+        assert modules[name].main([*words, "--device", "cpu", "--repeats", "2"], lambda _: None) == 0
+    for name, module in (("paged.bench.moe.tune", bench_tune), ("paged.bench.compilation.ahead", ahead)):
+        (words, *_) = [command[3:] for command in commands if name in command]
+        with pytest.raises(SystemExit) as shown:
+            module.main([*words, "--help"])
+        assert shown.value.code == 0
+    assert report.main(next(step for step in every if step.name == "report").command(1.0)[3:], lambda _: None) == 0
+    assert (out / "report.html").exists()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # CUDA's allocator gives addresses that are multiples of it, and Triton specialises on 16.
 _ALIGNMENT = 512
 _PAGES = 1 << 17  # bytes from which on memory is the system's own
-_PRIVATE = MAP_PRIVATE | MAP_ANONYMOUS
+# Linux's MAP_NORESERVE, which Python 3.11 does not name: without it no memory larger than the machine's is to be had.
+_PRIVATE = MAP_PRIVATE | MAP_ANONYMOUS | 0x4000
 
 
 @dataclass(order=True)
