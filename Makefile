@@ -16,7 +16,8 @@ VLLM_ENGINE := .peers/vllm-engine
 RESULTS ?= $(wildcard bench/results/*.json build/gpu/*.json)
 REPORT ?= build/report
 REHEARSE ?= .rehearse
-REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/work paged.bench.gpu --out $(REHEARSE)/out
+REHEARSE_S ?= 150
+REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/work paged.bench.gpu --out $(REHEARSE)/out --budget $(REHEARSE_S)
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
@@ -98,8 +99,8 @@ gpu:
 		$(if $(PEERS),--peers $(PEERS)) $(if $(ONLY),--only $(ONLY)) $(if $(CASES),--cases $(CASES))
 
 # What a machine with a GPU runs, without one: by its versions, and without a kernel run, which triton 3.6.0's interpreter
-# cannot do with numpy 2.4 and newer. The slices go first, each from the archive of the last; then what they launched is
-# compiled for an H200, and $(REHEARSE)/out/slice-4.tar.xz holds it for RESULTS of the first slice there.
+# cannot do with numpy 2.4 and newer. The slices go first, for REHEARSE_S seconds each, from the archive of the last; then
+# what they launched is compiled for an H200, and $(REHEARSE)/out/slice-4.tar.xz holds it for RESULTS of the first slice there.
 rehearse: $(REHEARSE)/installed
 	$(REHEARSE)/bin/python -c 'import paged; [getattr(paged, name) for name in paged.__all__]'
 	$(REHEARSE)/bin/python -m pytest --collect-only -qq -p no:cacheprovider
@@ -108,7 +109,7 @@ rehearse: $(REHEARSE)/installed
 	$(REHEARSE)/bin/python -m pytest -q -p no:cacheprovider tests/emulated_device -k 'engine and not answers'
 	$(REHEARSAL) --slice 1
 	for slice in 2 3 4 5; do $(REHEARSAL) --slice $$slice --results $(REHEARSE)/out/slice-$$((slice - 1)).tar.xz || exit 1; done
-	$(REHEARSAL) --slice 1 2 3 4 --only compile --budget 1200 --results $(REHEARSE)/out/slice-5.tar.xz
+	$(REHEARSAL) --slice 1 2 3 4 --only compile --budget 300 --results $(REHEARSE)/out/slice-5.tar.xz
 
 $(REHEARSE)/installed:
 	$(PYTHON) -m venv $(REHEARSE)

@@ -219,8 +219,10 @@ def unpack(path: Path, work: Path) -> None:
 
 
 def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path | None = None) -> int:
-    """Run the steps, those of a slice within `budget` seconds; write gpu.json and the slice's archive after each. 0
-    where all ended well."""
+    """Run the steps, those of a slice within `budget` seconds; write gpu.json and the slice's archive after each.
+
+    Returns 1 if a step failed; one that was cut at its limit has not.
+    """
     paths = [str(ROOT), *([str(peers.resolve())] if peers else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     # One thread: the references work on tensors so small that waiting for other threads takes 20 times as long.
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
@@ -240,7 +242,7 @@ def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path
             print(f"{archive}: {archive.stat().st_size / 1e6:.1f} MB")
     for outcome in outcomes:
         print(f"{outcome.name:16} {outcome.returncode:4} {outcome.seconds:6.0f} s  {outcome.summary}")
-    return int(any(outcome.returncode for outcome in outcomes))
+    return int(any(outcome.returncode not in (0, -signal.SIGKILL) for outcome in outcomes))
 
 
 def main(argv: list[str] | None = None) -> int:
