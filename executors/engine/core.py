@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 
+from paged.batch import FullLogits, LogitsPolicy
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
@@ -180,9 +181,10 @@ class EngineCore:
         """Let the executor choose the tokens of a step if no completion asks for more than it can do."""
         final = [one for one in completions if one.item.is_final_chunk]
         # Others of a request begin with the logits of the first one's prompt.
-        is_single = all(one.request.params.n == 1 for one in final)
-        for one, draw in zip(final, (is_single and self._sampler.draws(final)) or (), strict=False):
-            one.item.ask(draw)
+        draws = self._sampler.draws(final) if all(one.request.params.n == 1 for one in final) else None
+        policies: Sequence[LogitsPolicy] = draws or [FullLogits()] * len(final)
+        for one, policy in zip(final, policies, strict=True):
+            one.item.ask(policy)
 
     def _final_rows(self, calls: Sequence[CallResults], *, has_chunks: bool) -> tuple[list[Completion], Answers]:
         """Count what ran as cached; return the completions to sample for, forks of a prompt too, and their answers."""

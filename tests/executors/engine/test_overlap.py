@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paged import Engine, EngineConfig, SamplingParams
-from paged.batch import UnifiedBatch
+from paged.batch import DrawToken, UnifiedBatch
 from paged.errors import OutOfBlocksError
 from paged.executors.sampling.sampler import Sampler
 from paged.staging import HostCopy
@@ -119,6 +119,32 @@ def test_nothing_depends_on_it(config: dict[str, Any], device: torch.device) -> 
         check_empty(engine)
         assert bool(engine.metrics.overlapped_steps) == bool(engine.metrics.dropped_tokens) == overlap
         assert bool(engine.metrics.preempted) == ("num_blocks" in config)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_executor_that_chooses_tokens(overlap: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so while no request asks for more, and a request's tokens are the same beside one that does."""
+    plain, penalised = (SamplingParams(max_tokens=12, seed=3, **fields) for fields in ({}, {"repetition_penalty": 1.3}))
+    results, chosen = [], []
+    for prefers_tokens in (False, True):
+        executor = make_executor(device, num_blocks=64)
+        capabilities, decode = replace(executor.capabilities(), prefers_tokens=prefers_tokens), executor.unified_decode
+
+        def noted(batch: UnifiedBatch, decode: Any = decode) -> Any:
+            chosen.extend(isinstance(item.logits_policy, DrawToken) for item in batch.items)
+            return decode(batch)
+
+        monkeypatch.setattr(executor, "capabilities", lambda given=capabilities: given)
+        monkeypatch.setattr(executor, "unified_decode", noted)
+        engine = Engine(executor, EngineConfig(overlap=overlap))
+        first = engine.add_request([1, 2, 3], plain)
+        for _ in range(4):
+            engine.step()
+        second = engine.add_request([4, 5], replace(penalised, max_tokens=4))
+        run_to_end(engine)
+        results.append(tokens_of([first, second]))
+        assert any(chosen) == prefers_tokens
     assert results[0] == results[1]
 
 
