@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from paged.errors import InvalidInputError, PagedError
 from paged.executors.command_line.cli import RECALL
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paged.executors.requests.sampling_params import SamplingParams
     from paged.executors.speculation.drafting import Proposer
     from paged.executors.text.chat_tokenizer import ChatTokenizer
+    from paged.executors.text.detokenizer import Tokenizer
 
 _MAX_COUNT = 100_000
 # The file may be /dev/zero; 64 MiB hold more tokens than any context.
@@ -49,10 +50,15 @@ class Prompt(NamedTuple):
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the checkpoint, its dtypes, the block size and the output."""
+    add_checkpoint_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for the checkpoint, its dtypes and the block size."""
     parser.add_argument(
         "model", nargs="?", default=str(RECALL), help="folder in Hugging Face layout, or OWNER/NAME on the Hub"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -93,7 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--verbose", action="store_true", help="print the source of each value on stderr")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     sampling.add_argument("--ignore-eos", action="store_true", help="continue after end tokens")
+    add_engine_arguments(parser)
 
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `make_engine` reads beside the model's arguments."""
     model = parser.add_argument_group("model and cache")
     model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
     model.add_argument("--num-blocks", type=int, help="number of KV cache blocks")
@@ -106,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FOLDER",
         help="adapter to answer with; if given several times, each prompt is answered with each adapter",
     )
+    model.add_argument("--max-loras", type=int, default=1, help="adapters at once, where --lora names fewer")
     model.add_argument("--max-lora-rank", type=int, default=64)
 
     engine = parser.add_argument_group("engine")
@@ -114,7 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-seqs", type=int, default=256, help="largest number of running sequences")
     engine.add_argument(
         "--warmup",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="first compile kernels and capture CUDA graphs; on a CPU, record decode steps",
     )
     engine.add_argument("--speculate", type=int, metavar="N", help="N drafts per step, from n-grams of the text")
@@ -123,8 +135,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer the prompts and print; return 1 if an answer is known to be wrong."""
-    from paged.executors.engine.config import EngineConfig
-    from paged.executors.engine.engine import Engine
     from paged.executors.text.chat_tokenizer import ChatTokenizer
 
     folders = _lora_folders(args.lora)
@@ -134,24 +144,8 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = ChatTokenizer.from_folder(folder)
         ids = [_encode(tokenizer, prompt, args) for prompt in prompts]
     params = _sampling_params(folder, args)
-    executor = _executor(folder, args)
-    for name, adapter in folders.items():
-        executor.load_lora(name, adapter)
-    if args.warmup:
-        executor.warmup()
-    engine = Engine(
-        executor,
-        EngineConfig(
-            token_budget=args.token_budget,
-            chunk_size=args.chunk_size,
-            max_num_seqs=args.max_num_seqs,
-            preemption="swap" if args.num_swap_blocks else "recompute",
-        ),
-        tokenizer=tokenizer,
-        eos_token_ids=tokenizer.eos_token_ids,
-        proposer=_proposer(args),
-        seed=args.seed,
-    )
+    engine = make_engine(folder, args, tokenizer)
+    executor = cast("LlmExecutor", engine.executor)
     # Every prompt runs with every adapter, or without one.
     pairs = [(index, name) for index in range(len(prompts)) for name in (folders or [None])]
     outputs = [
@@ -174,6 +168,35 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_answers(answers, summary, executor, tokenizer, is_streamed=is_streamed)
     return int(any(answer["correct"] is False for answer in answers))
+
+
+def make_engine(
+    folder: Path, args: argparse.Namespace, tokenizer: Tokenizer, *, max_waiting: int | None = None
+) -> Engine:
+    """Load the checkpoint and its adapters and make the engine, as the arguments say; warm up if they do."""
+    from paged.executors.engine.config import EngineConfig
+    from paged.executors.engine.engine import Engine
+    from paged.models.loading.hf_config import read_eos_token_ids
+
+    executor = _executor(folder, args)
+    for name, adapter in _lora_folders(args.lora).items():
+        executor.load_lora(name, adapter)
+    if args.warmup:
+        executor.warmup()
+    return Engine(
+        executor,
+        EngineConfig(
+            token_budget=args.token_budget,
+            chunk_size=args.chunk_size,
+            max_num_seqs=args.max_num_seqs,
+            max_waiting=max_waiting,
+            preemption="swap" if args.num_swap_blocks else "recompute",
+        ),
+        tokenizer=tokenizer,
+        eos_token_ids=read_eos_token_ids(folder),
+        proposer=_proposer(args),
+        seed=args.seed,
+    )
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -261,7 +284,7 @@ def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:
 
     names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype max_lora_rank".split()
     options = {name: getattr(args, name) for name in names}
-    return LlmExecutor.from_pretrained(folder, **options, max_loras=max(len(args.lora), 1))
+    return LlmExecutor.from_pretrained(folder, **options, max_loras=max(len(args.lora), args.max_loras))
 
 
 def _proposer(args: argparse.Namespace) -> Proposer | None:

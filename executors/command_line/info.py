@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend, reason = _backend(device)
+    backend, reason = backend_of(device)
     features = _features(device, backend)
     report: dict[str, Any] = {
         "device": _device(device),
@@ -95,7 +95,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _backend(device: torch.device) -> tuple[str, str]:
+def backend_of(device: torch.device) -> tuple[str, str]:
     from paged.kernels.common.compat import HAS_TRITON
     from paged.kernels.common.device import use_triton
 

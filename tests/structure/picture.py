@@ -36,6 +36,7 @@ HOLDS = {
     "executors/parallel": "several processes, one driver",
     "executors/requests": "a request and its parameters",
     "executors/sampling": "logits to tokens",
+    "executors/serving": "HTTP: paged serve, its page",
     "executors/speculation": "draft models, prompt lookup",
     "executors/text": "chat templates, detokenizer",
     "kernels/attention": "paged attention, its plan",

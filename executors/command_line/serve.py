@@ -1,0 +1,62 @@
+"""`paged serve`: a checkpoint behind the HTTP interfaces of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from dataclasses import fields, replace
+
+from paged.errors import UnsupportedError
+from paged.executors.command_line.generate import add_checkpoint_arguments, add_engine_arguments, make_engine
+from paged.executors.serving.config import ServeConfig
+from paged.models.loading.checkpoint_folder import checkpoint_folder
+
+DESCRIPTION = (
+    "Serves a checkpoint by HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, a page at /, "
+    "metrics. Without --host only this machine can reach it. SIGTERM lets requests end, a second one does not."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the address, the server's options and limits, and the engine's arguments."""
+    add_checkpoint_arguments(parser)
+    server = parser.add_argument_group("server")
+    for flag, options in ServeConfig.arguments().items():
+        server.add_argument(flag, **options)
+    add_engine_arguments(parser)
+    parser.set_defaults(token_budget=2048, chunk_size=None, seed=None, warmup=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, say where, and serve until a signal.
+
+    Raises:
+        UnsupportedError: a package of the extra `serve` is not installed.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(f"paged serve needs {error.name}: pip install 'paged[serve]'") from error
+    from paged.executors.command_line.info import backend_of
+    from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
+    from paged.executors.serving.marked_tokenizer import MarkedTokenizer
+    from paged.executors.serving.run import serve
+    from paged.executors.text.chat_tokenizer import ChatTokenizer
+    from paged.models.loading.hf_config import HfConfig
+
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("paged").setLevel(logging.INFO)
+    folder = checkpoint_folder(args.model)
+    tokenizer = ChatTokenizer.from_folder(folder)
+    engine = make_engine(folder, args, MarkedTokenizer(tokenizer), max_waiting=args.max_waiting)
+    info = engine.executor.info()
+    config = ServeConfig(**{one.name: getattr(args, one.name) for one in fields(ServeConfig)})
+    key = config.api_key or os.environ.get("PAGED_API_KEY") or None
+    config = replace(config, api_key=key, model_name=config.model_name or info.model_id)
+    defaults = SamplingParams(**sampling_defaults(HfConfig.read(folder, "generation_config.json", may_lack=True)))
+    asyncio.run(serve(engine, tokenizer, config, defaults, backend_of(info.device)[0]))
+    return 0

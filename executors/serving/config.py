@@ -1,0 +1,60 @@
+"""Options and limits of the server; each is an argument of `paged serve` of the same name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+def _option(default: Any, text: str, **arguments: Any) -> Any:
+    return field(default=default, metadata={"help": text, **arguments})
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Options and limits of the server. Times are in seconds."""
+
+    host: str = _option("127.0.0.1", "address to listen on", metavar="ADDRESS")
+    port: int = _option(8000, "0 for a free one", metavar="N")
+    model_name: str = _option("", "name in the API; default: that of the checkpoint", metavar="NAME")
+    api_key: str | None = _option(None, "key that all routes but /health ask for; default: $PAGED_API_KEY")
+    max_body_bytes: int = _option(4 << 20, "longest body of a request, else 413", metavar="N")
+    max_prompt_tokens: int | None = _option(None, "longest prompt; default: as the model allows", metavar="N")
+    max_new_tokens: int = _option(1 << 16, "most of prompts x n x max_tokens of a request", metavar="N")
+    max_choices: int = _option(256, "most of prompts x n of a request", metavar="N")
+    max_waiting: int = _option(1024, "completions in the queue, beyond which requests get 429", metavar="N")
+    max_connections: int = _option(512, "open connections, beyond which new ones are closed", metavar="N")
+    request_seconds: float = _option(600.0, "longest time of a request from its arrival", metavar="S")
+    idle_seconds: float = _option(30.0, "longest wait for the body, or for a client that does not read", metavar="S")
+    header_seconds: float = _option(10.0, "longest time from a connection to its headers", metavar="S")
+    keep_alive_seconds: float = _option(30.0, "time that an idle connection stays open", metavar="S")
+    drain_seconds: float = _option(30.0, "time that requests have to end after SIGTERM", metavar="S")
+    compile_seconds: float = _option(10.0, "longest time to compile a response_format", metavar="S")
+    allow_adapters: Path | None = _option(  # noqa: RUF009
+        None, "let clients load adapters from below this folder", metavar="FOLDER", type=Path
+    )
+    tool_parser: str = _option(
+        "auto",
+        "form of tool calls; auto: by the chat template",
+        choices=["auto", "none", "hermes", "llama3", "mistral"],
+    )
+    reasoning_parser: str = _option(
+        "auto", "part before </think> as reasoning; auto: by the chat template", choices=["auto", "none", "think"]
+    )
+    kv_events: str | None = _option(None, "publish KV events by ZeroMQ, as tcp://127.0.0.1:5557", metavar="ADDRESS")
+    kv_events_replay: str | None = _option(None, "address of their replay socket", metavar="ADDRESS")
+    log_format: str = _option("text", "a line for each request, on stderr", choices=["text", "json"])
+
+    @classmethod
+    def arguments(cls) -> dict[str, dict[str, Any]]:
+        """Return the arguments of `add_argument` by flag."""
+        found = {}
+        for one in fields(cls):
+            given = dict(one.metadata)
+            if "type" not in given and "choices" not in given:
+                given["type"] = float if isinstance(one.default, float) else str if "str" in str(one.type) else int
+            if one.default not in (None, ""):
+                given["help"] += "; %(default)s"
+            found[f"--{one.name.replace('_', '-')}"] = {"default": one.default, **given}
+        return found

@@ -1,0 +1,69 @@
+"""Errors in OpenAI's form, which the clients of others' servers read, too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, UnsupportedError
+from paged.executors.engine.async_engine import EngineStoppedError
+from paged.executors.engine.config import QueueFullError
+from paged.printable import one_line
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ARGUMENT = re.compile(r"([a-z][a-z_.0-9]*): ")
+_RENAMED = {"prompt_token_ids": "prompt", "text": "prompt"}
+_LONGEST = 1000  # characters of a message
+
+
+class ApiError(PagedError):
+    """An answer other than 2xx. param: the argument that is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers: dict[str, str] = {"retry-after": "1"} if status == 429 else {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form; "type" beside it is what Anthropic's clients look for."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = one_line(self.message, _LONGEST)
+        return {"type": "error", "error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return reply(self.body, self.status, self.headers)
+
+
+def reply(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """JSON in ASCII: halves of surrogate pairs, which a client may send, have no UTF-8."""
+    return Response(json.dumps(body), status, headers, "application/json")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return what a client is told of an error; of one without a name of ours no more than that there was one."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"][1:] if not str(part).startswith(("function-", "tagged-"))]
+        return ApiError(400, f"{'.'.join(path) or 'body'}: {first['msg']}", ".".join(path) or None)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    message = str(error)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, message)
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, message)
+    if isinstance(error, SequenceTooLongError):
+        return ApiError(400, message, code="context_length_exceeded")
+    if isinstance(error, InvalidInputError | UnsupportedError):
+        named = _ARGUMENT.match(message)
+        return ApiError(400, message, named and _RENAMED.get(named[1], named[1]))
+    return ApiError(500, "the server failed; its log says more")

@@ -1,0 +1,169 @@
+"""What stands before the routes: the key, the limits on body and time, clients that leave, and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paged.executors.serving.config import ServeConfig
+from paged.executors.serving.errors import ApiError
+from paged.printable import one_line
+
+LOG = logging.getLogger("paged.serve")
+
+
+@dataclass
+class Record:
+    """What the log says of a request. Times are in seconds; end: finish reasons, or why there is none."""
+
+    id: str
+    method: str
+    path: str
+    status: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    queued_s: float | None = None
+    first_token_s: float | None = None
+    seconds: float = 0.0
+    end: str = ""
+
+    def line(self, form: str) -> str:
+        values = {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        if form == "json":
+            return json.dumps(values)
+        return " ".join(f"{name}={one_line(str(value), 200)}" for name, value in values.items() if value is not None)
+
+
+class Gate:
+    """Runs an app for one request at a time: reads its whole body first, and ends it when the client leaves.
+
+    on_end: called with every record.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, on_end: Callable[[Record], None]) -> None:
+        self.app, self.config, self._on_end = app, config, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        record = Record(f"req-{secrets.token_hex(12)}", scope["method"], scope["path"])
+        scope["state"] |= {"record": record, "began": time.time()}
+        begun = time.perf_counter()
+
+        async def send_soon(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                more = [(b"x-request-id", record.id.encode()), (b"x-content-type-options", b"nosniff")]
+                message["headers"] = [*message.get("headers", ()), *more]
+            try:
+                async with asyncio.timeout(self.config.idle_seconds):
+                    await send(message)
+            except TimeoutError:  # it does not read; that it has gone then ends the app
+                record.end = "slow"
+                scope["state"]["abort"]()
+
+        try:
+            try:
+                self._check_key(scope)
+                body = await self._body(scope, receive)
+            except ApiError as error:
+                record.end = error.message
+                error.headers["connection"] = "close"  # there may be more of the body to come
+                await error.response()(scope, receive, send_soon)
+                return None
+            await self._run(scope, body, receive, send_soon)
+        except ConnectionError:
+            record.end = record.end or "left"
+        except asyncio.CancelledError:
+            record.end = "shutdown"
+            scope["state"]["abort"]()
+        except Exception:
+            if not record.end:  # else it was logged where it was answered
+                record.end = "error"
+                LOG.exception("request %s failed", record.id)
+        finally:
+            record.seconds = time.perf_counter() - begun
+            self._on_end(record)
+            LOG.info("%s", record.line(self.config.log_format))
+
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Run the app beside a wait for the client to leave, and end each with the other."""
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        left = asyncio.Event()
+
+        async def receive_body() -> Message:
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def wait_for_end() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+
+        run = asyncio.ensure_future(self.app(scope, receive_body, send))
+        watch = asyncio.ensure_future(wait_for_end())
+        try:
+            await asyncio.wait((run, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_done = run.done()
+            run.cancel()
+            watch.cancel()
+            results = await asyncio.gather(run, watch, return_exceptions=True)
+        if not is_done:
+            raise ConnectionError
+        if isinstance(results[0], BaseException):
+            raise results[0]
+
+    def _check_key(self, scope: Scope) -> None:
+        """Take the key as OpenAI's clients send it, as Anthropic's do, or as the password that a browser asks for."""
+        if self.config.api_key is None or scope["path"] == "/health":
+            return
+        headers = Headers(scope=scope)
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2].decode("latin-1")
+            except binascii.Error:
+                given = ""
+        given = headers.get("x-api-key", given)
+        # Bytes of latin-1, as headers are.
+        if not hmac.compare_digest(given.encode("latin-1", "replace"), self.config.api_key.encode()):
+            error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            error.headers["www-authenticate"] = 'Basic realm="paged", Bearer'
+            raise error
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        most = self.config.max_body_bytes
+        too_long = ApiError(413, f"the body is longer than {most} bytes")
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > most:
+            raise too_long
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.config.idle_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise too_long
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"no whole body within {self.config.idle_seconds} s") from None

@@ -1,0 +1,131 @@
+"""/v1/messages, in Anthropic's form: text, reasoning and calls of tools as blocks, whole or as events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paged.executors.serving.answer_reader import Delta
+from paged.executors.serving.answers import Event, EventStream, Head, record_of
+from paged.executors.serving.chat import Conversation, text_of
+from paged.executors.serving.errors import ApiError, reply
+from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Part
+from paged.executors.serving.service import Service
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def answer_messages(service: Service, body: MessagesBody, request: Request) -> Response:
+    """Answer a conversation."""
+    adapter = await service.adapter(body.model)
+    params = service.params(body, body.max_tokens, stop=body.stop_sequences)
+    system = [{"role": "system", "content": text_of(body.system)}] if body.system else []
+    messages = [*system, *(one for message in body.messages for one in _as_template(message))]
+    schemas = [
+        {"name": tool.name, "parameters": tool.input_schema, **(tool.model_extra or {})} for tool in body.tools or ()
+    ]
+    tools = [{"type": "function", "function": schema} for schema in schemas] or None
+    run = await Conversation.begin(service, request, messages, params, await service.options(body, adapter), tools)
+    head = Head(service, request, body, "msg", "message")
+    events = _events(head, run)
+    if body.stream:
+        return EventStream(events, named=True)
+    return reply(_whole([event async for event in events]))
+
+
+def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
+    """Return a message as templates read it: results of tools are messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    found: list[dict[str, Any]] = []
+    said: dict[str, Any] = {"role": message.role, "content": ""}
+    for block in message.content:
+        more = block.model_extra or {}
+        if block.type == "text":
+            said["content"] += str(more.get("text", ""))
+        elif block.type == "tool_use":
+            call = {"name": str(more.get("name")), "arguments": more.get("input")}
+            said.setdefault("tool_calls", []).append({"id": more.get("id"), "type": "function", "function": call})
+        else:
+            result = {"role": "tool", "tool_call_id": more.get("tool_use_id"), "content": _result(more.get("content"))}
+            found.append(result)
+    return [*found, said] if said["content"] or "tool_calls" in said or not found else found
+
+
+def _result(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    try:
+        return text_of([Part.model_validate(part) for part in content])
+    except (TypeError, ValueError):
+        raise ApiError(400, "messages: a tool_result whose content is no text", "messages") from None
+
+
+async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
+    record, index, kind = record_of(head.request), -1, ""
+    fields = {"type": "message", "role": "assistant", "model": head.model, "stop_reason": None, "stop_sequence": None}
+    usage = {"input_tokens": len(run.prompt), "output_tokens": 0}
+    reason, stopped_by = "end_turn", None
+    async with aclosing(run.deltas()) as parts:
+        async for piece, deltas, ending in parts:
+            if index < 0:
+                yield {"type": "message_start", "message": {"id": head.id, **fields, "content": [], "usage": usage}}
+                index = 0
+            for delta in deltas:
+                if delta.kind != kind or delta.call is not None:
+                    if kind:
+                        yield {"type": "content_block_stop", "index": index}
+                        index += 1
+                    kind = delta.kind
+                    yield {"type": "content_block_start", "index": index, "content_block": _begin(delta)}
+                yield {"type": "content_block_delta", "index": index, "delta": _delta(delta)}
+            if ending is not None:
+                reason = _REASONS.get(ending, "end_turn")
+                if isinstance(piece.stop_reason, str):
+                    reason, stopped_by = "stop_sequence", piece.stop_reason
+    if kind:
+        yield {"type": "content_block_stop", "index": index}
+    ended = {"stop_reason": reason, "stop_sequence": stopped_by}
+    yield {"type": "message_delta", "delta": ended, "usage": usage | {"output_tokens": record.new_tokens}}
+    yield {"type": "message_stop"}
+
+
+def _begin(delta: Delta) -> dict[str, Any]:
+    if delta.call is not None:
+        return {"type": "tool_use", "id": delta.call.id, "name": delta.call.name, "input": {}}
+    return (
+        {"type": "thinking", "thinking": "", "signature": ""}
+        if delta.kind == "reasoning"
+        else {"type": "text", "text": ""}
+    )
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.call is not None:
+        return {"type": "input_json_delta", "partial_json": delta.call.arguments}
+    if delta.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": delta.text}
+    return {"type": "text_delta", "text": delta.text}
+
+
+def _whole(events: list[Event]) -> Event:
+    message: Event = events[0]["message"]
+    for event in events:
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][-1], event["delta"]
+            if delta["type"] == "input_json_delta":
+                block["input"] = json.loads(delta["partial_json"])
+            else:
+                block[block["type"] if block["type"] == "thinking" else "text"] += delta.get(
+                    "text", delta.get("thinking")
+                )
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"]}
+    return message

@@ -1,0 +1,179 @@
+"""Bodies of requests, as FastAPI checks them and lists them in /openapi.json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Body(BaseModel):
+    """Unknown arguments are errors: one that is misspelt would otherwise be silently without effect."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Open(Body):
+    """Other entries are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class Part(Open):
+    """Of a message's content; only text is read."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class Function(Open):
+    name: Name
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ToolCall(Open):
+    function: Function
+
+
+class Message(Open):
+    """Other entries go to the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class JsonSchema(Open):
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Open):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(Body):
+    """Arguments that all text endpoints share, with the meaning of `SamplingParams`; the second part has no effect."""
+
+    model: str | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class OpenAiSampling(Sampling):
+    """structured_outputs: vLLM's, one of json, regex, choice and grammar."""
+
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Tokens | None = None
+    allowed_token_ids: Tokens | None = None
+    logit_bias: dict[str, Number] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[Literal["json", "regex", "choice", "grammar"], Any] | None = None
+
+
+class CompletionBody(OpenAiSampling):
+    prompt: str | Tokens | list[str] | list[Tokens]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = None
+    suffix: None = None
+
+
+class ChatBody(OpenAiSampling):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ResponsesItem(Message):
+    type: Literal["message"] = "message"
+
+
+class ResponsesText(Body):
+    """format: as a chat's response_format, with the entries of json_schema beside the type."""
+
+    format: dict[str, Any] = {}
+
+
+class ResponsesBody(Sampling):
+    input: str | Annotated[list[ResponsesItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    text: ResponsesText | None = None
+
+
+class MessagesBlock(Open):
+    """Of Anthropic's content: text, a call of a tool, or its result."""
+
+    type: Literal["text", "tool_use", "tool_result"]
+
+
+class MessagesMessage(Body):
+    role: Literal["user", "assistant"]
+    content: str | list[MessagesBlock]
+
+
+class MessagesTool(Function):
+    input_schema: dict[str, Any]
+
+
+class MessagesBody(Sampling):
+    messages: list[MessagesMessage] = Field(min_length=1)
+    max_tokens: Count
+    system: str | list[Part] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[MessagesTool] | None = None
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Tokens
+
+
+class AdapterBody(Body):
+    lora_name: Name
+    lora_path: str | None = None

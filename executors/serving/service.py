@@ -1,0 +1,230 @@
+"""What all routes share: the engine, its texts, the limits of a request, and the pieces of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from paged.errors import UnsupportedError
+from paged.executors.engine.async_engine import AsyncEngine
+from paged.executors.requests.output import RequestOutput
+from paged.executors.requests.sampling_params import SamplingParams
+from paged.executors.serving.answer_reader import TOOL_FORMATS, ToolFormat
+from paged.executors.serving.config import ServeConfig
+from paged.executors.serving.errors import ApiError
+from paged.executors.serving.gate import Record
+from paged.executors.serving.schemas import OpenAiSampling, Sampling
+from paged.executors.text.chat_tokenizer import ChatTokenizer
+from paged.interop.structured import GrammarCompiler
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_SAME_NAME = frozenset(SamplingParams.__dataclass_fields__) - {"n", "max_tokens", "logprobs", "logit_bias"}
+
+
+class Piece(NamedTuple):
+    """What a choice has gained. finish_reason: "stop" or "length" with its last piece."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Service:
+    """An engine with the server's limits. Texts are encoded, rendered and compiled in threads of its own."""
+
+    def __init__(
+        self, engine: AsyncEngine, tokenizer: ChatTokenizer, config: ServeConfig, defaults: SamplingParams
+    ) -> None:
+        """defaults: what the checkpoint says of sampling."""
+        self.engine, self.tokenizer, self.config, self.defaults = engine, tokenizer, config, defaults
+        self.created = int(time.time())
+        executor = engine.engine.executor
+        self.info = executor.info()
+        capacity = executor.kv_capacity()
+        self.longest = min(self.info.max_sequence_length, capacity or self.info.max_sequence_length)
+        template = "".join(tokenizer.template.templates.values())
+        self.tool_format: ToolFormat | None = TOOL_FORMATS.get(config.tool_parser)
+        if config.tool_parser == "auto":
+            self.tool_format = next((one for one in TOOL_FORMATS.values() if one.hint in template), None)
+        self.has_thoughts = config.reasoning_parser == "think" or (
+            config.reasoning_parser == "auto" and "</think>" in template
+        )
+        self.grammars = GrammarCompiler(tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids)
+        # Two: one long text, or one template that takes its whole time, leaves the other.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="paged-text")
+
+    async def in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
+
+    async def adapters(self) -> tuple[str, ...]:
+        with suppress(UnsupportedError):  # the executor takes none
+            return await self.engine.list_loras()
+        return ()
+
+    async def adapter(self, model: str | None) -> str | None:
+        """Return the adapter that the name of a model stands for, None for the model itself."""
+        if model is None or model == self.config.model_name:
+            return None
+        if model in await self.adapters():
+            return model
+        raise ApiError(404, f"model: {model!r} is not served here, see /v1/models", "model", "model_not_found")
+
+    def params(self, body: Sampling, max_tokens: int | None, **given: Any) -> SamplingParams:
+        """Return the parameters of a request: what it says, else the checkpoint, else the defaults."""
+        values = {name: getattr(body, name) for name in _SAME_NAME if name in type(body).model_fields}
+        if isinstance(body, OpenAiSampling):
+            values |= {"n": body.n, "logit_bias": _biases(body.logit_bias)}
+        named = {name: value for name, value in (values | given).items() if value is not None}
+        return replace(self.defaults, max_tokens=max_tokens, **named)
+
+    def check_choices(self, num_prompts: int, n: int) -> int:
+        """Check and return the number of choices that a request asks for."""
+        if num_prompts * n > self.config.max_choices:
+            raise ApiError(
+                400, f"n: {num_prompts} x {n} choices, expected at most {self.config.max_choices} in all", "n"
+            )
+        return num_prompts * n
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SamplingParams:
+        """Check the limits of a request; return its parameters, with as many new tokens as fit if it names none."""
+        config, n = self.config, self.check_choices(len(prompts), params.n)
+        longest = max(map(len, prompts), default=0)
+        if config.max_prompt_tokens is not None and longest > config.max_prompt_tokens:
+            message = f"a prompt of {longest} tokens, expected at most {config.max_prompt_tokens}"
+            raise ApiError(400, message, "prompt", "context_length_exceeded")
+        if params.max_tokens is None:
+            fitting = self.longest + 1 - longest
+            return replace(params, max_tokens=max(1, min(fitting, config.max_new_tokens // n)))
+        if n * params.max_tokens > config.max_new_tokens:
+            message = f"max_tokens: {n} x {params.max_tokens}, expected at most {config.max_new_tokens} in all"
+            raise ApiError(400, message, "max_tokens")
+        return params
+
+    def token_text(self, token: int) -> str:
+        return str(self.tokenizer.tokenizer.decode([token], skip_special_tokens=False))
+
+    async def options(self, body: Sampling, adapter: str | None) -> dict[str, Any]:
+        """Return what else `AsyncEngine.generate` is given; only what the request asks for."""
+        options: dict[str, Any] = {"deltas": bool(body.stream), "timeout_s": self.config.request_seconds}
+        if adapter is not None:
+            options["metadata"] = {"lora_adapter": adapter}
+        if isinstance(body, OpenAiSampling):
+            if body.cache_salt is not None:
+                options["cache_salt"] = body.cache_salt
+            if (mask := await self._token_mask(body)) is not None:
+                options["token_mask"] = mask
+        return options
+
+    async def _token_mask(self, body: OpenAiSampling) -> Any:
+        """Return a matcher for what a request says of the form of its answer, or None."""
+        asked, form = body.structured_outputs, body.response_format
+        if asked is None and form is not None and form.type != "text":
+            if form.json_schema is None and form.type == "json_schema":
+                raise ApiError(400, "response_format: no json_schema", "response_format.json_schema")
+            asked = {"json": {"type": "object"} if form.json_schema is None else form.json_schema.schema_}
+        if asked is None:
+            return None
+        if len(asked) != 1:
+            raise ApiError(400, "structured_outputs: expected one of its forms", "structured_outputs")
+        ((kind, grammar),) = asked.items()
+        return await self.grammars.compile(kind, grammar, seconds=self.config.compile_seconds)
+
+    async def pieces(
+        self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
+    ) -> AsyncGenerator[Piece, None]:
+        """Run all prompts; yield what each choice gains, or without `deltas` all of it at its end.
+
+        Choices of a prompt have consecutive numbers.
+        """
+        record: Record = request.state.record
+        record.prompt_tokens = sum(map(len, prompts))
+        ended: dict[int, str] = {}
+        mask = options.get("token_mask")
+        own = [{} if mask is None else {"token_mask": mask.fork()} for _ in prompts]
+        runs: list[Any] = [
+            self.engine.generate(prompt, params, **options | masks) for prompt, masks in zip(prompts, own, strict=True)
+        ]
+        try:
+            async with aclosing(_merged(runs)) as outputs:
+                async for prompt, output in outputs:
+                    if not (options["deltas"] or output.finished):
+                        continue
+                    for one in output.outputs:
+                        choice, reason = prompt * params.n + one.index, one.finish_reason
+                        if choice in ended or not (one.token_ids or one.text or reason):
+                            continue
+                        if reason is not None:
+                            ended[choice] = reason
+                            self._check_end(reason, output)
+                        record.new_tokens += len(one.token_ids)
+                        yield Piece(choice, one.text, one.token_ids, one.logprobs, reason, one.stop_reason)
+                    if output.finished:
+                        record.cached_tokens += output.num_cached_tokens
+                    record.queued_s = output.metrics.queued_s
+                    record.first_token_s = record.first_token_s or output.metrics.first_token_s
+        finally:
+            record.end = record.end or ",".join(dict.fromkeys(ended.values()))
+
+    def _check_end(self, reason: str, output: RequestOutput) -> None:
+        if reason == "error" and "no token" in str(output.error):  # of NaN, or a grammar beyond the vocabulary
+            raise ApiError(400, f"response_format: {output.error}", "response_format")
+        if reason == "error":
+            raise ApiError(500, f"the request failed: {output.error}")
+        if reason == "timeout":
+            raise ApiError(504, f"not done within {self.config.request_seconds} s", code="timeout")
+        if reason == "abort":
+            raise ApiError(503, "the server ended the request")
+
+
+async def _merged(runs: Sequence[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield what any of several generators yields, with its number. Each waits until its last output was taken."""
+    if len(runs) == 1:
+        async with aclosing(runs[0]) as only:
+            async for one in only:
+                yield 0, one
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
+
+    async def read(number: int) -> None:
+        ending: BaseException | None = None
+        try:
+            async with aclosing(runs[number]) as run:
+                async for output in run:
+                    await queue.put((number, output))
+        except Exception as error:
+            ending = error
+        await queue.put((number, ending))
+
+    tasks = [asyncio.create_task(read(number)) for number in range(len(runs))]
+    try:
+        left = len(runs)
+        while left:
+            number, output = await queue.get()
+            if isinstance(output, BaseException):
+                raise output
+            if output is None:
+                left -= 1
+            else:
+                yield number, output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:
+    try:
+        return None if given is None else {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: expected numbers by token id", "logit_bias") from None

@@ -1,0 +1,197 @@
+"""What hostile, slow and impatient clients do to the server, over plain sockets; the key, the queue and the drain."""
+
+import base64
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged import EngineConfig
+from tests.executors.serving.conftest import Served, serving
+from tests.executors.serving.test_openai import PROMPT, check_idle
+
+JSON = {"content-type": "application/json"}
+
+
+def ask(served: Served, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and body of an answer; a body that is bytes goes as it is."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    data = body if isinstance(body, bytes | None) else json.dumps(body)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("GET" if body is None else "POST", path, data, JSON | named)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    is_json = answer.headers["content-type"] == "application/json"
+    return answer.status, dict(answer.headers), json.loads(text) if is_json else text
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the other side closes."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "temperature": NaN}',
+        b"\xff\xfe{",
+        b"",
+        b'{"prompt": "a"',
+        b"[1, 2]",
+    ],
+    ids=["deep", "surrogate", "digits", "nan", "bytes", "empty", "cut", "list"],
+)
+def test_hostile_bodies_are_the_clients_fault(body: bytes, served: Served) -> None:
+    status, _, answer = ask(served, "/v1/completions", body)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_other_routes_and_content_types(served: Served) -> None:
+    assert ask(served, "/v1/nothing")[0] == 404
+    assert ask(served, "/v1/completions")[0] == 405
+    assert ask(served, "/v1/completions", {"prompt": PROMPT}, content_type="text/plain")[0] == 400  # as forms of others
+    assert ask(served, "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"})[0] == 403
+    assert ask(served, "/health")[0] == 200
+    status, headers, card = ask(served, "/v1/models/recall")
+    assert (status, card["id"], card["max_model_len"]) == (200, "recall", 1024)
+    assert "access-control-allow-origin" not in headers
+    tokens = ask(served, "/tokenize", {"prompt": PROMPT})[2]["tokens"]
+    assert ask(served, "/detokenize", {"tokens": tokens})[2]["prompt"] == PROMPT
+    assert ask(served, "/tokenize", {"messages": [{"role": "user", "content": PROMPT}]})[2]["tokens"] == tokens
+    assert "vllm:time_to_first_token_seconds_bucket" in ask(served, "/metrics")[2]
+
+
+@pytest.mark.thorough  # waits for limits of time
+def test_slow_and_half_requests_end(chat_folder: Path, records: list[str]) -> None:
+    limits: dict[str, Any] = {"header_seconds": 0.3, "idle_seconds": 0.6, "max_connections": 4, "max_body_bytes": 1000}
+    with serving(chat_folder, **limits) as served:
+        for sent, expected in [
+            (b"", b""),
+            (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n", b""),
+            (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, b""),
+            (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{", b"408"),
+            (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1001\r\n\r\n{", b"413"),
+            (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n{", b"400"),
+            (b"\x16\x03\x01garbage\r\n\r\n" * 1000, b"400"),
+            (b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" * 50 + b"GARBAGE\r\n\r\n", b"400"),
+        ]:
+            with served.connect() as connection:
+                connection.sendall(sent)
+                begun = time.monotonic()
+                assert read_all(connection)[9:12] == expected, sent[:100]
+                assert time.monotonic() - begun < 5
+        open_ones = [served.connect() for _ in range(5)]
+        assert open_ones[-1].recv(1) == b""
+        for one in open_ones:
+            one.close()
+
+
+@pytest.mark.thorough  # waits for limits of time
+def test_clients_that_stop_reading_are_aborted(chat_folder: Path, records: list[str]) -> None:
+    with serving(chat_folder, idle_seconds=0.5) as served, served.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        # Logprobs make more text than the buffers of both sides take.
+        given = {"prompt": [PROMPT] * 64, "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 20}
+        body = json.dumps(given).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        deadline = time.monotonic() + 60
+        while not any("end=slow" in line for line in records):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        check_idle(served)
+
+
+def test_full_queue_asks_to_come_back(chat_folder: Path) -> None:
+    with serving(chat_folder, EngineConfig(max_waiting=2)) as served:
+        status, headers, body = ask(served, "/v1/completions", {"prompt": [PROMPT] * 8})
+        assert (status, headers["retry-after"], body["error"]["type"]) == (429, "1", "rate_limit_error")
+        check_idle(served)
+        assert ask(served, "/v1/completions", {"prompt": PROMPT})[0] == 200
+
+
+def test_limits_of_a_request(chat_folder: Path) -> None:
+    limits = {"max_new_tokens": 100, "max_choices": 4, "max_prompt_tokens": 10, "request_seconds": 0.0}
+    with serving(chat_folder, **limits) as served:
+        for given, param in [
+            ({"max_tokens": 101}, "max_tokens"),
+            ({"max_tokens": 26, "n": 4}, "max_tokens"),
+            ({"n": 5}, "n"),
+            ({"prompt": [PROMPT] * 5}, "n"),
+            ({"prompt": PROMPT * 2}, "prompt"),
+        ]:
+            status, _, body = ask(served, "/v1/completions", {"prompt": PROMPT, **given})
+            assert (status, body["error"]["param"]) == (400, param)
+        status, _, body = ask(served, "/v1/completions", {"prompt": PROMPT, "stream": True})
+        assert (status, body["error"]["code"]) == (504, "timeout")
+
+
+def test_key_is_asked_for_on_every_route(chat_folder: Path) -> None:
+    with serving(chat_folder, api_key="secret") as served:
+        paths = [path for path in served.call(openapi(served))["paths"] if "{" not in path]
+        for path in [*paths, "/", "/openapi.json", "/nothing"]:
+            status = ask(served, path)[0]
+            assert (status == 401) == (path != "/health"), path
+        assert "Basic" in ask(served, "/")[1]["www-authenticate"]
+        basic = base64.b64encode(b"anyone:secret").decode()
+        for sent in ({"authorization": "Bearer secret"}, {"x_api_key": "secret"}, {"authorization": f"Basic {basic}"}):
+            assert ask(served, "/version", **sent)[0] == 200
+        for sent in ({"authorization": "Bearer secre"}, {"x_api_key": "\xe9"}, {"authorization": "Basic %%"}):
+            assert ask(served, "/version", **sent)[0] == 401
+
+
+async def openapi(served: Served) -> Any:
+    return served.app.openapi()
+
+
+@pytest.mark.thorough  # starts processes
+@pytest.mark.parametrize("signals", [1, 2])
+def test_drain(signals: int) -> None:
+    """SIGTERM lets a stream end, and refuses new ones; a second one does not. Both exit with 0."""
+    command = [sys.executable, "-m", "paged", "serve", "--port", "0", "--num-blocks", "256", "--log-format", "json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = process.stdout.readline()
+    found = re.match(r"paged: http://127.0.0.1:(\d+) \(this machine only.*4,096 tokens of cache free, backend", line)
+    assert found is not None, line
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+    answer = connection.getresponse()
+    answer.readline()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(found[1])))
+    if signals == 2:
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+    else:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    assert process.wait(30) == 0
+    record = json.loads(process.stderr.read().splitlines()[-1])
+    assert record["end"] == ("length" if signals == 1 else "left")
+    assert record["new_tokens"] == 900 or signals == 2

@@ -1,0 +1,53 @@
+"""Adapters as models, loaded while the server runs; the counts that dashboards read."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from paged.executors.command_line.cli import RECALL
+from tests.executors.serving.conftest import serving
+from tests.executors.serving.test_limits import ask
+from tests.executors.serving.test_openai import PROMPT
+from tests.models.lora.folders import Adapter
+
+BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0}
+
+
+def test_adapters_come_and_go(chat_folder: Path, tmp_path: Path) -> None:
+    allowed = tmp_path / "allowed"
+    allowed.mkdir()
+    for folder in (allowed / "strong", tmp_path / "forbidden"):
+        Adapter(("q_proj", "o_proj"), alpha=1e3, seed=1).save(folder, RECALL)
+    (allowed / "link").symlink_to(tmp_path / "forbidden")
+    with serving(chat_folder, allow_adapters=allowed) as served:
+        for path in ("../forbidden", str(tmp_path / "forbidden"), "link", "nothing", "", "a\0b"):
+            status, _, body = ask(served, "/v1/load_lora_adapter", {"lora_name": "b", "lora_path": path})
+            assert (status, body["error"]["param"]) == (404, "lora_path"), path
+        assert ask(served, "/v1/load_lora_adapter", {"lora_name": "recall", "lora_path": "strong"})[0] == 404
+        before = ask(served, "/v1/completions", BODY)[2]["choices"][0]["text"]
+        assert ask(served, "/v1/load_lora_adapter", {"lora_name": "strong", "lora_path": "strong"})[0] == 200
+        cards = ask(served, "/v1/models")[2]["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [("recall", None), ("strong", "recall")]
+        after = ask(served, "/v1/completions", BODY | {"model": "strong", "max_tokens": 12})[2]
+        assert (after["model"], after["choices"][0]["text"] == before) == ("strong", False)
+        assert ask(served, "/v1/unload_lora_adapter", {"lora_name": "strong"})[0] == 200
+        assert ask(served, "/v1/completions", BODY | {"model": "strong"})[0] == 404
+
+
+def test_metrics_count_what_was_done(chat_folder: Path) -> None:
+    with serving(chat_folder) as served:
+        for _ in range(3):
+            assert ask(served, "/v1/completions", BODY | {"prompt": PROMPT * 4})[0] == 200
+        assert ask(served, "/v1/completions", {"prompt": 3})[0] == 400
+        page = ask(served, "/metrics")[2]
+    found = dict(
+        re.findall(r'^vllm:(\w+)\{engine="0",(?:finished_reason="stop",)?model_name="recall"\} (\S+)$', page, re.M)
+    )
+    prompt, cached = float(found["prompt_tokens_total"]), float(found["prefix_cache_hits_total"])
+    assert (prompt, cached) == (87, 32), "two of three find the first block of 16"
+    counts = {name: float(found[name]) for name in found if name.endswith(("_count", "_total"))}
+    assert counts["generation_tokens_total"] == float(found["request_generation_tokens_sum"]) == 9
+    assert counts["request_success_total"] == counts["e2e_request_latency_seconds_count"] == 3
+    assert counts["time_to_first_token_seconds_count"] == 3
+    assert found["num_requests_running"] == found["num_requests_waiting"] == "0.0"
+    assert "paged_requests_total 3.0" in page

@@ -1,0 +1,173 @@
+"""OpenAI's client against the server: answers, streams, limits of arguments, and what a crowd leaves behind."""
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from paged import RequestOutput, SamplingParams
+from paged.models.recall.task import sample_prompts
+from tests.executors.serving.conftest import Served
+
+PROMPT = "otter: brass lantern; wren: kite; otter:"
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def own(served: Served, prompt: str, params: SamplingParams) -> RequestOutput:
+    """The engine's own answer, through the engine that serves."""
+
+    async def run() -> RequestOutput:
+        ids = served.service.tokenizer.encode(prompt)
+        return [output async for output in served.service.engine.generate(ids, params)][-1]
+
+    return served.call(run())
+
+
+def test_completion_is_the_engines_own(served: Served, client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"temperature": 1.5, "top_p": 0.9, "seed": 5, "max_tokens": 12, "n": 2, "stop": ["; ;"]}
+    given |= {"presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {"7": 1.5}}
+    more = {"ignore_eos": True, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
+    answer = client.completions.create(model="recall", prompt=PROMPT, logprobs=3, extra_body=more, **given)
+    bias = {"logit_bias": {7: 1.5}}
+    expected = own(served, PROMPT, SamplingParams(logprobs=3, **given | more | bias))
+    assert [one.text for one in answer.choices] == [one.text for one in expected.outputs]
+    assert [one.finish_reason for one in answer.choices] == ["length", "length"]
+    values = [next(iter(row.values())) for row in expected.outputs[0].logprobs or ()]
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.token_logprobs == pytest.approx(values)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 24)
+
+
+def test_streams_join_to_the_whole(client: openai.OpenAI) -> None:
+    given: Any = {"model": "recall", "temperature": 1.5, "seed": 9, "max_tokens": 8, "n": 2}
+    prompts = [PROMPT, "wren: kite; wren:"]
+    whole = client.completions.create(prompt=prompts, echo=True, **given)
+    assert whole.choices[0].text.startswith(PROMPT)
+    texts = [""] * 4
+    events = list(client.completions.create(prompt=prompts, echo=True, stream=True, **given))
+    for event in events:
+        texts[event.choices[0].index] += event.choices[0].text
+    assert texts == [one.text for one in whole.choices]
+    assert all(event.usage is None for event in events)
+    chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **given)
+    contents, tops, last = ["", ""], [0, 0], None
+    for part in client.chat.completions.create(
+        messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **given
+    ):
+        for choice in part.choices:
+            contents[choice.index] += choice.delta.content or ""
+            tops[choice.index] += choice.finish_reason is not None
+        last = part.usage
+    assert contents == [one.message.content for one in chat.choices]
+    assert tops == [1, 1]
+    assert last == chat.usage
+    first = chat.choices[0].logprobs
+    assert first is not None
+    assert len(first.content or ()) == own_length(chat, 0)
+    assert {len(one.top_logprobs) for one in first.content or ()} <= {2, 3}
+
+
+def own_length(answer: Any, index: int) -> int:
+    """Tokens of a choice: all of them but the other's."""
+    return answer.usage.completion_tokens - len(answer.choices[1 - index].logprobs.content)
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("n", {"n": 0}),
+    ("temperature", {"temperature": -1}),
+    ("temperature", {"temperature": "hot"}),
+    ("max_tokens", {"max_tokens": 10**8}),
+    ("max_tokens", {"max_tokens": True}),
+    ("logit_bias", {"logit_bias": {"x": 1}}),
+    ("top_p", {"top_p": 2}),
+    ("tempature", {"extra_body": {"tempature": 1}}),
+    ("seed", {"seed": 10**30}),
+    ("model", {"model": "another"}),
+    ("best_of", {"best_of": 3}),
+    ("stop", {"stop": [""]}),
+    ("prompt", {"prompt": None}),
+]
+
+
+@pytest.mark.parametrize(("param", "given"), WRONG, ids=range(len(WRONG)))
+def test_wrong_arguments_are_named(param: str, given: dict[str, Any], client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**{"model": "recall", "prompt": PROMPT, **given})
+    assert caught.value.status_code in (400, 404)
+    assert caught.value.body is not None
+    body: Any = caught.value.body
+    assert (body["param"] or "").split(".")[0] == param
+    assert "Traceback" not in body["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"prompt": "otter: " * 2000}, "context_length_exceeded"),
+        ({"prompt": [[1, 10**6]]}, None),
+        ({"prompt": []}, None),
+    ],
+)
+def test_wrong_prompts_are_refused(given: dict[str, Any], code: str | None, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="recall", **given)
+    assert caught.value.code == code
+
+
+async def _crowd(served: Served, count: int) -> None:
+    """A third is honest, a third leaves, a third is wrong."""
+    client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    prompts = sample_prompts(3, count, max_tokens=200)
+    rng = random.Random(count)
+
+    async def ask(number: int) -> tuple[int, str] | None:
+        given: Any = {"model": "recall", "prompt": prompts[number].text, "temperature": 0}
+        if number % 3 == 0:
+            stream = await client.completions.create(stream=True, **given)
+            return number, "".join([event.choices[0].text async for event in stream])
+        if number % 3 == 1:
+            given |= {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+            if number % 2:  # within the answer; the others at any moment
+                stream = await client.completions.create(stream=True, **given)
+                await anext(aiter(stream))
+                await stream.close()
+                return None
+            task = asyncio.ensure_future(client.completions.create(**given))
+            await asyncio.sleep(rng.random() * 0.3)
+            task.cancel()
+            return None
+        param, wrong = WRONG[number % len(WRONG)]
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(**given | wrong)
+        assert 400 <= caught.value.status_code < 500, param
+        return None
+
+    async with client:
+        answers = await asyncio.gather(*map(ask, range(count)))
+    for number, text in filter(None, answers):
+        assert text == prompts[number].answer
+
+
+def check_idle(served: Served) -> None:
+    """Nothing runs soon after the last client has left."""
+    deadline = time.monotonic() + 10
+    while served.engine.num_unfinished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert served.engine.num_unfinished == 0
+    assert served.engine.executor.kv_manager is not None
+    assert served.engine.executor.kv_manager.stats().num_sequences == 0
+
+
+def test_crowd_of_64_leaves_nothing(served: Served) -> None:
+    asyncio.run(_crowd(served, 64))
+    check_idle(served)
+    assert served.engine.metrics.finished["abort"] > 5

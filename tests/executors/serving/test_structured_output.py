@@ -1,0 +1,45 @@
+"""Answers of a given form, through the server: choices, patterns and schemas against what the model would say."""
+
+from typing import Any
+
+import pytest
+
+from tests.executors.serving.conftest import Served
+from tests.executors.serving.test_limits import ask
+from tests.executors.serving.test_openai import PROMPT, check_idle
+
+BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0}
+
+
+def texts(served: Served, path: str = "/v1/completions", **given: Any) -> list[str]:
+    status, _, body = ask(served, path, BODY | given)
+    assert status == 200, body
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"stop"}
+    return [choice["text"] for choice in body["choices"]]
+
+
+def test_answers_follow_their_grammar(served: Served) -> None:
+    assert texts(served) == ["brass lantern"]
+    assert texts(served, structured_outputs={"choice": ["kite"]}) == ["kite"]
+    # Every prompt and completion has a matcher of its own.
+    both = {"prompt": [PROMPT, f"{PROMPT} brass"], "n": 2, "structured_outputs": {"regex": "(acorn|kite)(acorn|kite)"}}
+    found = texts(served, **both)
+    assert len(found) == 4
+    assert all(set(text.split()) <= {"acorn", "kite"} and len(text.split()) == 2 for text in found)
+    check_idle(served)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"xml": "a"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_object"}},  # whose braces are no words of this vocabulary
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "none"}}}},
+    ],
+)
+def test_malformed_grammars_are_the_clients_fault(given: dict[str, Any], served: Served) -> None:
+    status, _, body = ask(served, "/v1/completions", BODY | given)
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
