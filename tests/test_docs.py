@@ -73,7 +73,11 @@ def test_python_runs(pages: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", WITH["bash"])
 def test_bash_runs(page: str, tmp_path: Path) -> None:
     code = code_of(page, "bash", tmp_path)
-    run(["bash", "-euc", f'paged() {{ "{sys.executable}" -m paged "$@"; }}\n{code}'], tmp_path)
+    paged = tmp_path / "bin" / "paged"  # a program, so that what runs behind the shell can be ended
+    paged.parent.mkdir()
+    paged.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m paged "$@"\n')
+    paged.chmod(0o755)
+    run(["bash", "-euc", f'PATH="{paged.parent}:$PATH"\n{code}'], tmp_path)
 
 
 def test_links_lead_somewhere() -> None:
