@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
 
 from paged import InvalidInputError, PagedKvCacheConfig, PagedKvCacheManager
+
+msgspec, zmq = (pytest.importorskip(name, reason="needs the extra serve") for name in ("msgspec", "zmq"))
+
 from paged.interop.kv_events import KvEventPublisher
 
 

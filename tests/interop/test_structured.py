@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from paged import InvalidInputError
 from paged.interop.structured import GrammarCompiler
 
+pytest.importorskip("xgrammar", reason="needs the extra serve")
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},

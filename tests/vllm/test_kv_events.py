@@ -1,5 +1,9 @@
 """KV events read by vLLM's own classes: they rebuild the exact set of cached blocks."""
 
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
+
 import msgspec
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
