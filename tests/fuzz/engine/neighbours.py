@@ -30,8 +30,8 @@ class Letters:
 
 
 def small_engine(*, tokenizer: Any = None, proposer: Any = None, **config: Any) -> Engine:
-    """An engine on the oracle."""
-    config = {"token_budget": 64} | config
+    """An engine on the oracle, which works as on a GPU: one step ahead."""
+    config = {"token_budget": 64, "overlap": True} | config
     return Engine(small_executor(), EngineConfig(**config), tokenizer=tokenizer or Letters(), proposer=proposer, seed=0)
 
 
@@ -69,8 +69,8 @@ def check_neighbours(engine: Engine, outputs: Sequence[RequestOutput], *, drafts
 
 @cache
 def alone(index: int) -> list[list[int]]:
-    """What a neighbour gets in a run of its own."""
-    engine = small_engine()
+    """What a neighbour gets in a run of its own, step by step."""
+    engine = small_engine(overlap=False)
     prompt, params = NEIGHBOURS[index]
     output = engine.add_request(prompt, params)
     run_to_end(engine)
