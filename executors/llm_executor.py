@@ -167,6 +167,7 @@ class LlmExecutor(UnifiedExecutor):
             supports_truncate=model.truncate_kv is not DecoderOnlyLLM.truncate_kv,
             supports_lora=model.set_lora_adapter_for_cache is not DecoderOnlyLLM.set_lora_adapter_for_cache,
             prefers_tokens=self._ranks.size > 1,
+            supports_hidden_states=isinstance(self._lm, PagedCausalLM),
         )
 
     def supports_native_unified_decode(self) -> bool:
@@ -250,6 +251,7 @@ class LlmExecutor(UnifiedExecutor):
                 self._lm.set_lora_adapter_for_cache(item.cache_id, item.metadata["lora_adapter"])
 
     def _run(self, batch: UnifiedBatch) -> Answers:
-        if isinstance(self._lm, PagedCausalLM) and (batch.is_stacked or batch.device_ids is not None):
+        is_plain = not (batch.is_stacked or batch.returns_hidden) and batch.device_ids is None
+        if isinstance(self._lm, PagedCausalLM) and not is_plain:
             return self._lm.run_batch(batch, is_checked=True)
         return self._lm.unified_forward(batch.items)

@@ -78,7 +78,7 @@ class ExecutorCapabilities:
         supports_prefix_cache: whether sequences share cached prefixes.
         supports_lora: whether items may name an adapter.
         prefers_tokens: whether choosing a token (`DrawToken`) is cheaper than returning logits.
-        supports_device_ids: whether `UnifiedBatch.device_ids` are taken.
+        supports_device_ids, supports_hidden_states: whether `UnifiedBatch` may have `device_ids`, `returns_hidden`.
     """
 
     max_batch_size: int | None
@@ -90,6 +90,7 @@ class ExecutorCapabilities:
     supports_lora: bool
     prefers_tokens: bool = False
     supports_device_ids: bool = False
+    supports_hidden_states: bool = False
     memory_requirements: MemoryRequirements
 
 

@@ -134,6 +134,8 @@ class UnifiedExecutor(ModelExecutor):
 
     def unified_decode(self, batch: UnifiedBatch) -> Answers:  # type: ignore[override]
         with self._call():
+            if batch.returns_hidden and not self.capabilities().supports_hidden_states:
+                raise UnsupportedError(f"returns_hidden: {self._info.model_id} returns logits only")
             num_device_ids = self._num_device_ids(batch)
             if num_device_ids and num_device_ids == len(batch.items):  # which are of no prompt
                 work = ForwardWork(0, 0, num_device_ids)

@@ -238,7 +238,10 @@ class PagedCausalLM(DecoderOnlyLLM):
             handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
             limits = {"vocab_size": self._config.vocab_size, "max_seq_len": self._config.max_seq_len}
             validate_items(batch.items, handles, **limits)
-        with torch.no_grad(), forward_step(self.kv_manager, batch.items, batch.device_ids) as step:
+        with (
+            torch.no_grad(),
+            forward_step(self.kv_manager, batch.items, batch.device_ids, returns_hidden=batch.returns_hidden) as step,
+        ):
             counts = [len(item.q_tokens) for item in batch.items]
             row_slots = self.adapters.row_slots(step.handles, counts)
             shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
@@ -253,7 +256,8 @@ class PagedCausalLM(DecoderOnlyLLM):
     ) -> torch.Tensor:
         """Run one forward and return the logits of the wanted rows, float32 [num_rows, vocab_size].
 
-        With `draws`, return the drawn tokens, int64 [num_rows]. Ranks other than the first return only their part.
+        With `step.returns_hidden`, return their hidden states; with `draws`, the drawn tokens, int64 [num_rows]. Ranks
+        other than the first return only their part of logits.
 
         shape: shape of the graph that runs the step. row_slots: from `LoraAdapters.row_slots`.
         """
@@ -266,8 +270,11 @@ class PagedCausalLM(DecoderOnlyLLM):
             if outputs is not None and row_slots is not None:
                 own_slots = row_slots[step.row_ids]
                 outputs = replace(outputs, lora=self.adapters.batch(own_slots) if (own_slots >= 0).any() else None)
-            hidden = self.network(step.input_ids, metadata.positions, metadata, outputs)
-            logits = self.network.logits(hidden if outputs is not None else hidden[step.sample_rows])
+            hidden: torch.Tensor = self.network(step.input_ids, metadata.positions, metadata, outputs)
+            wanted = hidden if outputs is not None else hidden[step.sample_rows]
+            if step.returns_hidden:
+                return wanted.float()
+            logits = self.network.logits(wanted)
         if self.ranks.size == 1 or not len(logits):
             return logits
         if draws is not None:

@@ -189,7 +189,8 @@ class StepGraphs:
         """Return the graph that runs a step, or None if there is none or no logits are wanted."""
         num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
         is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
-        if is_stale or not self._replays or num_tokens > self._sizes[-1] or not len(step.row_ids):
+        has_logits = len(step.row_ids) and not step.returns_hidden
+        if is_stale or not self._replays or num_tokens > self._sizes[-1] or not has_logits:
             return None
         fitting = (
             shape

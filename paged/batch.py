@@ -119,11 +119,15 @@ class UnifiedBatch:
         is_stacked: whether `unified_decode` may return the answers of the final items as one tensor: logits float32
             [num_rows, vocab_size], or int64 [num_rows] tokens if every final item asks for one. 256 views of a matrix
             take 0.2 ms.
+        returns_hidden: whether the rows of FullLogits and VerifyLogits hold hidden states after the final norm,
+            float32 [hidden_size], in place of logits. Then K/V are not published for other sequences. An executor takes
+            it if its capabilities say `supports_hidden_states`.
     """
 
     items: Sequence[UnifiedBatchItem]
     device_ids: torch.Tensor | None = None
     is_stacked: bool = False
+    returns_hidden: bool = False
 
     @property
     def total_q_tokens(self) -> int:

@@ -37,6 +37,7 @@ class ForwardStep:
         row_ids: int64 [num_sampled_rows], in order, the last row of every item with `is_final_chunk`, or all of its
             rows under VerifyLogits; `sample_rows` on the device.
         handles: one for each item.
+        returns_hidden: as in `UnifiedBatch`.
     """
 
     token_ids: NDArray[np.int64]
@@ -45,6 +46,7 @@ class ForwardStep:
     handles: tuple[KvCacheHandle, ...]
     device: torch.device
     device_ids: torch.Tensor | None = None
+    returns_hidden: bool = False
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -84,12 +86,16 @@ class ForwardStep:
 
 @contextmanager
 def forward_step(
-    manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem], device_ids: torch.Tensor | None = None
+    manager: PagedKvCacheManager,
+    items: Sequence[UnifiedBatchItem],
+    device_ids: torch.Tensor | None = None,
+    *,
+    returns_hidden: bool = False,
 ) -> Iterator[ForwardStep]:
     """Reserve capacity for all items and yield their forward; then lengths grow and full blocks are published.
 
     An item without `kv_cache` uses the manager's sequence `seq_id`, created on first use. An exception rolls back
-    lengths, capacity and the sequences created here. device_ids: as in `UnifiedBatch`.
+    lengths, capacity and the sequences created here. device_ids, returns_hidden: as in `UnifiedBatch`.
 
     Raises:
         InvalidInputError: a handle is not the manager's, or two items use the same one.
@@ -114,10 +120,11 @@ def forward_step(
         reservation = manager.reserve_lengths([handle.cache_id for handle in handles], list(map(add, lengths, counts)))
         host = manager.host_metadata(zip(handles, counts, strict=True))
         rows = _sample_rows(items, counts)
-        yield ForwardStep(tokens, host, rows, tuple(handles), manager.device, device_ids)
+        yield ForwardStep(tokens, host, rows, tuple(handles), manager.device, device_ids, returns_hidden)
         num_unknown = 0 if device_ids is None else len(device_ids)
         ids[:num_unknown] = [None] * num_unknown
-        reservation.commit(ids if num_unknown < len(ids) else None)  # last, as nothing takes that back
+        is_known = num_unknown < len(ids) and not returns_hidden
+        reservation.commit(ids if is_known else None)  # last, as nothing takes that back
     except BaseException:
         if reservation is not None:
             reservation.rollback()

@@ -97,7 +97,8 @@ class StepMessage(NamedTuple):
     def arrays(self) -> list[NDArray[Any]]:
         """Return the message as arrays."""
         step, host, slots = self.step, self.step.host, self.row_slots
-        flags = host.max_seqlen_q, host.max_seqlen_k, self.num_device_ids, slots is not None, self.draws is not None
+        flags = [host.max_seqlen_q, host.max_seqlen_k, self.num_device_ids, slots is not None, self.draws is not None]
+        flags.append(step.returns_hidden)
         rows = np.empty(0, np.int32) if slots is None else slots
         draws = self.draws or Draws.of([])
         return [np.array(flags, np.int64), step.token_ids, step.row_ids, rows, *draws, *host.arrays]
@@ -108,7 +109,7 @@ class StepMessage(NamedTuple):
         flags, token_ids, row_ids, row_slots, *rest = arrays
         num_draws = len(Draws._fields)
         draws, (positions, slots, seq_lens, cu_seqlens_q, tables) = Draws(*rest[:num_draws]), rest[num_draws:]
-        max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn = flags.tolist()
+        max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn, returns_hidden = flags.tolist()
         metadata = HostMetadata(positions, slots, seq_lens, cu_seqlens_q, tables, max_seqlen_q, max_seqlen_k)
-        step = ForwardStep(token_ids, metadata, row_ids, (), device)
+        step = ForwardStep(token_ids, metadata, row_ids, (), device, returns_hidden=bool(returns_hidden))
         return cls(step, row_slots if is_adapted else None, draws if is_drawn else None, num_device_ids)
