@@ -67,8 +67,9 @@ class BlockSpace:
             self._manager.swap_in(completion.handle)
             completion.is_swapped = False
         else:
-            request = completion.request
-            handle = self._manager.allocate(completion.seq_id, token_ids=completion.tokens, namespace=request.namespace)
+            request, tokens = completion.request, completion.tokens
+            ids = None if completion.wants_prompt_rows else tokens  # a cached prefix has no logits
+            handle = self._manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
             completion.hold(handle)
             if request.first_token is None:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens

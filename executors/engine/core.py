@@ -12,18 +12,19 @@ from time import perf_counter
 
 import torch
 
-from paged.batch import FullLogits, LogitsPolicy
-from paged.errors import InvalidInputError, UnsupportedError
+from paged.batch import FullLogits, LogitsPolicy, UnifiedBatch, VerifyLogits
+from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
 from paged.executors.engine.launched_step import LaunchedStep, StepSampler
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.engine.scheduler import Scheduler
-from paged.executors.engine.step_runner import CallResults, StepRunner
+from paged.executors.engine.step_runner import CallResults, StepRunner, WrongResultsError, answer_rows
 from paged.executors.isolation import attempt, describe, quietly
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, State
+from paged.executors.sampling.logprobs import prompt_logprobs
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Sampled, Sampler
 from paged.executors.speculation.drafting import Proposer, draft
@@ -31,13 +32,17 @@ from paged.executors.unified_executor import Answers
 from paged.seq_id import SeqId
 
 _LOG = logging.getLogger("paged")
+# Logits of a step's prompt tokens whose log probabilities are wanted. At 12 bytes each, in the weights' dtype, in
+# float32 and normalised, 147 rows of a vocabulary of 152,000.
+_PROMPT_LOGITS = (256 << 20) // 12
 
 
 class EngineCore:
     """Checked requests and the step that runs them; `Engine` is its public face.
 
-    _requests: unfinished requests, by id. _changed: outputs that gained tokens or ended in this step. _on_finish:
-    called with every completion that ends, while it still holds its cache; errors are logged.
+    _requests: unfinished requests, by id. _changed: outputs that gained tokens or ended in this step. _unreported:
+    those that did so between steps. _on_finish: called with every completion that ends, while it still holds its cache;
+    errors are logged.
     """
 
     def __init__(self, executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> None:
@@ -53,11 +58,13 @@ class EngineCore:
             self._space = BlockSpace(executor, manager, config.admission_tokens)
         self._requests: dict[SeqId, Request] = {}
         self._changed: dict[RequestOutput, None] = {}
+        self._unreported: dict[RequestOutput, None] = {}
         self._timed: list[Request] = []  # those that have to end at some time, the earliest first
         self._sampled = self._last_taken = 0.0
-        self._scheduler = Scheduler(config, self._space, self._fail, decode_cost=decode_cost)
+        prompt_rows = max(_PROMPT_LOGITS // info.vocab_size, 1)
+        self._scheduler = Scheduler(config, self._space, self._fail, decode_cost=decode_cost, prompt_rows=prompt_rows)
         self._runner = StepRunner(executor, self._make_room, self._fail, self._space.release, self.metrics)
-        is_unified = executor.supports_native_unified_decode()
+        self._is_unified = is_unified = executor.supports_native_unified_decode()
         self._prefers_tokens = is_unified and executor.capabilities().prefers_tokens
         self._vocab_size, self._device = info.vocab_size, info.device
         self._sampler = Sampler(info.vocab_size, info.device)
@@ -93,7 +100,7 @@ class EngineCore:
     def _run_step(self, run: Callable[[], object]) -> list[RequestOutput]:
         if self._is_stepping:
             raise UnsupportedError("step: called within a step")
-        self._changed = {}
+        self._changed, self._unreported = self._unreported, {}
         try:
             self._is_stepping = True
             run()
@@ -107,6 +114,20 @@ class EngineCore:
             self._is_stepping = False
             self._end_aborted()
         return list(self._changed)
+
+    def _run_now(self, batch: UnifiedBatch) -> Answers:
+        """Run a batch of no request between two steps; if blocks run out, preempt requests.
+
+        Raises:
+            OutOfBlocksError: they do not suffice, beside a single request.
+        """
+        while True:
+            try:
+                return self.executor.unified_decode(batch)
+            except OutOfBlocksError:
+                self._unreported = dict.fromkeys(self.drain())  # tokens must be known before a preemption
+                if not self._make_room(()):
+                    raise
 
     def _abort(self, request: Request) -> None:
         """End a request; within a step, after it, because a stream that is garbage-collected may ask at any time."""
@@ -160,7 +181,7 @@ class EngineCore:
             return None
         launched = LaunchedStep(started, bool(plan.decodes), _num_rows(plan.chunks), drafts is not None, late)
         self._count(calls, launched)
-        completions, rows = self._final_rows(calls, has_chunks=bool(plan.chunks))
+        completions, rows = self._final_rows(calls, launched, has_chunks=bool(plan.chunks))
         if before is not None and any(one.reads_tokens for one in completions):
             self._take_launched()  # while the device runs this one
         self._step_sampler.sample(completions, rows, launched, drafts and (drafts, plan.decodes))
@@ -181,12 +202,16 @@ class EngineCore:
         """Let the executor choose the tokens of a step if no completion asks for more than it can do."""
         final = [one for one in completions if one.item.is_final_chunk]
         # Others of a request begin with the logits of the first one's prompt.
-        draws = self._sampler.draws(final) if all(one.request.params.n == 1 for one in final) else None
+        is_single = all(one.request.params.n == 1 and not one.wants_prompt_rows for one in final)
+        draws = self._sampler.draws(final) if is_single else None
         policies: Sequence[LogitsPolicy] = draws or [FullLogits()] * len(final)
         for one, policy in zip(final, policies, strict=True):
-            one.item.ask(policy)
+            if not one.wants_prompt_rows:
+                one.item.ask(policy)
 
-    def _final_rows(self, calls: Sequence[CallResults], *, has_chunks: bool) -> tuple[list[Completion], Answers]:
+    def _final_rows(
+        self, calls: Sequence[CallResults], launched: LaunchedStep, *, has_chunks: bool
+    ) -> tuple[list[Completion], Answers]:
         """Count what ran as cached; return the completions to sample for, forks of a prompt too, and their answers."""
         completions: list[Completion] = []
         parts: list[Answers] = []
@@ -197,30 +222,60 @@ class EngineCore:
                 completions += group
                 parts.append(answers)
                 continue
-            rows: list[int] = []  # of `answers`, for each completion
-            first, row = len(completions), 0
+            rows: list[int] = []  # of `answers`, for the completions
+            entries: list[torch.Tensor | None] = []
+            end = 0
             for index, completion in enumerate(group):
-                item, is_prompt = completion.item, completion.state is State.PREFILL
+                is_prompt, size = completion.state is State.PREFILL, answer_rows(completion.item)
+                begin, end = end, end + size
                 completion.launched()
-                if item.is_final_chunk:
-                    started = self._end_prefill(completion) if is_prompt else [completion]
-                    completions += started
-                    rows += [row if isinstance(answers, torch.Tensor) else index] * len(started)
-                    row += 1
+                if not size:
+                    continue
+                entry = None if isinstance(answers, torch.Tensor) else answers[index]
+                if is_prompt and isinstance(completion.item.logits_policy, VerifyLogits):
+                    logits = answers[begin:end] if isinstance(answers, torch.Tensor) else entry
+                    assert logits is not None
+                    attempt(partial(self._fail, completion), self._score_prompt, completion, logits, launched)
+                    if completion.num_to_prefill or completion.state is State.FINISHED:
+                        continue
+                    begin, entry = end - 1, logits[-1]
+                started = self._end_prefill(completion) if is_prompt else [completion]
+                completions += started
+                rows += [*range(begin, end)] * len(started)
+                entries += [entry] * len(started)
             if isinstance(answers, torch.Tensor):
-                forked = len(completions) - first > row
-                parts.append(answers[index_tensor(rows, answers.device)] if forked else answers)
+                is_whole = rows == [*range(len(answers))]
+                parts.append(answers if is_whole else answers[index_tensor(rows, answers.device)])
             else:
-                parts.append([answers[row] for row in rows])
+                parts.append(entries)
         if len(parts) == 1:
             return completions, parts[0]
         return completions, [row for part in parts for row in part]
+
+    def _score_prompt(self, completion: Completion, logits: torch.Tensor, launched: LaunchedStep) -> None:
+        """Begin to copy the log probabilities of the prompt tokens that follow a chunk's, each of them once."""
+        request, item = completion.request, completion.item
+        if logits.shape != (shape := (len(item.q_tokens), self._vocab_size)):
+            raise WrongResultsError(f"logits {tuple(logits.shape)}, expected {shape}")
+        item.ask(FullLogits())
+        start, begin = completion.cached - len(logits), request.num_prompt_rows
+        end = min(completion.cached, len(request.prompt) - 1)
+        if end > begin:  # else it runs again after a preemption
+            count, rows = request.params.prompt_logprobs, logits[begin - start : end - start].float()
+            assert count is not None
+            request.num_prompt_rows = end
+            launched.prompts.append((request, prompt_logprobs(rows, request.prompt[begin + 1 : end + 1], count)))
 
     def _take_launched(self) -> None:
         """Read the tokens of the launched step, and give them to completions that have not ended meanwhile."""
         step, self._launched = self._launched, None
         if step is None:
             return
+        for request, read in step.prompts:
+            table = attempt(partial(self._end, request, "error"), read)
+            if table is not None and not request.output.finished:
+                assert request.output.prompt_table is not None
+                request.output.prompt_table += table
         for completions, on_device in step.parts:
             fail = partial(self._fail_all, completions)
             sampled = attempt(fail, on_device.read)

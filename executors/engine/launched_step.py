@@ -9,7 +9,7 @@ import torch
 
 from paged.executors.engine.step_runner import WrongResultsError
 from paged.executors.isolation import describe, raise_exit
-from paged.executors.requests.request import Completion
+from paged.executors.requests.request import Completion, Request
 from paged.executors.sampling.rows import index_tensor, row_matrix
 from paged.executors.sampling.sampler import Drafts, SampledOnDevice, Sampler
 from paged.executors.speculation.drafting import aligned_drafts
@@ -24,6 +24,7 @@ class LaunchedStep:
         started: when it was planned.
         late: completions whose last token was not known when it was launched.
         parts: completions and their tokens, in as many parts as were sampled.
+        prompts: requests, and what reads the log probabilities of their prompts' next tokens.
     """
 
     started: float
@@ -32,6 +33,7 @@ class LaunchedStep:
     is_drafted: bool
     late: list[Completion]
     parts: list[tuple[list[Completion], SampledOnDevice]] = field(default_factory=list)
+    prompts: list[tuple[Request, Callable[[], list[dict[int, float]]]]] = field(default_factory=list)
 
     def token_ids(self, completions: list[Completion], device: torch.device) -> torch.Tensor:
         """Return the newest tokens of some of its completions, int64 [n] on the device."""

@@ -42,6 +42,7 @@ class Scheduler:
     Args:
         fail: ends a completion that cannot be admitted, with a reason; it calls `remove` last.
         decode_cost: most tokens of a decoding sequence: 1 and its drafts.
+        prompt_rows: most prompt tokens of a step with logits for each.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Scheduler:
         fail: Callable[[Completion, str], None],
         *,
         decode_cost: int = 1,
+        prompt_rows: int = 1,
     ) -> None:
         self.waiting: list[Completion] = []
         self.prefilling: list[Completion] = []
@@ -60,6 +62,7 @@ class Scheduler:
         self._space = space
         self._fail = fail
         self._decode_cost = decode_cost
+        self._prompt_rows = prompt_rows
         self._is_full = self._has_begun = False
 
     @property
@@ -96,7 +99,7 @@ class Scheduler:
             left = min(left, self.pacer.max_prefill_tokens)
         self._has_begun = False
         chunks: list[Completion] = []
-        index = 0
+        index, rows_left = 0, self._prompt_rows
         while left > 0 and (index < len(self.prefilling) or self._admit_next(left)):
             if index == len(self.prefilling):  # it came back from the host, and decodes
                 decodes.append(self.decoding[-1])
@@ -104,10 +107,14 @@ class Scheduler:
                 continue
             completion = self.prefilling[index]
             count = min(completion.num_to_prefill, left, config.chunk_size or left)
-            completion.take_chunk(count)
-            chunks.append(completion)
-            left -= count
             index += 1
+            if completion.wants_prompt_rows:
+                count = min(count, rows_left)
+                rows_left -= count
+            if count:
+                completion.take_chunk(count)
+                chunks.append(completion)
+                left -= count
         return Plan(decodes, chunks)
 
     def to_decoding(self, completion: Completion) -> None:

@@ -137,11 +137,11 @@ class StepRunner:
             items = [completion.item for completion in group]
             answers = self._executor.unified_decode(UnifiedBatch(items, device_ids, is_stacked=True))
             if isinstance(answers, torch.Tensor):
-                num_rows = sum(_num_rows(item) for item in items)
+                expected = sum(map(answer_rows, items))
                 mismatch = (
                     None
-                    if len(answers) == num_rows
-                    else f"{len(answers)} results for {len(items)} items, expected {num_rows}"
+                    if len(answers) == expected
+                    else f"{len(answers)} results for {len(items)} items, expected {expected}"
                 )
             else:
                 mismatch = results_mismatch(items, answers)
@@ -183,7 +183,8 @@ def _is_decode(completion: Completion) -> bool:
     return completion.is_decoding and len(completion.item.q_tokens) == 1
 
 
-def _num_rows(item: UnifiedBatchItem) -> int:
+def answer_rows(item: UnifiedBatchItem) -> int:
+    """Return the number of rows that an item's answer has."""
     return len(item.q_tokens) if type(item.logits_policy) is VerifyLogits else item.is_final_chunk
 
 

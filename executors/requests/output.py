@@ -97,6 +97,7 @@ class RequestOutput:
         finished: whether all completions have ended.
         num_cached_tokens: prompt tokens whose K/V were found in the cache.
         error: reason of a failure.
+        prompt_table: `prompt_logprobs`, which copies share and which grows until the first token.
     """
 
     request_id: SeqId
@@ -106,10 +107,20 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_table: list[dict[int, float] | None] | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return list(self.prompt)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+        """For each prompt token log probability by token id, its own first; None for the first token.
+
+        None unless requested; complete with the first new token.
+        """
+        found = self.prompt_table
+        return None if found is None else [one and one.copy() for one in list(found)]
 
     def copy(self) -> RequestOutput:
         """Return a copy of this moment, at the same cost for any length."""
@@ -118,5 +129,5 @@ class RequestOutput:
     def since(self, begins: Sequence[Mark]) -> RequestOutput:
         """Return a copy of this moment, with the part of each completion after its mark."""
         outputs = [one.since(begin) for one, begin in zip(self.outputs, begins, strict=True)]
-        fields = self.finished, self.num_cached_tokens, self.error, self.metrics
+        fields = self.finished, self.num_cached_tokens, self.error, self.metrics, self.prompt_table
         return RequestOutput(self.request_id, self.prompt, outputs, *fields)

@@ -61,6 +61,7 @@ class Request:
         has_begun: whether one has run.
         token_masks, logits_processors: one for each completion, or none.
         left: unfinished completions.
+        num_prompt_rows: prompt tokens whose successors' log probabilities have been computed.
         generating_s: sum over ended completions of the time from the first token to their last.
     """
 
@@ -83,6 +84,7 @@ class Request:
     has_begun: bool = False
     left: dict[Completion, None] = field(default_factory=dict)
     num_cached_tokens: int = 0
+    num_prompt_rows: int = 0
     first_token: float | None = None
     generating_s: float = 0.0
 
@@ -187,6 +189,13 @@ class Completion:
         return len(self.tokens) - self.cached
 
     @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether it still has to compute log probabilities of the prompt, as the first completion does for all."""
+        request = self.request
+        is_wanted = self.index == 0 and self.params.prompt_logprobs is not None
+        return is_wanted and request.num_prompt_rows < len(request.prompt) - 1
+
+    @property
     def is_decoding(self) -> bool:
         """Whether all but its newest token are in the cache."""
         return self.cached > 0 and self.cached == self.num_tokens - 1 and bool(self.token_ids)
@@ -229,10 +238,11 @@ class Completion:
 
     def take_chunk(self, count: int) -> None:
         """Set the item to the next `count` tokens to prefill."""
-        end = self.cached + count
-        is_final = end == len(self.tokens)
+        end, wants_all = self.cached + count, self.wants_prompt_rows
+        policy = VerifyLogits() if wants_all else FullLogits()
         chunk = list(self.tokens[self.cached : end])
-        self.item.move(chunk, self.cached, is_final_chunk=is_final, logits_policy=FullLogits())
+        is_final = wants_all or end == len(self.tokens)
+        self.item.move(chunk, self.cached, is_final_chunk=is_final, logits_policy=policy)
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
         """Set the item to the newest token, followed by drafts."""

@@ -59,6 +59,8 @@ class SamplingParams:
             draws a seed.
         logprobs: number of best tokens, at most 1,024, to report for every token beside its own log probability, before
             all filters.
+        prompt_logprobs: the same for every token of the prompt but the first. Such a prompt is computed anew, without
+            cached prefixes, and in chunks whose logits take 256 MB at most.
 
     Raises:
         InvalidInputError: a value has another type, is out of range or not finite, or a list is too long.
@@ -81,6 +83,7 @@ class SamplingParams:
     min_tokens: int = 0
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value and convert it to Python's own types."""
@@ -144,6 +147,7 @@ _INTEGERS = {
     "max_tokens": (1, _MOST),
     "min_tokens": (0, _MOST),
     "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
     "seed": (-_MOST - 1, 2 * _MOST + 1),
 }
 _FLOATS = {

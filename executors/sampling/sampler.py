@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paged.batch import DrawToken
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
+from paged.executors.sampling.logprobs import logprob_table, own_and_best
 from paged.executors.sampling.noise import Stream, noise_keys, split_keys, uniform
 from paged.executors.sampling.own_rules import own_rules
 from paged.executors.sampling.rejection_sampling import rejection_sample
@@ -224,9 +225,7 @@ class Sampler:
             flat = [row * width + column for row, size in enumerate(sizes) for column in range(size)]
             chosen = tokens.flatten()[index_tensor([flat[row] for row in wanting], self._device)]
             asked = logits if len(wanting) == len(logits) else logits[index_tensor(wanting, self._device)]
-            logprobs = asked.log_softmax(-1)
-            best = logprobs.topk(min(rows.num_logprobs, self._vocab_size))
-            parts += [logprobs.gather(1, chosen.clamp(min=0)[:, None]), best.values, best.indices]
+            parts += own_and_best(asked, chosen, rows.num_logprobs)
         host = HostCopy(torch.cat([part.double().flatten() for part in parts]))
         shapes = [part.shape for part in parts]
         newest = tokens.flatten() if accepted is None else None
@@ -244,13 +243,11 @@ def _unpack(
     if rows.num_logprobs is None:
         return Sampled(kept_ids)
     lines = {row: line for line, row in enumerate(rows.with_logprobs)}
-    own, values, indices = found[0], found[1], found[2].astype(np.int64)
+    own, values, indices = found
     tables: list[list[dict[int, float]]] = []
     for tokens_kept, start in zip(kept_ids, [0, *accumulate(sizes[:-1])], strict=True):
         wanted = rows.completions[start].params.logprobs
-        table = []
-        for line, token in enumerate(tokens_kept if wanted is not None else (), lines.get(start, 0)):
-            best_of = zip(indices[line, :wanted].tolist(), values[line, :wanted].tolist(), strict=True)
-            table.append({token: float(own[line, 0])} | dict(best_of))
-        tables.append(table)
+        asked_for = tokens_kept if wanted is not None else []
+        own_lines = slice(first := lines.get(start, 0), first + len(asked_for))
+        tables.append(logprob_table(asked_for, own[own_lines], values[own_lines, :wanted], indices[own_lines, :wanted]))
     return Sampled(kept_ids, tables)

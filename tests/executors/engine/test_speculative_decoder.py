@@ -10,7 +10,7 @@ from paged.errors import UnsupportedError
 from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.sampling.noise import uniform
 from tests.executors.engine.answers import parrot_tokens
-from tests.executors.engine_cases import check_pool_empty, run, tokens_of
+from tests.executors.engine_cases import check_pool_empty, recall_engine, run, run_to_end, tokens_of
 from tests.executors.oracle import make_executor
 from tests.executors.parrot import Parrot, other_executor
 from tests.executors.sampling.completions import chi_square_p
@@ -59,6 +59,22 @@ def test_rejected_drafts_leave_the_cache(device: torch.device) -> None:
                 assert handle.num_tokens == len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
     assert 0 < engine.metrics.accepted_tokens < engine.metrics.draft_tokens
     check_pool_empty(executor)
+
+
+def test_drafts_beside_a_prompt_that_forks() -> None:
+    """In one step, a row of logits is for each draft, or for several completions."""
+    repeating, params = [7, 8, 9] * 4, SamplingParams(temperature=0, max_tokens=24)
+    answers = []
+    for proposer in (None, PromptLookup(4)):
+        engine = Engine(recall_engine().executor, eos_token_ids=(), proposer=proposer)
+        outputs = [engine.add_request(repeating, params)]
+        for prompt in ([3, 1, 4], [1, 5, 9, 2], [6, 5]):
+            engine.step()
+            outputs.append(engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=4, n=2)))
+        run_to_end(engine)
+        answers.append([one.token_ids for output in outputs for one in output.outputs])
+    assert answers[0] == answers[1]
+    assert engine.metrics.draft_tokens > 0
 
 
 def test_anothers_model_verifies_through_its_own_calls() -> None:

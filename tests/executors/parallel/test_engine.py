@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from paged import DraftModel, Engine, EngineConfig, LlmExecutor, PromptLookup, SamplingParams
 from tests.executors.engine_cases import check_empty, run, run_to_end, tokens_of
@@ -94,3 +95,22 @@ def test_a_draft_model_over_processes(executors: list[LlmExecutor]) -> None:
     engine = Engine(alone, eos_token_ids=(), proposer=DraftModel(spread, 3))
     assert run(engine, prompts, params) == expected
     assert engine.metrics.accepted_tokens == engine.metrics.draft_tokens > 0
+
+
+def test_log_probabilities_of_prompts_and_embeddings(executors: list[LlmExecutor]) -> None:
+    """Ranks compute logits of every row, or none; a draw of the step before stands for neither."""
+    found, pooled = [], []
+    for executor in executors:
+        engine = Engine(executor, EngineConfig(chunk_size=7), eos_token_ids=())
+        outputs = [engine.add_request(tokens(5), SamplingParams(seed=1, max_tokens=9))]
+        for _ in range(3):
+            engine.step()
+        params = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=2)
+        outputs.append(engine.add_request(tokens(20), params))
+        pooled.append(engine.embed([tokens(9, 1), tokens(40, 2)], pooling="mean"))
+        run_to_end(engine)
+        found.append((tokens_of(outputs), outputs[1].prompt_logprobs))
+    assert found[0][0] == found[1][0]
+    tables = [[list(table.items()) for table in one[1][1:]] for one in found]
+    torch.testing.assert_close(torch.tensor(tables[0]), torch.tensor(tables[1]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(*pooled, atol=1e-5, rtol=0)

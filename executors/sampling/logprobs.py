@@ -1,0 +1,42 @@
+"""Log probabilities of tokens, and of the best ones beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged.staging import HostCopy, to_device
+
+
+def own_and_best(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Return the log probability of one token of each row, [n, 1], those of the best tokens, [n, count], and their ids.
+
+    logits: float32 [n, V]. token_ids: int64 [n]; -1, which stands for no token, counts as 0.
+    """
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(min(count, logits.shape[1]))
+    return logprobs.gather(1, token_ids.clamp(min=0)[:, None]), best.values, best.indices
+
+
+def logprob_table(
+    token_ids: Sequence[int], own: NDArray[np.float64], values: NDArray[np.float64], indices: NDArray[np.float64]
+) -> list[dict[int, float]]:
+    """Return for each token log probability by token id, its own first; the arrays are those of `own_and_best`."""
+    rows = zip(token_ids, own[:, 0].tolist(), indices.astype(np.int64).tolist(), values.tolist(), strict=True)
+    return [{token: logprob} | dict(zip(ids, best, strict=True)) for token, logprob, ids, best in rows]
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> Callable[[], list[dict[int, float]]]:
+    """Begin the copy of the log probabilities of `token_ids`, each by its row of `logits`; return what reads them."""
+    (chosen,) = to_device((np.array(token_ids, np.int64),), logits.device)
+    parts = own_and_best(logits, chosen, count)
+    width = parts[1].shape[1]
+    host = HostCopy(torch.cat([part.double() for part in parts], 1))  # float64 holds ids exactly
+
+    def read() -> list[dict[int, float]]:
+        return logprob_table(token_ids, *np.split(host.numpy(), [1, 1 + width], axis=1))
+
+    return read
