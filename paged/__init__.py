@@ -45,6 +45,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.executors.async_executor": ("AsyncModelExecutor",),
     "paged.executors.text.chat_tokenizer": ("ChatTokenizer",),
     "paged.executors.speculation.draft_model": ("DraftModel",),
+    "paged.executors.engine.beam_search": ("BeamOutput",),
     "paged.executors.engine.engine": ("Engine", "SpeculativeDecoder"),
     "paged.executors.engine.config": ("EngineConfig", "QueueFullError"),
     "paged.executors.engine.metrics": ("EngineMetrics", "EngineStatus", "prometheus_text"),

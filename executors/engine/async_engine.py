@@ -10,8 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from paged.errors import InvalidInputError, PagedError
-from paged.executors.engine.engine import Engine
+from paged.executors.engine.embedding import Pooling
+from paged.executors.engine.engine import Engine, Prompt, is_text
 from paged.executors.engine.metrics import EngineStatus, prometheus_text
 from paged.executors.isolation import describe, for_future
 from paged.executors.requests.output import Mark, RequestOutput
@@ -85,13 +88,15 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Prompt,
         params: SamplingParams | None = None,
         *,
         deltas: bool = False,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Run a request; yield its newest output whenever it has changed, until it has finished.
+
+        Texts and messages are encoded in another thread than the steps.
 
         Args:
             deltas: whether each output holds only the tokens, text and log probabilities since the last one.
@@ -118,6 +123,26 @@ class AsyncEngine:
             streams.pop(stream.output, None)
             if not self._is_stopped:
                 self._worker.submit(self.engine.discard, stream.output)
+
+    async def embed(
+        self, prompts: Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> torch.Tensor:
+        """Return embeddings, as `Engine.embed`; steps of requests run between its forwards."""
+        ids = [await self._encoded(prompt) for prompt in prompts]
+        steps = await self._call(self.engine.embedding_steps, ids, pooling=pooling, normalize=normalize)
+
+        def finish() -> None:
+            steps.close()
+            self._publish(self.engine.drain())  # of requests that it has preempted
+
+        try:
+            while (pooled := await self._call(next, steps)) is None:
+                while self._is_paused:
+                    await asyncio.sleep(0.01)
+            return pooled
+        finally:
+            if not self._is_stopped:
+                self._worker.submit(finish)
 
     async def abort(self, request_id: SeqId) -> bool:
         """End a request, even if this call is cancelled; return False if no unfinished request has this id.
@@ -205,14 +230,22 @@ class AsyncEngine:
         self._is_stopped = True
         self._worker.shutdown()
 
+    async def _encoded(self, prompt: Prompt) -> Prompt:
+        """Return token ids for a text or messages; a chat template may take seconds."""
+        self._check_accepting()
+        self._check_loop()
+        if not is_text(prompt):
+            return prompt
+        return await asyncio.to_thread(for_future, self.engine.encode_prompt, prompt)
+
     async def _open(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | None, options: Mapping[str, Any]
+        self, prompt_token_ids: Prompt, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> _Stream:
         """Add a request; if the caller is cancelled meanwhile, remove it again."""
 
         def add() -> _Stream:  # before the next step, whose output may be the last
             self._check_accepting()
-            output = self.engine.add_request(prompt_token_ids, params, **options)
+            output = self.engine.add_request(prompt, params, **options)
             try:
                 streams[output] = stream = _Stream(output, loop)
                 self._go_on()
@@ -227,6 +260,7 @@ class AsyncEngine:
                 streams.pop(output, None)
                 self.engine.discard(output)
 
+        prompt = await self._encoded(prompt_token_ids)
         self._check_accepting()
         self._check_loop()
         streams, loop = self._streams, asyncio.get_running_loop()

@@ -115,12 +115,8 @@ class EngineCore:
             self._end_aborted()
         return list(self._changed)
 
-    def _run_now(self, batch: UnifiedBatch) -> Answers:
-        """Run a batch of no request between two steps; if blocks run out, preempt requests.
-
-        Raises:
-            OutOfBlocksError: they do not suffice, beside a single request.
-        """
+    def run_now(self, batch: UnifiedBatch) -> Answers:
+        """Run a batch of no request between two steps; if blocks run out, preempt requests, all but one."""
         while True:
             try:
                 return self.executor.unified_decode(batch)

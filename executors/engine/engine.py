@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 
-from paged.errors import InvalidInputError, SequenceTooLongError
+from paged.errors import InvalidInputError, SequenceTooLongError, UnsupportedError
+from paged.executors.engine.beam_search import BeamOutput, search_beams
 from paged.executors.engine.config import EngineConfig, QueueFullError
 from paged.executors.engine.core import EngineCore
+from paged.executors.engine.embedding import Pooling, embed_prompts
 from paged.executors.engine.metrics import EngineStatus
 from paged.executors.model_executor import ModelExecutor, check_adapter, lora_loader
 from paged.executors.progress import progress_bar
@@ -29,15 +32,18 @@ from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
 from paged.executors.speculation.draft_model import DraftModel
 from paged.executors.speculation.drafting import Proposer
 from paged.executors.speculation.prompt_lookup import PromptLookup
-from paged.executors.text.detokenizer import Tokenizer
+from paged.executors.text.chat_template import Message
+from paged.executors.text.detokenizer import PromptTokenizer, Tokenizer
 from paged.kernels.common.compilation import serving_begins
-from paged.kernels.common.scalars import as_float, as_int, shown
+from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import as_token_ids
 
 R = TypeVar("R")
+Prompt = str | Sequence[int] | Sequence[Message]
 
 _DEFAULT_PARAMS = SamplingParams()
+_ONE_TOKEN = SamplingParams(max_tokens=1)
 # A priority beyond this is one of a mistake; products with `priority_requests` stay small numbers.
 _MAX_PRIORITY = 1 << 31
 _MASK = (1 << 64) - 1
@@ -51,7 +57,7 @@ class Engine(EngineCore):
 
     Args:
         config: policy; None takes the defaults.
-        tokenizer: for output texts and stop strings.
+        tokenizer: for output texts and stop strings; a `ChatTokenizer` also for prompts that are texts or messages.
         eos_token_ids: end every request without ignore_eos. None takes those of the checkpoint
             (`ModelInfo.eos_token_ids`), () takes none.
         proposer: drafts tokens; the executor verifies several in one forward.
@@ -113,7 +119,7 @@ class Engine(EngineCore):
 
     def add_request(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Prompt,
         params: SamplingParams | None = None,
         *,
         request_id: SeqId | None = None,
@@ -127,7 +133,8 @@ class Engine(EngineCore):
         """Queue a request and return its output, which grows from step to step; its `copy()` keeps a moment.
 
         Args:
-            prompt_token_ids: integers of any library, in any sequence.
+            prompt_token_ids: integers of any library, in any sequence; or a text; or messages, mappings with "role" and
+                "content", which the chat template renders. Special tokens inside texts are plain text.
             request_id: a str or int that no unfinished request has; 1 and "1" are two ids. None makes one.
             priority: higher runs first, see `EngineConfig.priority_requests`.
             metadata: of the request's batch items. "lora_adapter" names an adapter, which has cached prefixes of its
@@ -144,8 +151,9 @@ class Engine(EngineCore):
         Raises:
             InvalidInputError: the id is in use, the prompt is empty, a token id is outside the vocabulary, there are
                 stop strings but no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit the cache, or
-                an argument has another type.
-            UnsupportedError: an adapter is named, and the executor takes none.
+                an argument has another type. A text or messages: as `encode_prompt`.
+            UnsupportedError: an adapter is named, and the executor takes none; or prompt_logprobs are asked for, and it
+                runs no mixed batches.
             SequenceTooLongError: prompt and max_tokens are longer than the model allows.
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
@@ -164,9 +172,11 @@ class Engine(EngineCore):
         processors = _forks("logits_processor", logits_processor, LogitsProcessor, params.n)  # type: ignore[type-abstract]
         priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
         timeout_s = math.inf if timeout_s is None else as_float("timeout_s", timeout_s, 0.0, math.inf)
-        now, prompt = perf_counter(), tuple(as_token_ids("prompt_token_ids", prompt_token_ids))
+        now, ids = perf_counter(), tuple(self._token_ids(prompt_token_ids))
+        if params.prompt_logprobs is not None and not self._is_unified:
+            raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
         named = "prompt_token_ids" if request_id is None else f"request {request_id!r}"
-        max_tokens = self._max_tokens(named, prompt, params)
+        max_tokens = self._max_tokens(named, ids, params)
         # Here, as what was given may have added requests when it was read.
         if request_id in self._requests:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
@@ -180,13 +190,15 @@ class Engine(EngineCore):
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         request = Request(
             request_id=request_id,
-            prompt=prompt,
+            prompt=ids,
             params=params,
             rank=(arrival - priority * self.config.priority_requests, arrival),
             metadata=metadata,
             max_tokens=max_tokens,
             end_token_ids=eos_token_ids | frozenset(params.stop_token_ids),
-            output=RequestOutput(request_id, prompt, outputs),
+            output=RequestOutput(
+                request_id, ids, outputs, prompt_table=None if params.prompt_logprobs is None else [None]
+            ),
             arrived=now,
             name=f"{self._name}-{arrival}",
             cache_salt=cache_salt,
@@ -229,7 +241,7 @@ class Engine(EngineCore):
             self._abort(request)
 
     def stream(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+        self, prompt_token_ids: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
         """Add a request and step until it ends; yield a copy of its output after each step that changed it.
 
@@ -278,7 +290,7 @@ class Engine(EngineCore):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
@@ -286,6 +298,7 @@ class Engine(EngineCore):
         """Run all prompts to their ends; return their outputs in the same order.
 
         Args:
+            prompts: as in `add_request`, in any mix.
             params: parameters of all prompts, or a list with those of each.
             progress: whether to show a bar, if tqdm is installed.
 
@@ -293,8 +306,7 @@ class Engine(EngineCore):
             InvalidInputError, SequenceTooLongError, QueueFullError: a prompt cannot be added, or there are not as many
                 `params` as prompts; nothing was run.
         """
-        if isinstance(prompts, str | bytes):
-            raise InvalidInputError("prompts: a text, expected lists of token ids")
+        prompts = _listed(prompts)
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidInputError(f"params: {len(each)}, expected one for each of {len(prompts)} prompts")
@@ -312,6 +324,99 @@ class Engine(EngineCore):
             for output in outputs:
                 self.discard(output)
         return outputs
+
+    def embed(self, prompts: Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True) -> torch.Tensor:
+        """Return embeddings of prompts, float32 [n, hidden_size] on the model's device.
+
+        They run in forwards of their own, and leave nothing in the cache.
+
+        Args:
+            prompts: as in `generate`.
+            pooling: of hidden states after the final norm: that of the last token, or the mean over all tokens.
+            normalize: whether to scale each row to length 1.
+
+        Raises:
+            InvalidInputError, SequenceTooLongError: a prompt cannot run, or an argument has another value.
+            UnsupportedError: the executor returns no hidden states.
+            OutOfBlocksError: the cache has too few blocks, even after all requests but one have been preempted.
+        """
+        *_, pooled = self.embedding_steps(prompts, pooling=pooling, normalize=normalize)
+        assert pooled is not None
+        return pooled
+
+    def embedding_steps(
+        self, prompts: Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> Generator[torch.Tensor | None]:
+        """Yield None after each forward of `embed`, then what it returns."""
+        if not self.executor.capabilities().supports_hidden_states:
+            raise UnsupportedError(f"{type(self.executor).__name__} returns no hidden states")
+        if pooling not in ("last", "mean"):
+            raise InvalidInputError(f"pooling: {shown(pooling)}, expected 'last' or 'mean'")
+        normalize, ids = as_bool("normalize", normalize), [self._token_ids(one) for one in _listed(prompts)]
+        for index, one in enumerate(ids):
+            self._max_tokens(f"prompts[{index}]", one, _ONE_TOKEN)
+        return embed_prompts(self, ids, is_mean=pooling == "mean", normalize=normalize)
+
+    def beam_search(
+        self, prompt: Prompt, beam_width: int, max_tokens: int, length_penalty: float = 1.0
+    ) -> list[BeamOutput]:
+        """Return the `beam_width` continuations with the best scores that beam search finds, best first.
+
+        A beam ends with an end token of the engine or after `max_tokens`; the search ends when no other can become
+        better, as in transformers with `early_stopping="never"`. It runs in forwards of its own.
+
+        Args:
+            prompt: as in `add_request`.
+            beam_width: number of beams, at most `max_num_seqs`. They share the K/V of what they have in common.
+            length_penalty: the score is the sum of log probabilities divided by the number of tokens to this power.
+
+        Raises:
+            InvalidInputError, SequenceTooLongError: the prompt cannot run, or an argument is out of range.
+            UnsupportedError: the executor has no cache manager.
+            OutOfBlocksError: the cache has too few blocks, even after all requests but one have been preempted.
+        """
+        manager = self.executor.kv_manager
+        if manager is None:
+            raise UnsupportedError(f"{type(self.executor).__name__} has no cache manager, so sequences cannot fork")
+        width = as_int("beam_width", beam_width, low=1, high=self.config.max_num_seqs)
+        penalty, ids = as_float("length_penalty", length_penalty), self._token_ids(prompt)
+        count = self._max_tokens("prompt", ids, SamplingParams(max_tokens=max_tokens))
+        found = search_beams(
+            self,
+            manager,
+            ids,
+            width=width,
+            max_tokens=count,
+            length_penalty=penalty,
+            end_token_ids=self._eos_token_ids,
+        )
+        if self._tokenizer is None:
+            return found
+        shown_ids = [one.token_ids[: -1 if one.token_ids[-1] in self._eos_token_ids else None] for one in found]
+        return [
+            one._replace(text=self._tokenizer.decode(token_ids))
+            for one, token_ids in zip(found, shown_ids, strict=True)
+        ]
+
+    def encode_prompt(self, prompt: Prompt) -> Sequence[int]:
+        """Return the token ids of a text or of messages, and anything else itself. Any thread may call it.
+
+        Raises:
+            InvalidInputError: the engine's tokenizer does not encode, or it or the chat template refuses the prompt.
+        """
+        if not is_text(prompt):
+            return cast("Sequence[int]", prompt)
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, PromptTokenizer):
+            raise InvalidInputError(
+                f"prompt_token_ids: {shown(prompt)}, expected token ids, or a ChatTokenizer as the engine's tokenizer"
+            )
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        return tokenizer.encode_chat(cast("Sequence[Message]", prompt))
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        return as_token_ids("prompt_token_ids", self.encode_prompt(prompt))
 
     def _max_tokens(self, name: str, prompt: Sequence[int], params: SamplingParams) -> int:
         """Check that a request can run; return the number of new tokens it may have."""
@@ -337,6 +442,18 @@ class Engine(EngineCore):
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise InvalidInputError(f"{name}: token id {shown(token)}, expected 0 <= id < {self._vocab_size}")
+
+
+def _listed(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str | bytes):
+        raise InvalidInputError("prompts: a text, expected a list of prompts")
+    return prompts
+
+
+def is_text(prompt: Prompt) -> bool:
+    """Return whether a prompt is a text or messages, which a tokenizer encodes."""
+    is_listed = isinstance(prompt, list | tuple) and len(prompt) > 0
+    return isinstance(prompt, str) or (is_listed and isinstance(prompt[0], Mapping))
 
 
 def _forks(name: str, rule: Any, kind: type[R], count: int) -> list[R]:

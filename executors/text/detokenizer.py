@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
@@ -16,6 +17,15 @@ class Tokenizer(Protocol):
     """The tokenizer interface of the engine; tokenizers of `tokenizers` and transformers have it."""
 
     def decode(self, token_ids: list[int], /) -> str: ...
+
+
+@runtime_checkable
+class PromptTokenizer(Tokenizer, Protocol):
+    """A tokenizer that also encodes prompts, in which special tokens are plain text; see `ChatTokenizer`."""
+
+    def encode(self, text: str, /) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /) -> list[int]: ...
 
 
 class Detokenizer:

@@ -1,0 +1,90 @@
+"""Beam search: the most probable continuations of a prompt, over forks of its sequence in the cache."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from paged.batch import UnifiedBatch, UnifiedBatchItem
+from paged.cache.manager import PagedKvCacheManager
+from paged.executors.engine.core import EngineCore
+
+
+class BeamOutput(NamedTuple):
+    """A continuation that beam search has found.
+
+    Attributes:
+        token_ids: new token ids, an end token included.
+        score: the sum of their log probabilities, divided by their number to the power of length_penalty.
+        text: text of token_ids without the end token; empty if the engine has no tokenizer.
+    """
+
+    token_ids: list[int]
+    score: float
+    text: str = ""
+
+
+def search_beams(
+    core: EngineCore,
+    manager: PagedKvCacheManager,
+    prompt: Sequence[int],
+    *,
+    width: int,
+    max_tokens: int,
+    length_penalty: float,
+    end_token_ids: Collection[int],
+) -> list[BeamOutput]:
+    """Return the best `width` continuations, best first, without their texts; see `Engine.beam_search`."""
+    name, token_budget, release = f"beam-{secrets.token_hex(8)}", core.config.token_budget, core.executor.release_cache
+    seq_ids, num_made = [f"{name}/0"], 1
+    beams: list[tuple[list[int], float]] = [([], 0.0)]  # tokens, and the sum of their log probabilities
+    done: list[BeamOutput] = []
+    try:
+        for start in range(0, len(prompt), token_budget):
+            chunk = list(prompt[start : start + token_budget])
+            is_final = start + len(chunk) == len(prompt)
+            items = [UnifiedBatchItem(seq_ids[0], chunk, pos_offset=start, is_final_chunk=is_final)]
+            if not is_final:
+                core.run_now(UnifiedBatch(items))
+        for length in range(1, max_tokens + 1):
+            logits = torch.stack([row for row in core.run_now(UnifiedBatch(items)) if row is not None])
+            totals = torch.tensor([[total] for _, total in beams], device=logits.device) + logits.log_softmax(-1)
+            # Even if every beam's best tokens are end tokens, `width` others are among these.
+            best = totals.flatten().topk(min((1 + max(len(end_token_ids), 1)) * width, totals.numel()))
+            parents: list[int] = []
+            alive: list[tuple[list[int], float]] = []
+            for rank, (total, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+                parent, token = divmod(place, totals.shape[1])
+                token_ids = [*beams[parent][0], token]
+                if token in end_token_ids or length == max_tokens:
+                    if rank < width:
+                        done.append(BeamOutput(token_ids, total / length**length_penalty))
+                elif len(alive) < width:
+                    parents.append(parent)
+                    alive.append((token_ids, total))
+            done = sorted(done, key=lambda one: -one.score)[:width]
+            # Sums only fall; a positive penalty divides them by the length that they may come to.
+            longest = max_tokens if length_penalty > 0 else length
+            if not alive or (len(done) == width and alive[0][1] / longest**length_penalty <= done[-1].score):
+                break
+            beams, places = alive, list[int]()
+            for parent in parents:
+                if parent in places:
+                    source = manager.get_handle(seq_ids[parent])
+                    assert source is not None
+                    seq_ids.append(f"{name}/{num_made}")
+                    manager.fork(source, seq_ids[-1])
+                    parent, num_made = len(seq_ids) - 1, num_made + 1
+                places.append(parent)
+            for index in set(range(len(seq_ids))).difference(places):
+                release(seq_ids[index])
+            seq_ids, position = [seq_ids[place] for place in places], len(prompt) + length - 1
+            pairs = zip(seq_ids, beams, strict=True)
+            items = [UnifiedBatchItem(seq_id, token_ids[-1:], pos_offset=position) for seq_id, (token_ids, _) in pairs]
+        return done
+    finally:
+        for seq_id in seq_ids:
+            release(seq_id)

@@ -1,0 +1,57 @@
+"""Embeddings: pooled hidden states of prompts, in forwards of their own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Generator, Sequence
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from paged.batch import FullLogits, UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.errors import OutOfBlocksError
+from paged.executors.engine.core import EngineCore
+
+Pooling = Literal["last", "mean"]
+
+
+def embed_prompts(
+    core: EngineCore, prompts: Sequence[Sequence[int]], *, is_mean: bool, normalize: bool
+) -> Generator[torch.Tensor | None]:
+    """Yield None after every forward, then the mean or the last hidden state of each prompt, [n, hidden_size]."""
+    executor, info, name = core.executor, core.executor.info(), f"embedding-{secrets.token_hex(8)}"
+    pooled = torch.zeros(len(prompts), info.hidden_size, device=info.device)
+    policy, budget = VerifyLogits() if is_mean else FullLogits(), core.config.token_budget
+    first = start = 0  # the first prompt that is not done, and its tokens that have run
+    try:
+        while first < len(prompts):
+            items, left, begin = [], budget, start
+            for index in range(first, len(prompts)):
+                chunk = list(prompts[index][begin : begin + left])
+                is_wanted = is_mean or begin + len(chunk) == len(prompts[index])
+                seq_id, left = f"{name}/{index}", left - len(chunk)
+                items.append(UnifiedBatchItem(seq_id, chunk, None, begin, is_wanted, logits_policy=policy))
+                begin = 0
+                if not left:
+                    break
+            run = core.run_now if len(items) == 1 else executor.unified_decode  # fewer at once, before it preempts
+            try:
+                answers = run(UnifiedBatch(items, returns_hidden=True))
+            except OutOfBlocksError:
+                if len(items) == 1:
+                    raise
+                budget = (budget + 1) // 2
+                continue
+            for item, answer in zip(items, answers, strict=True):
+                start = item.pos_offset + len(item.q_tokens)
+                if answer is not None:
+                    pooled[first] += answer.sum(0) / len(prompts[first]) if is_mean else answer
+                if start == len(prompts[first]):
+                    executor.release_cache(item.seq_id)
+                    first, start = first + 1, 0
+            yield None
+        yield functional.normalize(pooled, dim=-1) if normalize else pooled
+    finally:
+        for index in range(first, len(prompts)):
+            executor.release_cache(f"{name}/{index}")

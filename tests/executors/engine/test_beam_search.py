@@ -1,0 +1,101 @@
+"""Beam search finds what transformers' does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paged import Engine, EngineConfig, InvalidInputError, LlmExecutor, SamplingParams, UnsupportedError
+from tests.executors.engine_cases import TOKENIZER, check_empty, run_to_end, tokens_of
+from tests.executors.minimal_executor import MinimalExecutor
+from tests.models.families import FAMILIES, save_checkpoint, tokens
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """transformers' model, and its folder."""
+    folder = tmp_path_factory.mktemp("llama")
+    return save_checkpoint(FAMILIES["llama"], folder), folder
+
+
+def theirs(model: Any, prompt: list[int], width: int, count: int, penalty: float, eos: list[int]) -> list[Any]:
+    """Tokens and score of each beam, by transformers. "never" ends as ours does, when no beam can become better; its
+    default ends earlier, by a guess."""
+    found = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=count,
+        length_penalty=penalty,
+        eos_token_id=eos or None,
+        pad_token_id=127,
+        do_sample=False,
+        early_stopping="never",
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    rows = []
+    for row, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
+        end = next((index + 1 for index, token in enumerate(row) if token in eos), count)
+        rows.append((row[:end], pytest.approx(score, rel=1e-4)))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("width", "count", "penalty", "eos"),
+    [
+        (4, 12, 1.0, []),
+        (3, 10, 1.0, [*range(2, 128, 4)]),
+        (3, 5, 0.5, [*range(0, 128, 4)]),
+        (2, 8, 0.0, [*range(1, 128, 3)]),
+        (5, 12, -1.0, [*range(2, 128, 4)]),
+    ],
+)
+def test_same_as_transformers(
+    checkpoint: tuple[Any, Path], width: int, count: int, penalty: float, eos: list[int]
+) -> None:
+    model, folder = checkpoint
+    executor = LlmExecutor.from_pretrained(folder, num_blocks=64, block_size=4)
+    engine = Engine(executor, EngineConfig(token_budget=9), eos_token_ids=eos)
+    num_ended = 0
+    for seed in range(4):
+        prompt = tokens(5 + 7 * seed, seed)
+        found = engine.beam_search(prompt, width, count, penalty)
+        assert [(one.token_ids, one.score) for one in found] == theirs(model, prompt, width, count, penalty, eos)
+        num_ended += sum(len(one.token_ids) < count for one in found)
+        check_empty(engine)
+    assert bool(num_ended) == bool(eos)
+
+
+def test_beside_requests_and_with_texts(checkpoint: tuple[Any, Path]) -> None:
+    """Where the cache is full it preempts; its texts lack the end token."""
+    engine = Engine(
+        LlmExecutor.from_pretrained(checkpoint[1], num_blocks=20, block_size=4),
+        EngineConfig(admission_tokens=0, overlap=True),
+        tokenizer=TOKENIZER,
+        eos_token_ids=range(0, 40, 2),
+    )
+    prompts, params = [tokens(20, 1), tokens(22, 2)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = tokens_of(engine.generate(prompts, params, progress=False))
+    (greedy,) = Engine(engine.executor, eos_token_ids=()).beam_search(prompts[0], 1, 12)
+    assert greedy.token_ids == expected[0]
+    assert all(
+        len(one.token_ids) == 1 for one in Engine(engine.executor, eos_token_ids=range(128)).beam_search([1], 3, 4)
+    )
+    alone = engine.beam_search(tokens(24), 4, 10)
+    for one in alone:
+        is_ended = one.token_ids[-1] in range(0, 40, 2)
+        assert one.text == TOKENIZER.decode(one.token_ids[:-1] if is_ended else one.token_ids)
+    outputs = [engine.add_request(prompt, params) for prompt in prompts]
+    engine.step()
+    assert engine.beam_search(tokens(24), 4, 10) == alone
+    assert engine.metrics.preempted
+    run_to_end(engine)
+    assert tokens_of(outputs) == expected
+    for options in ({"beam_width": 0}, {"beam_width": 257}, {"max_tokens": 0}, {"length_penalty": float("nan")}):
+        with pytest.raises(InvalidInputError):
+            engine.beam_search([1], **{"beam_width": 2, "max_tokens": 2} | options)
+    with pytest.raises(UnsupportedError, match="fork"):
+        Engine(MinimalExecutor()).beam_search([1], 2, 2)
