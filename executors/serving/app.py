@@ -22,7 +22,7 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError, StaleHandleError
 from paged.executors.serving import schemas
 from paged.executors.serving.chat import as_template, chat
-from paged.executors.serving.completions import complete
+from paged.executors.serving.completions import complete, embed
 from paged.executors.serving.errors import ApiError, as_api_error, reply
 from paged.executors.serving.gate import LOG, Gate
 from paged.executors.serving.messages import answer_messages
@@ -61,6 +61,10 @@ def _add_text_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: schemas.ChatBody, request: Request) -> Response:
         return await chat(service, body, request)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: schemas.EmbeddingsBody, request: Request) -> Response:
+        return await embed(service, body, request)
 
     @app.post("/v1/responses")
     async def responses(body: schemas.ResponsesBody, request: Request) -> Response:

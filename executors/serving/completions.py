@@ -1,7 +1,8 @@
-"""/v1/completions."""
+"""/v1/completions and /v1/embeddings."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -10,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.serving.answers import Head, finite, respond, usage
-from paged.executors.serving.errors import ApiError
-from paged.executors.serving.schemas import CompletionBody
+from paged.executors.serving.errors import ApiError, reply
+from paged.executors.serving.schemas import CompletionBody, EmbeddingsBody
 from paged.executors.serving.service import Piece, Service
 
 
@@ -74,3 +75,27 @@ def _logprobs(service: Service, piece: Piece, offset: int) -> dict[str, Any]:
         found["text_offset"].append(offset)
         offset += len(text)
     return found
+
+
+async def embed(service: Service, body: EmbeddingsBody, request: Request) -> Response:
+    """Answer each text with the hidden state of its last token, of length 1."""
+    if await service.adapter(body.model) is not None:
+        raise ApiError(400, "model: embeddings take no adapter", "model")
+    given: list[Any] = [body.input] if isinstance(body.input, str) or isinstance(body.input[0], int) else [*body.input]
+    service.check_choices(len(given), 1)
+    prompts = [await service.in_thread(service.tokenizer.encode, one) if isinstance(one, str) else one for one in given]
+    if any(not 0 < len(prompt) <= service.longest for prompt in prompts):
+        raise ApiError(400, f"input: expected 1 to {service.longest} tokens each", "input", "context_length_exceeded")
+    count = request.state.record.prompt_tokens = sum(map(len, prompts))
+    rows = (await service.engine.embed(prompts)).cpu()
+    is_text = body.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(row.numpy().tobytes()).decode() if is_text else row.tolist(),
+        }
+        for index, row in enumerate(rows)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return reply({"object": "list", "data": data, "model": body.model or service.config.model_name, "usage": usage})

@@ -112,6 +112,14 @@ class CompletionBody(OpenAiSampling):
     suffix: None = None
 
 
+class EmbeddingsBody(Body):
+    input: str | Annotated[Tokens | list[str] | list[Tokens], Field(min_length=1)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: None = None
+    user: str | None = None
+
+
 class ChatBody(OpenAiSampling):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = None

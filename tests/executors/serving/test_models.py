@@ -1,11 +1,15 @@
 """Adapters as models, loaded while the server runs; the counts that dashboards read."""
 
+import base64
 import re
 from pathlib import Path
 from typing import Any
 
+import openai
+import torch
+
 from paged.executors.command_line.cli import RECALL
-from tests.executors.serving.conftest import serving
+from tests.executors.serving.conftest import Served, serving
 from tests.executors.serving.test_limits import ask
 from tests.executors.serving.test_openai import PROMPT
 from tests.models.lora.folders import Adapter
@@ -51,3 +55,22 @@ def test_metrics_count_what_was_done(chat_folder: Path) -> None:
     assert counts["time_to_first_token_seconds_count"] == 3
     assert found["num_requests_running"] == found["num_requests_waiting"] == "0.0"
     assert "paged_requests_total 3.0" in page
+
+
+def test_embeddings(served: Served) -> None:
+    """As the engine's own, in both forms, for texts and token ids."""
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    ids = served.service.tokenizer.encode(PROMPT)
+    expected = served.call(served.service.engine.embed([ids, ids[:1]]))
+    floats, texts = (
+        client.embeddings.create(model="recall", input=[ids, ids[:1]], encoding_format=form)
+        for form in ("float", "base64")
+    )
+    assert floats.usage.prompt_tokens == len(ids) + 1
+    torch.testing.assert_close(torch.tensor([one.embedding for one in floats.data]), expected)
+    bits = b"".join(base64.b64decode(str(one.embedding)) for one in texts.data)
+    torch.testing.assert_close(torch.frombuffer(bytearray(bits), dtype=torch.float32).view_as(expected), expected)
+    one = client.embeddings.create(model="recall", input=PROMPT).data[0].embedding
+    torch.testing.assert_close(torch.tensor(one), expected[0])
+    for wrong in ("", [], [[]], [5] * 10_000):
+        assert ask(served, "/v1/embeddings", {"input": wrong})[0] == 400
