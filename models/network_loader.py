@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -14,7 +13,7 @@ import torch
 from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.models.families.llama import Llama
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.loading.weights import (
     Read,
     StoredTensors,
@@ -41,7 +40,7 @@ _STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.gate_up_pro
 # Prefixes of a multimodal model's text part, as published and as transformers 5 writes them, and of its other parts.
 _TEXT_PART = re.compile(r"^(?:model\.language_model\.|language_model\.(?=lm_head\.)|language_model\.model\.)")
 _OTHER_PARTS = (
-    *("vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("vision_tower.", "vision_model.", "multi_modal_projector.", "visual."),
     *("embed_vision.", "audio_tower.", "embed_audio."),
 )
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -89,12 +88,17 @@ def load_network(
     return network
 
 
-def with_stored_experts(config: DecoderConfig, names: Iterable[str]) -> DecoderConfig:
-    """Return the configuration with each layer's experts separate or stacked, as in the tensors of these names (see
-    `our_name`); experts with biases are always stacked."""
-    stacked = {int(match[1]) for match in map(_STACKED.fullmatch, names) if match}
-    moe = (one and replace(one, stacked=one.bias or layer in stacked) for layer, one in enumerate(config.moe))
-    return replace(config, moe=tuple(moe))
+def with_stored_experts(config: DecoderConfig, stored: StoredTensors) -> DecoderConfig:
+    """Return the configuration with each layer's experts separate or stacked, as in these tensors, by the family's
+    names (see `our_name`); experts with biases are always stacked."""
+    stacked = {int(match[1]): stored[match[0]].shape for match in map(_STACKED.fullmatch, stored) if match}
+
+    def moe(layer: int, one: MoeConfig) -> MoeConfig:
+        rows_first = [one.num_experts, 2 * one.intermediate_size, config.hidden_size]
+        transposed = stacked.get(layer) != rows_first if one.transposed is None else one.transposed
+        return replace(one, stacked=one.bias or layer in stacked, transposed=transposed)
+
+    return replace(config, moe=tuple(one and moe(layer, one) for layer, one in enumerate(config.moe)))
 
 
 def our_name(network_class: type[Llama], name: str) -> str:
@@ -161,7 +165,7 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
         CheckpointError: two tensors have one name, or a header cannot be read.
     """
     stored = read_headers(folder)
-    has_other_parts = any(_TEXT_PART.match(name) for name in stored)
+    has_other_parts = any(_TEXT_PART.match(name) or name.startswith("visual.") for name in stored)
     found: StoredTensors = {}
     left: set[str] = set()
     for name, tensor in stored.items():
@@ -186,7 +190,7 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
     """Return whether a tensor belongs to a multi-token-prediction layer, or to unused keys and values."""
     match = _LAYER.match(name)
     if match is None:
-        return False
+        return name.startswith("model.mtp_")  # ERNIE 4.5 keeps such layers apart
     layer = int(match[1])
     if layer >= config.num_layers:
         return layer < config.num_layers + config.num_mtp_layers

@@ -20,8 +20,8 @@ from paged.kernels.common.scalars import shown
 from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.families.cohere import Cohere2
 from paged.models.families.defaults import DEFAULTS
-from paged.models.families.dense import DENSE
-from paged.models.families.experts import EXPERTS
+from paged.models.families.dense import DENSE, DENSE_PARTS
+from paged.models.families.experts import EXPERT_PARTS, EXPERTS
 from paged.models.families.gemma4 import Gemma4
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
@@ -43,13 +43,26 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Gemma4ForCausalLM": Gemma4,
 }
 
+# Families that are only text parts of multimodal models, by model_type.
+TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS)}
+
 # Multimodal models. The model_type of their text_config names one of the families above; otherwise this default does.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
+    "InternVLForConditionalGeneration": "qwen2",
     "Llama4ForConditionalGeneration": "llama4_text",
+    "LlavaForConditionalGeneration": "llama",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
 }
+# Published ones without a text_config: its keys stand beside the others.
+_FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 
 # On a CPU, the cache's default size: this many sequences of full length, but at most this many bytes.
 _CPU_SEQUENCES = 4
@@ -188,8 +201,17 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
         UnsupportedError: the architecture is not supported, a key of `hf` needs something unsupported, or model_type
             names another family.
     """
-    hf = _text_part(hf)
-    names, known_types = hf.items("architectures", str), {one.model_type for one in ARCHITECTURES.values()}
+    names = hf.items("architectures", str)
+    wrapper = next((name for name in names if name in WRAPPERS), None)
+    family, hf = (_of_architecture(hf, names), hf) if wrapper is None else _text_part(hf, wrapper)
+    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # callers may register families
+    config = family.read_config(hf)
+    refuse_unread(hf, config)
+    return family, config
+
+
+def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
+    known_types = {one.model_type for one in ARCHITECTURES.values()}
     name = next((name for name in names if name in ARCHITECTURES), None)
     if name is None:
         known = ", ".join((*ARCHITECTURES, *WRAPPERS))
@@ -197,28 +219,23 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
-    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # callers may register families
-    config = family.read_config(hf)
-    refuse_unread(hf, config)
-    return family, config
+    return family
 
 
-def _text_part(hf: HfConfig) -> HfConfig:
-    """Return config.json of a text model, or the section for the text part of a multimodal one."""
-    names = hf.items("architectures", str)
-    wrapper = next((name for name in names if name in WRAPPERS), None)
-    if wrapper is None:
-        return hf
+def _text_part(hf: HfConfig, wrapper: str) -> tuple[type[Llama], HfConfig]:
+    """Return the family and the section of config.json of a multimodal model's text part."""
     text = hf.section("text_config")
+    if text is None and wrapper in _FLAT:
+        text = hf.overridden({"model_type": WRAPPERS[wrapper]})
     model_type = text.text("model_type", WRAPPERS[wrapper]) if text is not None else "none"
-    known = {family.model_type: name for name, family in ARCHITECTURES.items()}
+    known = {family.model_type: family for family in ARCHITECTURES.values()} | TEXT_PARTS
     if text is None or model_type not in known:
-        raise UnsupportedError(f"{hf.source}: architectures {shown(names)} with the text_config of {shown(model_type)}")
+        raise UnsupportedError(f"{hf.source}: architectures {wrapper!r} with the text_config of {shown(model_type)}")
     # Settings of the complete model take precedence. If none ties the head, it is tied unless it has weights.
     whole = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
     tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
-    own = {"architectures": [known[model_type]], "model_type": model_type}
-    return HfConfig({**text.values, **whole, **tied, **own}, text.source)
+    values = {**text.values, **whole, **tied, "model_type": model_type}
+    return known[model_type], HfConfig(values, text.source)
 
 
 def _lacking(hf: HfConfig) -> str:

@@ -13,20 +13,34 @@ _LLAMA_4K = (32_000, 4096, 11_008, 32, 32, None, None)
 _MISTRAL = (32_000, 4096, 14_336, 32, 32, 8, None, 131_072)
 _OLMO = (50_304, 4096, 11_008, 32, 32, None, None, 2048, 1e-5)
 _QWEN = (151_936, 4096, 22_016, 32, 32, 32)
+_QWEN_VL = (152_064, 8192, 29_568, 80, 64, 8, None, 32_768, 1e-5, 1e6)
+_HUNYUAN = (290_943, 4096, 11_008, 32, 32, None, None, 2048, 1e-5, 1e4)
 _GLM = (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072, 1.5625e-7, 1e4)
 # model_type -> values of _KEYS. None: num_key_value_heads is the number of heads; head_dim is hidden size / heads.
 _VALUES: Mapping[str, tuple[float | None, ...]] = {
+    "apertus": (131_072, 4096, 14_336, 32, 32, None, None, 65_536, 1e-5, 1.2e7),
+    "arcee": (32_000, 2560, 18_432, 32, 32, None, None, 4096, 1e-5, 1e4),
     "cohere2": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 1e4),
+    "dots1": (152_064, 4608, 10_944, 62, 32, 32, None, 2048, 1e-6, 1e4),
+    "ernie4_5": (103_424, 1024, 3072, 18, 16, 2, 128, 131_072, 1e-5, 5e5),
+    "ernie4_5_moe": (103_424, 2560, 12_288, 28, 20, 4, None, 131_072, 1e-5, 5e5),
+    "exaone4": (102_400, 4096, 16_384, 32, 32, 32, None, 2048, 1e-5, 1e4),
+    "gemma": (256_000, 3072, 24_576, 28, 16, 16, 256, 8192, 1e-6, 1e4),
     "gemma2": (256_000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-6, 1e4),
     "gemma3_text": (262_208, 2304, 9216, 26, 8, 4, 256, 131_072, 1e-6, 1e6),
     "gemma4_text": (262_144, 2304, 9216, 30, 8, 4, 256, 131_072, 1e-6, 1e4),
     "glm": _GLM,
     "glm4": _GLM,
     "glm4_moe": (151_552, 4096, 10_944, 46, 96, 8, None, 131_072, 1e-5, 1e4),
+    "glm4v_moe_text": (151_424, 4096, 10_944, 46, 96, 8, None, 65_536, 1e-5, 1e4),
+    "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2, None, 32_768, 1e-5, 1e4),
     "gpt_oss": (201_088, 2880, 2880, 36, 64, 8, 64, 131_072, 1e-5, 150_000.0),
     "granite": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "granitemoe": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "granitemoeshared": (*_LLAMA_4K, 2048, 1e-6, 1e4),
+    "helium": (48_000, 2560, 7040, 24, 20, 20, 128, 4096, 1e-8, 1e5),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
     "llama": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "llama4_text": (202_048, 5120, 8192, 48, 40, 8, 128, 131_072, 1e-5, 5e5),
     "minimax_m2": (200_064, 3072, 1536, 62, 48, 8, 128, 196_608, 1e-6, 5e6),
@@ -34,14 +48,23 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "ministral3": (131_072, 4096, 14_336, 34, 32, 8, 128, 262_144, 1e-5, 1e4),
     "mistral": (*_MISTRAL, 1e-6, 1e4),
     "mixtral": (*_MISTRAL, 1e-5, 1e6),
+    "nemotron": (256_000, 6144, 24_576, 32, 48, None, None, 4096, None, 1e4),
     "olmo2": (*_OLMO, 1e4),
     "olmo3": (*_OLMO, 5e5),
+    "olmoe": (50_304, 2048, 2048, 16, 16, None, None, 4096, 1e-5, 1e4),
     "phi3": (32_064, 3072, 8192, 32, 32, None, None, 4096, 1e-5, 1e4),
     "qwen2": (*_QWEN, None, 32_768, 1e-6, 1e4),
+    "qwen2_5_vl_text": _QWEN_VL,
     "qwen2_moe": (151_936, 2048, 5632, 24, 16, 16, None, 32_768, 1e-6, 1e4),
+    "qwen2_vl_text": _QWEN_VL,
     "qwen3": (*_QWEN, 128, 32_768, 1e-6, 1e4),
     "qwen3_moe": (151_936, 2048, 6144, 24, 32, 4, None, 32_768, 1e-6, 1e4),
+    "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16, None, 128_000, 1e-6, 5e5),
+    "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32, 128, 128_000, 1e-6, 5e5),
+    "seed_oss": (155_136, 4096, 27_648, 64, 80, 8, 128, 524_288, 1e-6, 1e4),
     "smollm3": (128_256, 2048, 11_008, 36, 16, 4, None, 32_768, 1e-6, 2e6),
+    "solar_open": (196_608, 4096, None, 48, 64, 8, 128, 131_072, 1e-5, 1e6),
+    "starcoder2": (49_152, 3072, 12_288, 30, 24, 2, None, 4096, None, 1e4),
 }
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -56,13 +79,35 @@ _GEMMA4_ROPE = {
 _GRANITE = dict.fromkeys("attention_multiplier embedding_multiplier residual_multiplier logits_scaling".split(), 1.0)
 _GRANITE_MOE = {**_GRANITE, "num_experts": 8, "num_experts_per_tok": 2}
 _HALF_ROTATES = {"attention_bias": True, "partial_rotary_factor": 0.5}
+_APERTUS_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+_GLM4_MOE = {
+    **_GROUPS, "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,
+    "norm_topk_prob": True, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 # model_type -> other keys, except those whose default is null, false or empty.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "apertus": {"hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE},
+    "arcee": {"hidden_act": "relu2"},
     "cohere2": {
         "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
+    "dots1": {
+        **_GROUPS, "moe_intermediate_size": 1408, "first_k_dense_replace": 0, "sliding_window": 4096,
+        "max_window_layers": 62,
+    },
+    "ernie4_5": {"tie_word_embeddings": True},
+    "ernie4_5_moe": {
+        "tie_word_embeddings": True, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+    },
+    "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "gemma": {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     "gemma2": {
         **_GEMMA, "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
@@ -77,11 +122,8 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "glm": _HALF_ROTATES,
     "glm4": _HALF_ROTATES,
-    "glm4_moe": {
-        "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,
-        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
-    },
+    "glm4_moe": {**_GLM4_MOE, "num_nextn_predict_layers": 1},
+    "glm4v_moe_text": {**_GLM4_MOE, "attention_bias": True},
     "gpt_oss": {
         "num_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True,
         "rope_parameters": _GPT_OSS_ROPE,
@@ -89,6 +131,7 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
     "granitemoeshared": _GRANITE_MOE,
+    "hunyuan_v1_moe": {"num_experts": 1, "moe_topk": 1},
     "llama4_text": {
         "intermediate_size_mlp": 16_384, "num_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
         "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
@@ -99,19 +142,34 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "ministral3": {"rope_parameters": _MINISTRAL3_ROPE},
     "mistral": {"sliding_window": 4096},
     "mixtral": {"num_experts": 8, "num_experts_per_tok": 2},
+    "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "olmo3": {"sliding_window": 4096},
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
     "phi3": {"original_max_position_embeddings": 4096},
     "qwen2": _QWEN_WINDOW,
+    "qwen2_5_vl_text": {"sliding_window": 4096, "max_window_layers": 80},
     "qwen2_moe": {
         **_QWEN_WINDOW, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "qkv_bias": True,
         "num_experts": 60, "num_experts_per_tok": 4, "decoder_sparse_step": 1,
     },
+    "qwen2_vl_text": {"sliding_window": 4096, "max_window_layers": 80},
     "qwen3": _QWEN_WINDOW,
     "qwen3_moe": {
         "sliding_window": 4096, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "num_experts": 128,
         "num_experts_per_tok": 8,
     },
+    "qwen3_vl_moe_text": {
+        "moe_intermediate_size": 1408, "decoder_sparse_step": 1, "num_experts": 60, "num_experts_per_tok": 4,
+    },
+    "seed_oss": {"attention_bias": True},
     "smollm3": {"no_rope_layer_interval": 4, "tie_word_embeddings": True},
+    "solar_open": {
+        **_GROUPS, "moe_intermediate_size": 1280, "num_experts_per_tok": 8, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True,
+    },
+    "starcoder2": {
+        "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     name: {**dict(zip(_KEYS, values, strict=True)), "hidden_act": "silu", **_OTHERS.get(name, {})}

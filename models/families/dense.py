@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from paged.models.families.llama import family
 from paged.models.layers.config import QueryGrowth
-from paged.models.layers.decoder_config import ACTIVATIONS, by_window, layer_windows, periodic_windows, rotating_layers
-from paged.models.layers.rope import rope_config, rope_section, ropes_by_kind
+from paged.models.layers.decoder_config import (
+    ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    by_window,
+    layer_windows,
+    periodic_windows,
+    read_head_dim,
+    rotating_layers,
+)
+from paged.models.layers.rope import RopeConfig, rope_config, rope_section, ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
 NO_BIAS = {"qkv_bias": False, "o_bias": False}
+# Norms of Hunyuan's heads.
+HUNYUAN_RENAMES = {r"\.query_layernorm\.": ".q_norm.", r"\.key_layernorm\.": ".k_norm."}
+_STARCODER_RENAMES = {r"\.mlp\.c_fc\.": ".mlp.up_proj.", r"\.mlp\.c_proj\.": ".mlp.down_proj."}
 # OLMo 2 (OLMo Team, 2024): norms only after attention and MLP, and over all query and key heads together.
 _OLMO: dict[str, Any] = {
     "before_attention": None,
@@ -19,6 +31,59 @@ _OLMO: dict[str, Any] = {
     "after_mlp": "post_feedforward_layernorm",
     "qk_norm": "width",
 }
+
+
+def _apertus(hf: HfConfig) -> dict[str, Any]:
+    """Apertus (Swiss AI Initiative, 2025): MLPs without a gate, whose activation has learned parameters."""
+    return {
+        "gated": False,
+        "activation": PLAIN_ACTIVATIONS[hf.choice("hidden_act", "xielu")],
+        "qk_norm": "head",
+        "before_attention": "attention_layernorm",
+        "before_mlp": "feedforward_layernorm",
+    }
+
+
+def _arcee(hf: HfConfig) -> dict[str, Any]:
+    """Arcee's AFM (Arcee AI, 2025): MLPs without a gate."""
+    return {**_no_gate(hf), "mlp_bias": hf.flag("mlp_bias")}
+
+
+def _no_gate(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of MLPs without a gate."""
+    return {"gated": False, "activation": PLAIN_ACTIVATIONS[hf.choice("hidden_act", "relu2", "gelu_pytorch_tanh")]}
+
+
+def _ernie(hf: HfConfig) -> dict[str, Any]:
+    """ERNIE 4.5 (Baidu, 2025): heads rotate in neighbouring pairs; one key for all biases."""
+    has_bias = hf.flag("use_bias")
+    return {
+        "rope": rope_config(hf, interleaved=True),
+        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), has_bias),
+    }
+
+
+def _exaone4(hf: HfConfig) -> dict[str, Any]:
+    """EXAONE 4 (LG AI Research, 2025): norms after attention and MLP, and of heads.
+
+    Every fourth layer sees all tokens and does not rotate. In a model without windows, all layers rotate.
+    """
+    window, pattern = hf.optional_integer("sliding_window"), hf.value("sliding_window_pattern")
+    # Published models also give a pattern such as "LLLG", beside `layer_types`.
+    period = 1 if window is None or isinstance(pattern, str) else hf.integer("sliding_window_pattern")
+    windows, rope = layer_windows(hf, window, lambda layer: (layer + 1) % period != 0), rope_config(hf)
+    rotates_all = None if window is not None else rope
+    return {"window": windows, "rope": by_window(windows, rotates_all, rope), **_OLMO, **NO_BIAS, "qk_norm": "head"}
+
+
+def _gemma(hf: HfConfig) -> dict[str, Any]:
+    """Gemma (Gemma Team, 2024): "gelu" means its approximation by tanh."""
+    activation = ACTIVATIONS[hf.choice("hidden_act", *ACTIVATIONS)]
+    return {
+        "activation": "gelu_tanh" if activation == "gelu" else activation,
+        "embedding_scale": hf.integer("hidden_size") ** 0.5,
+        "zero_centred": True,
+    }
 
 
 def _gemma2(hf: HfConfig) -> dict[str, Any]:
@@ -75,6 +140,11 @@ def _glm4(hf: HfConfig) -> dict[str, Any]:
     return {**_glm(hf), "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
 
 
+def _glm4v(hf: HfConfig) -> dict[str, Any]:
+    """Text part of GLM-4.1V (GLM Team, 2025): GLM-4-0414, always with biases."""
+    return {**_glm4(hf), "qkv_bias": True}
+
+
 def _granite(hf: HfConfig) -> dict[str, Any]:
     """Granite 3 (IBM, 2024): multipliers of embeddings, scores, residuals and logits."""
     return {"mlp_bias": hf.flag("mlp_bias"), **granite_fields(hf)}
@@ -88,6 +158,26 @@ def granite_fields(hf: HfConfig) -> dict[str, Any]:
         "residual_scale": hf.number("residual_multiplier"),
         "logits_scale": 1 / hf.number("logits_scaling"),
     }
+
+
+def _helium(hf: HfConfig) -> dict[str, Any]:
+    """Helium (Kyutai, 2025): heads rotate in neighbouring pairs."""
+    return {"rope": rope_config(hf, interleaved=True), "o_bias": False, "mlp_bias": hf.flag("mlp_bias")}
+
+
+def _hunyuan(hf: HfConfig) -> dict[str, Any]:
+    """Hunyuan (Tencent, 2025): norms of heads after their rotation."""
+    return {"rope": hunyuan_rope(hf), "qk_norm": "head", "norm_after_rope": True}
+
+
+def hunyuan_rope(hf: HfConfig) -> RopeConfig:
+    """Read the rotation; type "dynamic" with an `alpha` has a larger theta, at any length."""
+    rope, section = rope_config(hf), rope_section(hf)
+    kind = section.text("rope_type", section.text("type", "default"))
+    if kind != "dynamic" or section.value("alpha") is None:
+        return rope
+    size = read_head_dim(hf)
+    return replace(rope, theta=rope.theta * section.number("alpha") ** (size / (size - 2)))
 
 
 def _mistral(hf: HfConfig) -> dict[str, Any]:
@@ -110,6 +200,18 @@ def _ministral3(hf: HfConfig) -> dict[str, Any]:
         offset=0,
     )
     return {"window": hf.optional_integer("sliding_window"), **NO_BIAS, "rope": rope_config(hf), "query_growth": growth}
+
+
+def _nemotron(hf: HfConfig) -> dict[str, Any]:
+    """Nemotron-4 and Minitron (Nvidia, 2024): layer norms, MLPs without a gate; part of each head rotates."""
+    return {
+        **_arcee(hf),
+        "rope": rope_config(hf, is_partial=True),
+        "eps": hf.number("norm_eps"),
+        "zero_centred": True,
+        "subtracts_mean": True,
+        "bias": True,
+    }
 
 
 def _olmo3(hf: HfConfig) -> dict[str, Any]:
@@ -144,6 +246,11 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
     return {"window": _qwen_windows(hf), "qk_norm": "head"}
 
 
+def _qwen3_vl(hf: HfConfig) -> dict[str, Any]:
+    """Text part of Qwen3-VL (Qwen Team, 2025): Qwen3 without windows."""
+    return {"qk_norm": "head"}
+
+
 def _qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
     """Return each layer's window by `layer_types` or `max_window_layers`, if `use_sliding_window` is true."""
     window = window_if_used(hf)
@@ -155,6 +262,28 @@ def window_if_used(hf: HfConfig) -> int | None:
     """Return `sliding_window` if `use_sliding_window` is true, else None."""
     hf.value("sliding_window")
     return hf.optional_integer("sliding_window") if hf.flag("use_sliding_window") else None
+
+
+def _seed_oss(hf: HfConfig) -> dict[str, Any]:
+    """Seed-OSS (ByteDance, 2025): the projection after attention has a bias of its own setting."""
+    return {
+        "qkv_bias": hf.flag("attention_bias"),
+        "o_bias": hf.flag("attention_out_bias"),
+        "mlp_bias": hf.flag("mlp_bias"),
+    }
+
+
+def _starcoder2(hf: HfConfig) -> dict[str, Any]:
+    """StarCoder2 (Lozhkov et al., 2024): layer norms, biases everywhere, MLPs without a gate."""
+    has_bias = hf.flag("use_bias")
+    return {
+        **_no_gate(hf),
+        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), has_bias),
+        "window": hf.optional_integer("sliding_window"),
+        "eps": hf.number("norm_epsilon"),
+        "subtracts_mean": True,
+        "bias": True,
+    }
 
 
 def _smollm3(hf: HfConfig) -> dict[str, Any]:
@@ -169,18 +298,35 @@ def _smollm3(hf: HfConfig) -> dict[str, Any]:
 
 # Keys are names in `architectures` of config.json.
 DENSE = {
+    "ApertusForCausalLM": family("apertus", _apertus),
+    "ArceeForCausalLM": family("arcee", _arcee),
+    "Ernie4_5ForCausalLM": family("ernie4_5", _ernie),
+    "Exaone4ForCausalLM": family("exaone4", _exaone4),
+    "GemmaForCausalLM": family("gemma", _gemma),
     "Gemma2ForCausalLM": family("gemma2", _gemma2),
     "Gemma3ForCausalLM": family("gemma3_text", _gemma3),
     "GlmForCausalLM": family("glm", _glm),
     "Glm4ForCausalLM": family("glm4", _glm4),
     "GraniteForCausalLM": family("granite", _granite),
+    "HeliumForCausalLM": family("helium", _helium),
+    "HunYuanDenseV1ForCausalLM": family("hunyuan_v1_dense", _hunyuan, HUNYUAN_RENAMES),
     "MistralForCausalLM": family("mistral", _mistral),
     "MinistralForCausalLM": family("ministral", _ministral),
     "Ministral3ForCausalLM": family("ministral3", _ministral3),
+    "NemotronForCausalLM": family("nemotron", _nemotron),
     "Olmo2ForCausalLM": family("olmo2", lambda hf: _OLMO),
     "Olmo3ForCausalLM": family("olmo3", _olmo3),
     "Phi3ForCausalLM": family("phi3", _phi3),
     "Qwen2ForCausalLM": family("qwen2", _qwen2),
     "Qwen3ForCausalLM": family("qwen3", _qwen3),
+    "SeedOssForCausalLM": family("seed_oss", _seed_oss),
     "SmolLM3ForCausalLM": family("smollm3", _smollm3),
+    "Starcoder2ForCausalLM": family("starcoder2", _starcoder2, _STARCODER_RENAMES),
 }
+# Text parts of multimodal models that have no architecture of their own.
+DENSE_PARTS = (
+    family("glm4v_text", _glm4v),
+    family("qwen2_vl_text", _qwen2),
+    family("qwen2_5_vl_text", _qwen2),
+    family("qwen3_vl_text", _qwen3_vl),
+)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.models.families.dense import NO_BIAS, granite_fields, window_if_used
+from paged.errors import CheckpointError
+from paged.models.families.dense import HUNYUAN_RENAMES, NO_BIAS, granite_fields, hunyuan_rope, window_if_used
 from paged.models.families.llama import family
 from paged.models.layers.config import MoeConfig, QueryGrowth
 from paged.models.layers.decoder_config import (
@@ -40,11 +41,61 @@ _MIXTRAL_RENAMES = {r"\.block_sparse_moe\.": ".mlp."}
 _MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
 
+def _dots1(hf: HfConfig) -> dict[str, Any]:
+    """dots.llm1 (rednote, 2025): norms of heads, experts as in GLM-4.5; the last layers may have a window."""
+    for key in ("scoring_func", "topk_method"):
+        hf.choice(key, "sigmoid", "noaux_tc")  # published names of this routing
+    hf.value("use_sliding_window")  # published, and ignored
+    window, first = hf.optional_integer("sliding_window"), hf.integer("max_window_layers", least=0)
+    return {
+        "window": layer_windows(hf, window, lambda layer: window is not None and layer >= first),
+        "qk_norm": "head",
+        "moe": _after_dense(hf, _sigmoid_experts(hf)),
+    }
+
+
+def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
+    """ERNIE 4.5 MoE (Baidu, 2025): a bias chooses experts by softmax; every `moe_layer_interval`-th layer of a range
+    has experts, and shared ones."""
+    hf.choice("use_bias", False)  # the head would have one too
+    size, layers = hf.integer("moe_intermediate_size"), count_layers(hf)
+    moe = moe_config(
+        hf,
+        size_key="moe_intermediate_size",
+        count_key="moe_num_experts",
+        top_k_key="moe_k",
+        renormalize=True,
+        correction_bias="moe_statics.e_score_correction_bias",
+        correction_in_row=True,
+        float32_router=True,
+        shared_size=size * hf.integer("moe_num_shared_experts", least=0),
+    )
+    step, first = hf.integer("moe_layer_interval"), hf.integer("moe_layer_start_index", least=0)
+    last = hf.integer("moe_layer_end_index", least=-1)
+    last = layers - 1 if last == -1 else last
+    return {
+        "rope": rope_config(hf, interleaved=True),
+        **NO_BIAS,
+        "moe": tuple(moe if first <= layer <= last and (layer + 1) % step == 0 else None for layer in range(layers)),
+    }
+
+
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
     """GLM-4.5 to 4.7 (GLM Team, 2025): sigmoid routing with a bias, experts from the best groups, shared experts; the
     first layers are dense."""
-    size, num_dense = hf.integer("moe_intermediate_size"), hf.integer("first_k_dense_replace", least=0)
-    moe = moe_config(
+    return {
+        "rope": rope_config(hf, is_partial=True),
+        "o_bias": False,
+        "qk_norm": "head" if hf.flag("use_qk_norm") else None,
+        "moe": _after_dense(hf, _sigmoid_experts(hf)),
+        "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, least=0),
+    }
+
+
+def _sigmoid_experts(hf: HfConfig) -> MoeConfig:
+    """Return experts with the routing of DeepSeek-V3."""
+    size = hf.integer("moe_intermediate_size")
+    return moe_config(
         hf,
         size_key="moe_intermediate_size",
         count_key="n_routed_experts",
@@ -57,13 +108,12 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
         routed_scaling_factor=hf.number("routed_scaling_factor"),
         shared_size=size * hf.integer("n_shared_experts"),
     )
-    return {
-        "rope": rope_config(hf, is_partial=True),
-        "o_bias": False,
-        "qk_norm": "head" if hf.flag("use_qk_norm") else None,
-        "moe": tuple(None if layer < num_dense else moe for layer in range(count_layers(hf))),
-        "num_mtp_layers": hf.integer("num_nextn_predict_layers", least=0),
-    }
+
+
+def _after_dense(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
+    """Return experts for all layers except the first `first_k_dense_replace`."""
+    num_dense = hf.integer("first_k_dense_replace", least=0)
+    return tuple(None if layer < num_dense else moe for layer in range(count_layers(hf)))
 
 
 def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
@@ -106,6 +156,33 @@ def _granite_moe(hf: HfConfig) -> dict[str, Any]:
     shared_size = hf.integer("shared_intermediate_size", 0, least=0)
     moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
     return {"moe": moe, "fused_mlp": True, **granite_fields(hf)}
+
+
+def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
+    """Hunyuan-A13B (Tencent, 2025): Hunyuan with experts and a shared MLP in every layer; `moe_topk` may be a list."""
+    layers = count_layers(hf)
+    listed = isinstance(hf.value("moe_topk"), list)
+    top_ks = hf.items("moe_topk", int) if listed else [hf.integer("moe_topk")] * layers
+    if len(top_ks) != layers:
+        raise CheckpointError(f"{hf.source}: {len(top_ks)} entries in moe_topk for {layers} layers")
+    moe = {
+        top_k: moe_config(
+            hf.overridden({"moe_topk": top_k}),
+            top_k_key="moe_topk",
+            renormalize=True,
+            float32_router=True,
+            router_name="gate.wg",
+            shared_size=hf.integer("intermediate_size"),
+            shared_name="shared_mlp",
+        )
+        for top_k in set(top_ks)
+    }
+    return {
+        "rope": hunyuan_rope(hf),
+        "qk_norm": "head",
+        "norm_after_rope": True,
+        "moe": tuple(moe[top_k] for top_k in top_ks),
+    }
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
@@ -186,6 +263,11 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _olmoe(hf: HfConfig) -> dict[str, Any]:
+    """OLMoE (Muennighoff et al., 2024): norms over all query and key heads together, experts in every layer."""
+    return {"qk_norm": "width", "moe": moe_config(hf, renormalize=hf.flag("norm_topk_prob"))}
+
+
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
     """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens; among the first
     layers, every second has a window."""
@@ -208,23 +290,43 @@ def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     return {"window": window_if_used(hf), "qk_norm": "head", "moe": _qwen_experts(hf)}
 
 
+def _qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
+    """Text part of Qwen3-VL MoE (Qwen Team, 2025): weights of the chosen experts always sum to 1."""
+    hf.choice("norm_topk_prob", True)
+    return {"qk_norm": "head", "moe": _qwen_experts(hf, renormalize=True, transposed=None)}
+
+
+def _solar_open(hf: HfConfig) -> dict[str, Any]:
+    """Solar Open (Upstage, 2025): experts as in GLM-4.5 in every layer."""
+    experts = _sigmoid_experts(hf)
+    return {"o_bias": False, "moe": experts, "intermediate_size": experts.intermediate_size}
+
+
 def _qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
     """Return experts for every decoder_sparse_step-th layer except mlp_only_layers."""
     step, dense = hf.integer("decoder_sparse_step"), set(hf.items("mlp_only_layers", int))
-    moe = moe_config(hf, size_key="moe_intermediate_size", renormalize=hf.flag("norm_topk_prob"), **fields)
+    fields = {"renormalize": hf.flag("norm_topk_prob"), **fields}
+    moe = moe_config(hf, size_key="moe_intermediate_size", **fields)
     layers = range(count_layers(hf))
     return tuple(moe if layer not in dense and (layer + 1) % step == 0 else None for layer in layers)
 
 
 # Keys are names in `architectures` of config.json.
 EXPERTS = {
+    "Dots1ForCausalLM": family("dots1", _dots1),
+    "Ernie4_5_MoeForCausalLM": family("ernie4_5_moe", _ernie_moe),
     "Glm4MoeForCausalLM": family("glm4_moe", _glm4_moe),
     "GptOssForCausalLM": family("gpt_oss", _gpt_oss),
     "GraniteMoeForCausalLM": family("granitemoe", _granite_moe, _GRANITE_RENAMES),
     "GraniteMoeSharedForCausalLM": family("granitemoeshared", _granite_moe, _GRANITE_RENAMES),
+    "HunYuanMoEV1ForCausalLM": family("hunyuan_v1_moe", _hunyuan_moe, HUNYUAN_RENAMES),
     "Llama4ForCausalLM": family("llama4_text", _llama4),
     "MixtralForCausalLM": family("mixtral", _mixtral, _MIXTRAL_RENAMES),
     "MiniMaxM2ForCausalLM": family("minimax_m2", _minimax_m2, _MIXTRAL_RENAMES),
+    "OlmoeForCausalLM": family("olmoe", _olmoe),
     "Qwen2MoeForCausalLM": family("qwen2_moe", _qwen2_moe),
     "Qwen3MoeForCausalLM": family("qwen3_moe", _qwen3_moe),
+    "SolarOpenForCausalLM": family("solar_open", _solar_open),
 }
+# Text parts of multimodal models that have no architecture of their own.
+EXPERT_PARTS = (family("glm4v_moe_text", _glm4_moe), family("qwen3_vl_moe_text", _qwen3_vl_moe))

@@ -20,7 +20,7 @@ from paged.kernels.moe.weights import ExpertLinear
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.attention import Attention, HeldCaches
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
-from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
+from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
@@ -51,7 +51,8 @@ class DecoderLayer(nn.Module):
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         self.self_attn = Attention(config, index)
         moe, size = config.moe[index], config.intermediate_size[index]
-        self.add_module(self.mlp_name, GatedMlp(config, size) if moe is None else SparseMoe(config, moe))
+        mlp = GatedMlp if config.gated else PlainMlp
+        self.add_module(self.mlp_name, mlp(config, size) if moe is None else SparseMoe(config, moe))
         self.norm_names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else stream_norm(config) for name in self.norm_names

@@ -116,18 +116,22 @@ class Attention(nn.Module):
             q, *keys = self._norm_width(q, *keys)
         q, q_weight = q.unflatten(-1, (-1, layer.head_dim)), self._head_weight(self.q_norm)
         if keys:
-            v = values[0].unflatten(-1, (-1, layer.v_head_dim))
+            k, v = keys[0].unflatten(-1, (-1, layer.head_dim)), values[0].unflatten(-1, (-1, layer.v_head_dim))
             if layer.v_norm and self.unit_weight is not None:
                 v = self.rms_norm(v, self.unit_weight, self.eps)
+            rotation = self.cos_sin_cache
+            if layer.norm_after_rope:
+                q, k = self.rotary_embedding(positions, q, k, rotation, interleaved=self.interleaved)
+                rotation = rotation[:, :0]
             q = self.qk_norm_rope_and_cache(
                 q,
-                keys[0].unflatten(-1, (-1, layer.head_dim)),
+                k,
                 v,
                 self.k_cache,
                 self.v_cache,
                 slot_mapping,
                 positions,
-                self.cos_sin_cache,
+                rotation,
                 q_weight=q_weight,
                 k_weight=self._head_weight(self.k_norm),
                 eps=self.eps,

@@ -35,6 +35,7 @@ class AttentionConfig:
             together, "unit" for each head without weights; None for none.
         v_norm: whether every value head has an RMS norm without weights.
         k_eq_v: whether values are the keys before their norm and rotation.
+        norm_after_rope: whether the norms of heads follow the rotation.
         query_growth: growth of queries with their position; None for none.
         chunk_size: a token sees only its own chunk, of this many tokens; None for no chunks.
         fused: whether a checkpoint stores query, key and value as one tensor, `qkv_proj`.
@@ -55,6 +56,7 @@ class AttentionConfig:
     qk_norm: str | None = None
     v_norm: bool = False
     k_eq_v: bool = False
+    norm_after_rope: bool = False
     query_growth: QueryGrowth | None = None
     chunk_size: int | None = None
     fused: bool = False
@@ -74,6 +76,7 @@ class NormConfig:
         eps: added to the mean square.
         zero_centred: whether weights are stored minus 1.
         subtracts_mean: whether it is a layer norm, which first subtracts the mean.
+        bias: whether a layer norm has a bias.
         before_attention, after_attention, before_mlp, after_mlp: names of a layer's norms in a checkpoint; None for no
             norm.
     """
@@ -81,6 +84,7 @@ class NormConfig:
     eps: float
     zero_centred: bool = False
     subtracts_mean: bool = False
+    bias: bool = False
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
@@ -95,6 +99,7 @@ class MoeConfig:
         intermediate_size: intermediate size of one expert.
         renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
         correction_bias: checkpoint name of its tensor; None for none.
+        correction_in_row: whether that tensor is [1, num_experts], not [num_experts].
         expert_scale: checkpoint name of a tensor with a factor for each expert's routing weight; None for none.
         float32_router: whether the router multiplies in float32.
         weighs_inputs: whether routing weights multiply the input of experts, not their output; only with top_k 1.
@@ -103,7 +108,7 @@ class MoeConfig:
         bias: whether router and experts have biases.
         interleaved: whether gate and up rows alternate.
         stacked: whether a checkpoint stores each projection of all experts as one tensor.
-        transposed: whether rows and columns of such tensors are swapped.
+        transposed: whether rows and columns of such tensors are swapped; None if their shapes decide.
         is_mxfp4: whether such tensors are MXFP4; they stay packed.
         held: first expert and number of experts of this rank; None for all.
         shared_name, router_name, gate_name, up_name, down_name: names of the weights in a checkpoint.
@@ -118,6 +123,7 @@ class MoeConfig:
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
     correction_bias: str | None = None
+    correction_in_row: bool = False
     expert_scale: str | None = None
     float32_router: bool = False
     weighs_inputs: bool = False
@@ -126,7 +132,7 @@ class MoeConfig:
     bias: bool = False
     interleaved: bool = False
     stacked: bool = False
-    transposed: bool = False
+    transposed: bool | None = False
     is_mxfp4: bool = False
     held: tuple[int, int] | None = None
     shared_name: str = "shared_experts"
@@ -144,7 +150,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A Llama-like decoder: norms, rotary grouped-query attention, gated MLPs or mixtures of experts.
+    """A Llama-like decoder: norms, rotary grouped-query attention, MLPs or mixtures of experts.
 
     Attributes:
         model_type: name of the family in transformers.
@@ -154,7 +160,9 @@ class DecoderConfig:
         moe: mixture of experts of each layer; None for a plain MLP.
         mlp_name: name of MLPs and experts in a checkpoint.
         fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
-        activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`.
+        activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`; without a gate, one of
+            `PlainMlp`.
+        gated: whether MLPs without experts have a gate.
         embedding_scale, residual_scale, logits_scale: factors for embeddings, for everything added to the residual
             stream, and for logits.
         logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
@@ -178,6 +186,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     fused_mlp: bool = False
     activation: str
+    gated: bool = True
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0

@@ -124,12 +124,21 @@ class RmsNorm(nn.Module):
 
 
 class LayerNorm(RmsNorm):
-    """A norm that subtracts the mean, without a bias (Ba et al., 2016)."""
+    """A norm that subtracts the mean, with or without a bias (Ba et al., 2016)."""
+
+    def __init__(self, size: int, config: NormConfig) -> None:
+        super().__init__(size, config)
+        self.bias = empty_parameter(size) if config.bias else None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         residual = x if residual is None else residual.add_(x)
-        wide = functional.layer_norm(residual.float(), self.weight.shape, self.weight.float(), eps=self.eps)
+        bias = None if self.bias is None else self.bias.float()
+        wide = functional.layer_norm(residual.float(), self.weight.shape, self.weight.float(), bias, self.eps)
         return wide.to(x.dtype), residual
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = super().weight_slots(prefix)
+        return slots if self.bias is None else {**slots, f"{prefix}.bias": self.bias}
 
 
 def stream_norm(config: DecoderConfig) -> RmsNorm:
@@ -138,13 +147,18 @@ def stream_norm(config: DecoderConfig) -> RmsNorm:
 
 
 class GatedMlp(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)).
+
+    inputs: checkpoint names of the projections of x.
+    """
+
+    inputs: tuple[str, ...] = ("gate_proj", "up_proj")
 
     def __init__(self, config: DecoderConfig, size: int) -> None:
         """size: intermediate size."""
         super().__init__()
         self.activation, self.silu_and_mul = config.activation, Bound(silu_and_mul)
-        parts = {"gate_up_proj": 2 * size} if config.fused_mlp else {"gate_proj": size, "up_proj": size}
+        parts = {"gate_up_proj": 2 * size} if config.fused_mlp else dict.fromkeys(self.inputs, size)
         self.gate_up_proj = Linear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
 
@@ -174,3 +188,39 @@ class GatedMlp(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return self.gate_up_proj.weight_slots(prefix) | self.down_proj.weight_slots(prefix)
+
+
+class PlainMlp(GatedMlp):
+    """down(activation(up(x))).
+
+    The activations are "gelu_tanh", "relu2" (So et al., 2021) and "xielu" (Huang and Schlag, 2024), which has learned
+    parameters. They are PyTorch's operations, in float32 where they round.
+    """
+
+    inputs = ("up_proj",)
+
+    def __init__(self, config: DecoderConfig, size: int) -> None:
+        super().__init__(config, size)
+        shapes = {"alpha_n": (1,), "alpha_p": (1,), "beta": (), "eps": ()} if self.activation == "xielu" else {}
+        self.learned = nn.ParameterDict({name: empty_parameter(*shape) for name, shape in shapes.items()})
+
+    def _project(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        projected: torch.Tensor = self.down_proj(self._activate(self.gate_up_proj(x, lora)), lora)
+        return projected
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activation == "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        if self.activation == "relu2":
+            return x.relu_().square_()
+        wide = x.float()
+        learned = {name: parameter.float() for name, parameter in self.learned.items()}
+        beta, eps = learned["beta"], learned["eps"]
+        rising = functional.softplus(learned["alpha_p"]) * wide * wide
+        falling = (beta + functional.softplus(learned["alpha_n"])) * (torch.expm1(torch.minimum(wide, eps)) - wide)
+        out: torch.Tensor = torch.where(wide > 0, rising, falling) + beta * wide
+        return out.to(x.dtype)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        learned = {f"{prefix}.act_fn.{name}": parameter for name, parameter in self.learned.items()}
+        return {**super().weight_slots(prefix), **learned}

@@ -20,6 +20,8 @@ from paged.models.quantization.read import read_quantization
 
 # Names of gated activations in config.json -> those of `silu_and_mul` and `fused_moe`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Those of MLPs without a gate -> those of `PlainMlp`.
+PLAIN_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2", "xielu": "xielu"}
 # The deepest published model has 126 layers. float32 counts positions exactly up to 2^24.
 _MAX_LAYERS = 10_000
 _MAX_POSITIONS = 1 << 24

@@ -174,7 +174,8 @@ class SparseMoe(nn.Module):
     def weight_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, self.router.weight_slots(prefix)
         if self.correction_bias is not None:
-            slots[f"{prefix}.{moe.correction_bias}"] = self.correction_bias
+            bias = self.correction_bias
+            slots[f"{prefix}.{moe.correction_bias}"] = bias[None] if moe.correction_in_row else bias
         if self.expert_scale is not None:
             slots[f"{prefix}.{moe.expert_scale}"] = self.expert_scale
         if self.shared is not None:
