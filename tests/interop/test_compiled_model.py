@@ -23,7 +23,8 @@ def _step(models: tuple[PagedCausalLM, PagedCausalLM], lengths: dict[str, int]) 
         assert_same_logits(got, want)
 
 
-THOROUGH = "gemma3-auto gemma4_moe-auto gemma4_shared_kv-int8 gpt_oss-auto qwen3_moe-auto".split()
+THOROUGH = """apertus-auto gemma3-auto gemma4_moe-auto gemma4_shared_kv-int8 gpt_oss-auto hunyuan_moe-auto nemotron-auto
+    qwen3_moe-auto starcoder2-auto""".split()
 
 
 @pytest.mark.parametrize("case", ["llama-auto", *(pytest.param(case, marks=pytest.mark.thorough) for case in THOROUGH)])

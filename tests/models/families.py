@@ -64,6 +64,16 @@ _WORDS: dict[str, dict[str, Any]] = {
     "gemma4_rope": _by_layer_type(100.0, rope_type="proportional", rope_theta=1e4, partial_rotary_factor=0.25),
     "olmo3_rope": _by_layer_type(500.0, **_yarn()["rope_parameters"]),
     "long_rope": {"rope_parameters": _LONG},
+    "mrope": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}},
+    "half_mrope": {
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "rope_type": "default",
+            "mrope_section": [2, 1, 1],
+            "partial_rotary_factor": 0.5,
+        }
+    },
+    "alpha_rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0}},
     "five_layers": {"num_hidden_layers": 5, "layer_types": [_SLIDING, *(_SLIDING, _FULL) * 2]},
 }
 
@@ -92,7 +102,16 @@ class Families(UserDict[str, str]):
 
 # These run in all ways that there are.
 FAMILIES = Families(
+    apertus="Apertus llama3_rope head_dim=16 pad_token_id=0",
+    arcee="Arcee biases head_dim=16",
     cohere2="Cohere2 head_dim=16 window_first",
+    dots1="""Dots1 routed_experts window n_group=4 topk_group=2 n_shared_experts=2 norm_topk_prob=True
+        routed_scaling_factor=2.5 first_k_dense_replace=1 max_window_layers=1""",
+    ernie4_5="Ernie4_5 use_bias=True pad_token_id=0",
+    ernie4_5_moe="""Ernie4_5_Moe head_dim=16 moe_num_experts=8 moe_k=3 moe_intermediate_size=32 pad_token_id=0
+        moe_num_shared_experts=2""",
+    exaone4="Exaone4 head_dim=16 window_first",
+    gemma="Gemma attention_bias=True hidden_act='gelu'",
     gemma2="Gemma2 window query_pre_attn_scalar=48 attn_logit_softcapping=2.0 final_logit_softcapping=3.0",
     gemma3="Gemma3Text window_first gemma3_rope query_pre_attn_scalar=48",
     gemma4_moe="""Gemma4Text window_first gemma4_rope num_experts=4 moe_intermediate_size=32 top_k_experts=2
@@ -107,6 +126,9 @@ FAMILIES = Families(
     gpt_oss="GptOss local_experts window yarn_gpt_oss",
     granite="Granite multipliers",
     granite_moe_shared="GraniteMoeShared multipliers local_experts shared_intermediate_size=48",
+    helium="Helium head_dim=16 biases pad_token_id=0",
+    hunyuan_moe="HunYuanMoEV1 alpha_rope num_experts=4 moe_topk=[2,3] attention_bias=True pad_token_id=0",
+    hunyuan_v1_dense="HunYuanDenseV1 tied pad_token_id=0",
     llama="Llama",
     llama3_rope="Llama llama3_rope",
     llama4="Llama4Text pad_token_id=0 num_local_experts=4 no_rope_layers=[1,0] floor_scale=8 attn_scale=0.5",
@@ -117,8 +139,10 @@ FAMILIES = Families(
     ministral3="Ministral3 yarn_ministral3",
     mistral="Mistral window",
     mixtral="Mixtral local_experts",
+    nemotron="Nemotron head_dim=16 attention_bias=True mlp_bias=True",
     olmo2="Olmo2",
     olmo3="Olmo3 window_first olmo3_rope",
+    olmoe="Olmoe head_dim=16 num_experts=4 num_experts_per_tok=2 norm_topk_prob=True pad_token_id=0",
     phi3="Phi3 head_dim=16 pad_token_id=0 long_rope original_max_position_embeddings=128",
     qwen2="Qwen2",
     qwen2_moe="Qwen2Moe experts shared_expert_intermediate_size=48 norm_topk_prob=True",
@@ -129,10 +153,17 @@ FAMILIES = Families(
     qwen3_moe_normalised="Qwen3Moe experts norm_topk_prob=True",
     qwen3_moe_with_dense_layer="Qwen3Moe experts mlp_only_layers=[0] hidden_act='gelu_pytorch_tanh'",
     qwen3_window_in_one_layer="Qwen3 window_from_1 tied",
+    seed_oss="SeedOss attention_out_bias=True mlp_bias=True pad_token_id=0",
     smollm3="SmolLM3 pad_token_id=0 no_rope_layer_interval=2",
+    solar_open="SolarOpen routed_experts n_group=4 topk_group=2 n_shared_experts=1",
+    starcoder2="Starcoder2 window head_dim=16",
 )
 # Other options of them, for which one way is enough.
 VARIANTS = Families(
+    ernie4_5_moe_in_one_layer="""Ernie4_5_Moe head_dim=16 untied moe_num_experts=4 moe_k=2 moe_intermediate_size=32
+        moe_num_shared_experts=0 moe_layer_start_index=0 moe_layer_end_index=0 pad_token_id=0""",
+    exaone4_without_windows="Exaone4 whole head_dim=16 tied sliding_window=None",
+    starcoder2_without_biases="Starcoder2 untied head_dim=16 use_bias=False hidden_act='relu2'",
     gemma4_one_head_size="Gemma4Text untied global_head_dim=32 hidden_size_per_layer_input=0 attention_bias=True",
     cohere2_biases_untied="""Cohere2 window_last untied llama3_rope head_dim=16 attention_bias=True logit_scale=0.5
         sliding_window=4096""",
@@ -158,6 +189,19 @@ VARIANTS = Families(
         use_sliding_window=True qkv_bias=False""",
     smollm3_window="SmolLM3 window biases untied pad_token_id=0 no_rope_layers=[0,1] use_sliding_window=True",
 )
+# Text parts of models that read pictures, by transformers' name of these.
+PARTS = Families(
+    glm4v="Glm4vText half_mrope head_dim=16 pad_token_id=0",
+    glm4v_moe="Glm4vMoeText half_mrope head_dim=16 routed_experts n_group=4 topk_group=2",
+    internvl="Qwen3",
+    llava="Mistral window",
+    qwen2_vl="Qwen2VLText mrope head_dim=16",
+    qwen2_5_vl="Qwen2_5_VLText mrope head_dim=16 window_from_1",
+    qwen3_vl="Qwen3VLText mrope head_dim=16 attention_bias=True",
+    qwen3_vl_moe="Qwen3VLMoeText mrope head_dim=16 experts moe_intermediate_size=48",
+)
+VISION = """depth=1 embed_dim=32 hidden_size=32 intermediate_size=32 num_heads=2 num_attention_heads=2 image_size=28
+    num_hidden_layers=1 patch_size=14 deepstack_visual_indexes=[0]"""
 # Blocks of 128 in both directions, and projections of two and three of them side by side.
 _WIDE = "hidden_size=256 intermediate_size=384 num_hidden_layers=1 head_dim=64"
 PACKABLE = Families(
@@ -193,12 +237,21 @@ def forward(model: PagedCausalLM, chunks: dict[Any, list[int]]) -> list[torch.Te
     return model.unified_forward(items)
 
 
+def with_pictures(name: str, text: dict[str, Any]) -> Any:
+    """The configuration of a model of `PARTS`, around that of its text part."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    vision = options(VISION) | ({"model_type": "clip_vision_model"} if name == "llava" else {})
+    return CONFIG_MAPPING[name](text_config=text, vision_config=vision)
+
+
 def save_checkpoint(config: Any, folder: Path, **save_options: Any) -> Any:
     """A random model of a configuration, saved by transformers. Norms and biases are random too, not ones and zeros."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):

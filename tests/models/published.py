@@ -51,6 +51,25 @@ _WORDS: dict[str, dict[str, Any]] = {
     "silu": {"hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True},
     "llama3_8": _llama3(8.0),
     "llama3_32": _llama3(32.0),
+    "llama3_16": _llama3(16.0),
+    "mrope_2": {"rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}},
+    "mrope_3": {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
+    "mrope_glm": {"rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"}},
+    "alpha_1000": {
+        "rope_scaling": {
+            "alpha": 1000.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+            "type": "dynamic",
+        }
+    },
+    "dynamic_2": {"rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}},
+    "plain_rope": {"rope_scaling": {"rope_type": "default"}},
+    "yarn_20": _rope("yarn", 20.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0),
+    "yarn_2": _rope("yarn", 2.0, 65536),
     "scout_rope": _llama3(16.0, 1.0, 1.0),
     "linear_4": {"rope_scaling": {"factor": 4.0, "type": "linear"}},
     "linear_8": _rope("linear", 8.0),
@@ -118,6 +137,10 @@ _WORDS: dict[str, dict[str, Any]] = {
     "dual_chunk": {
         "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 0}
     },
+    "a13b_layers": _per_layer("moe_topk", 32, 8)
+    | _per_layer("moe_intermediate_size", 32, 3072)
+    | _per_layer("num_shared_expert", 32, 1),
+    "whole_30": _per_layer("layer_types", 30, _FULL),
     "smollm3_layers": _per_layer("layer_types", 36, _FULL) | _per_layer("no_rope_layers", 36, 1, 1, 1, 0),
     "every_second_slides_24": _per_layer("layer_types", 24, _SLIDING, _FULL),
     "every_second_slides_36": _per_layer("layer_types", 36, _SLIDING, _FULL),
@@ -221,7 +244,24 @@ _ROWS = {
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": """Qwen3Moe silu qwen_experts h=6144 i=8192 l=62 q=96 kv=8 d=128 max=262144
         eps=1e-6 max_window_layers=62 moe=2560 num_experts=160 qkv_bias=False no_rope_scaling theta=10000000 shared=0
         window=None untied use_qk_norm=True use_sliding_window=False v=151936""",
+    "Qwen/Qwen2-VL-7B-Instruct": """Qwen2VL:qwen2_vl_text silu h=3584 i=18944 l=28 q=28 kv=4 max=32768 eps=1e-6
+        max_window_layers=28 mrope_2 theta=1000000.0 window=32768 untied use_sliding_window=False v=152064""",
+    "Qwen/Qwen2.5-VL-7B-Instruct": """Qwen2_5_VL:qwen2_5_vl_text silu h=3584 i=18944 l=28 q=28 kv=4 max=128000 eps=1e-6
+        max_window_layers=28 mrope_2 theta=1000000.0 window=32768 untied use_sliding_window=False v=152064""",
+    "Qwen/Qwen3-VL-8B-Instruct": """Qwen3VL:qwen3_vl_text silu no_bias h=4096 i=12288 l=36 q=32 kv=8 d=128 max=262144
+        eps=1e-6 mrope_3 theta=5000000 untied v=151936""",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": """Qwen3VLMoe:qwen3_vl_moe_text silu no_bias h=2048 i=6144 l=48 q=32 kv=4 d=128
+        decoder_sparse_step=1 max=262144 mlp_only_layers=[] moe=768 norm_topk_prob=True num_experts=128 top=8 eps=1e-6
+        mrope_3 theta=5000000 untied v=151936""",
+    "OpenGVLab/InternVL3-8B-hf": """InternVL:qwen2 silu h=3584 i=18944 l=28 q=28 kv=4 max=32768 max_window_layers=70
+        eps=1e-6 dynamic_2 theta=1000000.0 window=None use_sliding_window=False v=151674""",
+    "mistral-community/pixtral-12b": """Llava:mistral d=128 h=5120 i=14336 l=40 kv=8 max=1024000 eps=1e-5
+        is_composition=True theta=1000000000.0 window=None v=131072""",
     # Gemma
+    "google/gemma-2b-it": """Gemma no_bias attention_dropout=0.0 h=2048 i=16384 l=18 q=8 kv=1 d=256 max=8192 eps=1e-6
+        hidden_act='gelu' hidden_activation=None no_rope_scaling theta=10000.0 v=256000""",
+    "google/gemma-7b-it": """Gemma no_bias attention_dropout=0.0 h=3072 i=24576 l=28 q=16 kv=16 d=256 max=8192 eps=1e-6
+        hidden_act='gelu' hidden_activation=None no_rope_scaling theta=10000.0 v=256000""",
     "google/gemma-2-2b-it": "Gemma2 gemma2 h=2304 i=9216 l=26 q=8 kv=4 d=256 query_pre_attn_scalar=256",
     "google/gemma-2-9b-it": """Gemma2 gemma2 h=3584 i=14336 l=42 q=16 kv=8 d=256 query_pre_attn_scalar=256
         sliding_window_size=4096""",
@@ -269,6 +309,12 @@ _ROWS = {
         first_k_dense_replace=3 routed_scaling_factor=2.5 use_qk_norm=True""",
     "MiniMaxAI/MiniMax-M2": """MiniMaxM2 silu minimax h=3072 i=1536 l=62 q=48 kv=8 d=128 max=196608 experts=256 top=8
         eps=1e-6 theta=5000000 window=None untied output_router_logits=False v=200064""",
+    "zai-org/GLM-4.1V-9B-Thinking": """Glm4v:glm4v_text silu bias h=4096 i=13696 l=40 q=32 kv=2 max=65536 eps=1e-5
+        mrope_glm partial_rotary_factor=0.5 theta=10000.0 untied v=151552""",
+    "zai-org/GLM-4.5V": """Glm4vMoe:glm4v_moe_text silu bias h=4096 i=10944 l=46 q=96 kv=8 d=128 max=65536 moe=1408
+        n_routed_experts=128 n_shared_experts=1 n_group=1 topk_group=1 top=8 norm_topk_prob=True mrope_glm eps=1e-5
+        first_k_dense_replace=1 routed_scaling_factor=1.0 use_qk_norm=False partial_rotary_factor=0.5 theta=10000.0
+        untied v=151552""",
     # Llama 4
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": """Llama4:llama4_text llama4 experts=16 interleave_moe_layer_step=1
         max=10485760 no_rope_layers=[] use_qk_norm=True scout_rope cache_implementation='hybrid'""",
@@ -300,6 +346,46 @@ _ROWS = {
         olmo3_rope theta=500000 window=4096 three_of_four_slide_32 v=100278""",
     "allenai/Olmo-3-32B-Think": """Olmo3 silu no_bias h=5120 i=27648 l=64 q=40 kv=8 max=65536 eps=1e-6 untied
         olmo3_rope theta=500000 window=4096 three_of_four_slide_64 v=100278""",
+    "allenai/OLMoE-1B-7B-0924-Instruct": """Olmoe silu no_bias clip_qkv=None h=2048 i=1024 l=16 q=16 kv=16 max=4096
+        norm_topk_prob=False num_experts=64 top=8 output_router_logits=False eps=1e-5 router_aux_loss_coef=0.01
+        no_rope_scaling theta=10000.0 untied v=50304""",
+    # ERNIE, Hunyuan, dots, Seed
+    "baidu/ERNIE-4.5-0.3B-PT": """Ernie4_5 silu h=1024 i=3072 l=18 q=16 kv=2 d=128 max=131072 eps=1e-5 no_rope_scaling
+        theta=500000.0 tied use_bias=False v=103424""",
+    "baidu/ERNIE-4.5-21B-A3B-PT": """Ernie4_5_Moe silu h=2560 i=12288 l=28 q=20 kv=4 max=131072 eps=1e-5 moe=1536
+        moe_num_experts=64 moe_k=6 moe_capacity=[64,64,64] moe_gate='topk' moe_layer_end_index=27 moe_layer_interval=1
+        moe_layer_start_index=1 moe_num_shared_experts=2 moe_use_aux_free=True num_nextn_predict_layers=1
+        no_rope_scaling theta=500000.0 tied use_bias=False v=103424""",
+    "tencent/Hunyuan-7B-Instruct": """HunYuanDenseV1 silu no_bias attention_head_dim=128 h=4096 i=14336 l=32 q=32 kv=8
+        d=128 max=32768 eps=1e-5 alpha_1000 theta=10000.0 tied use_qk_norm=True use_cla=False v=128167""",
+    "tencent/Hunyuan-A13B-Instruct": """HunYuanMoEV1 silu no_bias attention_head_dim=128 a13b_layers h=4096 i=3072 l=32
+        q=32 kv=8 d=128 max=32768 num_experts=64 eps=1e-5 alpha_1000 theta=10000.0 tied use_qk_norm=True use_cla=False
+        use_mixed_mlp_moe=True v=128167""",
+    "rednote-hilab/dots.llm1.inst": """Dots1 silu no_bias first_k_dense_replace=1 h=4096 i=10944 l=62 q=32 kv=32
+        max=32768 max_window_layers=62 moe=1408 moe_layer_freq=1 n_routed_experts=128 n_shared_experts=2 top=6
+        norm_topk_prob=True eps=1e-5 no_rope_scaling theta=10000000 routed_scaling_factor=2.5 window=None untied
+        scoring_func='noaux_tc' use_sliding_window=False v=152064""",
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": """SeedOss silu bias attention_out_bias=False h=5120 i=27648 l=64 q=80 kv=8
+        d=128 max=524288 mlp_bias=False eps=1e-6 plain_rope residual_dropout=0.1 theta=10000000.0 untied v=155136""",
+    # EXAONE, Apertus, StarCoder, Nemotron, AFM, Helium, Solar
+    "LGAI-EXAONE/EXAONE-4.0-32B": """Exaone4 silu h=5120 i=27392 l=64 q=40 kv=8 d=128 max=131072 eps=1e-5 llama3_16
+        theta=1000000 window=4096 sliding_window_pattern='LLLG' three_of_four_slide_64 untied v=102400""",
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": """Exaone4 silu h=2048 i=4096 l=30 q=32 kv=8 d=64 max=65536 eps=1e-5 llama3_16
+        theta=1000000 window=None sliding_window_pattern=None whole_30 tied v=102400""",
+    "swiss-ai/Apertus-8B-Instruct-2509": """Apertus no_bias h=4096 i=21504 l=32 q=32 kv=8 max=65536 eps=1e-5 llama3_8
+        hidden_act='xielu' mlp_bias=False post_norm=False qk_norm=True theta=12000000 untied v=131072""",
+    "bigcode/starcoder2-7b": """Starcoder2 h=4608 i=18432 l=32 q=36 kv=4 max=16384 hidden_act='gelu_pytorch_tanh'
+        embedding_dropout=0.0 residual_dropout=0.0 mlp_type='default' norm_epsilon=1e-5 norm_type='layer_norm'
+        scale_attn_weights=True theta=1000000 window=4096 use_bias=True v=49152""",
+    "nvidia/Minitron-4B-Base": """Nemotron no_bias h=3072 i=9216 l=32 q=24 kv=8 d=128 max=4096 hidden_act='relu2'
+        mlp_bias=False norm_eps=1e-5 partial_rotary_factor=0.5 theta=10000.0 untied v=256000""",
+    "arcee-ai/AFM-4.5B": """Arcee no_bias h=2560 i=18432 l=36 q=20 kv=4 d=128 max=65536 hidden_act='relu2' eps=1e-5
+        mlp_bias=False yarn_20 theta=10000.0 untied v=128004""",
+    "kyutai/helium-1-2b": """Helium silu no_bias h=2048 i=8192 l=28 q=16 kv=8 d=128 max=4096 eps=1e-8 mlp_bias=False
+        theta=20000.0 untied v=64000""",
+    "upstage/Solar-Open-100B": """SolarOpen silu no_bias h=4096 i=10240 l=48 q=64 kv=8 d=128 max=131072 moe=1280 top=8
+        first_k_dense_replace=0 n_group=1 n_routed_experts=128 n_shared_experts=1 norm_topk_prob=True eps=1e-5 yarn_2
+        partial_rotary_factor=1.0 routed_scaling_factor=1.0 theta=1000000 topk_group=1 untied v=196608""",
     # Granite, Command
     "ibm-granite/granite-3.1-2b-instruct": """Granite granite attention_multiplier=0.015625 h=2048 i=8192 l=40 q=32
         logits_scaling=8.0 mlp_bias=False theta=5000000.0""",

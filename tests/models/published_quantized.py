@@ -80,6 +80,7 @@ _ROUTERS = {"ignore": ["lm_head", "re:.*mlp.gate$"]}
 # Their weights beside projections are what transformers saves.
 BASES = {
     "gpt_oss": "GptOss hidden_size=256 head_dim=64 intermediate_size=128 local_experts window yarn_gpt_oss",
+    "nemotron": "Nemotron hidden_size=256 head_dim=64 intermediate_size=384",
     "minimax_m2": """MiniMaxM2 hidden_size=256 head_dim=64 intermediate_size=128 num_local_experts=4
         num_experts_per_tok=2 rotary_dim=32""",
     "ministral3": "Ministral3 hidden_size=256 head_dim=64 intermediate_size=384 yarn_ministral3",
@@ -122,6 +123,12 @@ PUBLISHED = {
     "mistralai/Devstral-Small-2-24B-Instruct-2512": Published(_MISTRAL, _mistral, "e4m3 static", base="ministral3"),
     "RedHatAI/Meta-Llama-3-8B-Instruct-FP8": Published(
         {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"}, e4m3, "e4m3 static"
+    ),
+    "mgoin/Minitron-4B-Base-FP8": Published(
+        {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"},
+        e4m3,
+        "e4m3 static",
+        base="nemotron",
     ),
     "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8": Published(_STATIC, rounds="e4m3 static"),
     "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic": Published(_DYNAMIC, rounds="e4m3"),

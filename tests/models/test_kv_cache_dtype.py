@@ -156,7 +156,7 @@ ROUNDINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp8_e5m2": lambda rows: rows.to(torch.float8_e5m2).to(rows.dtype),
     "int8": _as_int8,
 }
-_FAMILIES = ("gemma3", "gemma4_shared_kv", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe")
+_FAMILIES = ("gemma3", "gemma4_shared_kv", "gpt_oss", "hunyuan_v1_dense", "llama", "mistral", "qwen3", "qwen3_moe")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,18 @@ from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.families.defaults import DEFAULTS
 from paged.models.loading.checkpoint_folder import checkpoint_folder
 from paged.models.loading.hf_config import HfConfig
-from paged.models.registry import ARCHITECTURES, WRAPPERS, load_model, model_config
+from paged.models.registry import ARCHITECTURES, TEXT_PARTS, WRAPPERS, load_model, model_config
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
-from tests.models.families import FAMILIES, VARIANTS, assert_same_logits, logits_of, options, save_checkpoint, tokens
+from tests.models.families import (
+    FAMILIES,
+    VARIANTS,
+    assert_same_logits,
+    logits_of,
+    options,
+    save_checkpoint,
+    tokens,
+    with_pictures,
+)
 from tests.models.published import PUBLISHED, published
 
 PROMPT = tokens(40)
@@ -25,14 +34,22 @@ _MOST = options(
     moe_intermediate_size=32 shared_expert_intermediate_size=48 shared_intermediate_size=48 num_experts=8
     hidden_size_per_layer_input=16 num_global_key_value_heads=1 num_local_experts=8 n_routed_experts=8
     num_experts_per_tok=3 experts_per_token=3 top_k_experts=3 sliding_window=8 sliding_window_size=8
-    attention_chunk_size=8 floor_scale=8"""
+    moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8"""
+)
+
+# Families whose layers others have too.
+_SAME_LAYERS = (
+    *("Arcee", "Dots1", "Ernie4_5For", "GemmaFor", "Glm4v", "Helium", "HunYuanDense", "InternVL", "Llava"),
+    *("Olmoe", "Qwen2_5", "SeedOss", "SolarOpen"),
 )
 
 
 def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
     """A model of the same settings that is made fast: what `_MOST` says, fewer heads in groups of the same size, the
     same head size where one is said, and as many layers as show all kinds."""
-    own = {key: min(value, _MOST[key]) if key in _MOST and value else value for key, value in values.items()}
+    own = {
+        key: min(value, _MOST[key]) if key in _MOST and type(value) is int else value for key, value in values.items()
+    }
     kinds = values.get("layer_types", [""] * 5 + ["seen"] if model_type == "gemma3_text" else [])
     layers = max([4, *(1 + kinds.index(kind) for kind in kinds)])
     if values.get("num_kv_shared_layers"):
@@ -48,11 +65,19 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         own["num_attention_heads"] = heads // of_kv * kv_heads
         if "num_key_value_heads" in values:
             own["num_key_value_heads"] = kv_heads
-    is_derived = head_dim is None or model_type == "cohere2"
+    is_derived = head_dim is None or model_type in ("cohere2", "helium")
     size = (head_dim or values["hidden_size"] // heads) if is_derived else 16
     count = own.get("num_attention_heads", 4)  # of which transformers takes multiples alone
     own["hidden_size"] = count * size if is_derived or 64 % count else 64
     return own
+
+
+def _wrapper_type(architecture: str) -> str:
+    """transformers' model_type of a model that reads pictures."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    name = architecture.removesuffix("ForConditionalGeneration").lower().replace("_", "")
+    return next(key for key in CONFIG_MAPPING if key.replace("_", "") == name)
 
 
 def save_published(name: str, folder: Path) -> Any:
@@ -63,12 +88,19 @@ def save_published(name: str, folder: Path) -> Any:
     model_type = text_type or ARCHITECTURES[architecture].model_type
     values = scaled(values, model_type)
     tuned = {key: bool(values[key]) for key in ("attn_temperature_tuning",) if key in values}  # published as a number
-    config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(values | tuned | {"pad_token_id": None})))
-    config.initializer_range = 1.6 * values["hidden_size"] ** -0.5  # with that of the row all logits are near 0
+    changed = {"pad_token_id": None, "initializer_range": 1.6 * values["hidden_size"] ** -0.5}  # 0.02: logits near 0
+    config: Any = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(values | tuned | changed)))
+    if model_type in TEXT_PARTS:
+        config = with_pictures(_wrapper_type(architecture), config.to_dict())
     theirs = save_checkpoint(config, folder)
     written = {"architectures": [architecture], "torch_dtype": "bfloat16"}
     if text_type is None:
         written |= {"model_type": model_type, **values}
+    elif model_type in TEXT_PARTS:  # Qwen2-VL says all beside each other
+        is_flat, sections = architecture.startswith("Qwen2"), {"vision_config": {"hidden_size": 8}}
+        text = {"model_type": text_type, **values}
+        written |= sections | (values if is_flat else {"text_config": text})
+        written |= {"model_type": _wrapper_type(architecture), "tie_word_embeddings": values["tie_word_embeddings"]}
     else:
         written |= {"text_config": {"model_type": text_type, **values}, "vision_config": {"hidden_size": 8}}
         own = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
@@ -84,7 +116,13 @@ def save_published(name: str, folder: Path) -> Any:
     return theirs
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if published(name)[0].startswith(_SAME_LAYERS) else ())
+        for name in PUBLISHED
+    ],
+)
 def test_published_settings(name: str, tmp_path: Path) -> None:
     expected = logits_of(save_published(name, tmp_path), PROMPT)
     summary = summarize(tmp_path)
@@ -95,9 +133,10 @@ def test_published_settings(name: str, tmp_path: Path) -> None:
 
 
 def test_published_rows_are_of_all_families() -> None:
-    of_text = {family.model_type: name for name, family in ARCHITECTURES.items()}
+    of_text = {family.model_type: name for name, family in ARCHITECTURES.items()} | {one: one for one in TEXT_PARTS}
     rows = [published(name)[:2] for name in PUBLISHED]
-    assert {of_text[text] if text else name for name, text in rows} == set(ARCHITECTURES)
+    assert {of_text[text] if text else name for name, text in rows} == {*ARCHITECTURES, *TEXT_PARTS}
+    assert {name for name, text in rows if text} == set(WRAPPERS)
     assert len(rows) >= 60
 
 
@@ -187,8 +226,10 @@ def test_an_empty_config_is_transformers_default(architecture: str) -> None:
 def test_an_empty_text_config_is_transformers_default(wrapper: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    text = CONFIG_MAPPING[wrapper.removesuffix("ForConditionalGeneration").lower()](text_config={}).text_config
-    found, expected = (_read({"architectures": [wrapper], "text_config": one}) for one in ({}, _json(text)))
+    # The default head size of GLM-4.5V is 42, of which half cannot rotate.
+    given = {"head_dim": 128} if wrapper.startswith("Glm4vMoe") else {}
+    text = CONFIG_MAPPING[_wrapper_type(wrapper)](text_config=given).text_config
+    found, expected = (_read({"architectures": [wrapper], "text_config": one}) for one in (given, _json(text)))
     assert found == expected
     assert found.model_type == text.model_type
 

@@ -27,11 +27,23 @@ from tests.models.families import (
 IN_INTERPRETER = ("gemma3", "gpt_oss", "llama3_rope", "mistral", "qwen3_moe_normalised")
 # Families beside them that give the kernels other options or shapes, in one forward.
 ONCE_IN_INTERPRETER = [
-    *("cohere2", "gemma2", "gemma4_moe", "gemma4_shared_kv", "glm4_moe", "llama4"),
+    *("cohere2", "ernie4_5_moe", "gemma2", "gemma4_moe", "gemma4_shared_kv", "glm4_moe", "hunyuan_moe", "llama4"),
     *("minimax_m2", "ministral3", "olmo2", "phi3", "smollm3"),
 ]
-# Windows, chunks, interleaved and partial rotation, norms of heads, experts.
-BY_NUMBA = ("cohere2", "gemma3", "glm4", "gpt_oss", "llama", "llama4", "minimax_m2", "olmo2", "phi3", "qwen3")
+# Windows, chunks, interleaved and partial rotation, norms of heads before and after it, experts.
+BY_NUMBA = (
+    "cohere2",
+    "gemma3",
+    "glm4",
+    "gpt_oss",
+    "hunyuan_moe",
+    "llama",
+    "llama4",
+    "minimax_m2",
+    "olmo2",
+    "phi3",
+    "qwen3",
+)
 
 # Longer than the sliding windows and several cache blocks of 8.
 PROMPT = tokens(40)

@@ -16,9 +16,11 @@ from tests.models.families import FAMILIES, assert_same_logits, logits_of, save_
 PROMPT = tokens(40)
 # One of every family.
 NAMES = (
-    *("cohere2", "gemma2", "gemma3", "gemma4_shared_kv", "glm", "glm4", "glm4_moe", "gpt_oss", "granite"),
-    *("granite_moe_shared", "llama", "llama4", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral"),
-    *("olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("apertus", "arcee", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3"),
+    *("gemma4_shared_kv", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granite_moe_shared", "helium"),
+    *("hunyuan_moe", "hunyuan_v1_dense", "llama", "llama4", "minimax_m2", "ministral", "ministral3", "mistral"),
+    *("mixtral", "nemotron", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("seed_oss", "smollm3", "solar_open", "starcoder2"),
 )
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
 _FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + pair for pair in range(8)]}

@@ -87,7 +87,7 @@ def test_other_words_for_the_same(
     assert not torch.allclose(prefill(tmp_path), expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen2"])
+@pytest.mark.parametrize("family", ["apertus", "gemma3", "gpt_oss", "hunyuan_moe", "nemotron", "qwen2"])
 def test_bfloat16_is_as_close_as_in_transformers(family: str, tmp_path: Path) -> None:
     """Both are compared with float32; weights of norms that bfloat16 cannot hold next to 1 keep their bits."""
     from transformers import AutoModelForCausalLM
@@ -135,6 +135,7 @@ def test_options_of_yarn(values: dict[str, Any], tmp_path: Path) -> None:
 
 
 NOT_SUPPORTED = {
+    "ernie4_5_moe": "use_bias=True",
     "gemma3": "attn_logit_softcapping=50.0 num_kv_shared_layers=1 use_bidirectional_attention=True",
     "gpt_oss": "n_shared_experts=1",
     "llama": "is_causal=False sliding_window=16 clip_qkv=0.5 logits_scaling=2.0 query_pre_attn_scalar=16",
@@ -195,6 +196,7 @@ UNSUPPORTED, WRONG = UnsupportedError, CheckpointError
         ("gemma4_shared_kv", {"vocab_size_per_layer_input": 127}, WRONG, "input 127, expected at least 128"),
         ("glm4_moe", {"topk_group": 5}, WRONG, "5 of 4 groups of 8 experts"),
         ("gpt_oss", {"swiglu_limit": 5.0}, UNSUPPORTED, "swiglu_limit = 5.0 is not supported, known are 7.0"),
+        ("hunyuan_moe", {"moe_topk": [2]}, WRONG, "1 entries in moe_topk for 2 layers"),
         (
             "minimax_m2",
             {"scoring_func": "softmax"},

@@ -33,6 +33,7 @@ TARGETS = {
     **dict.fromkeys(("gemma3", "gemma4_shared_kv", "llama4_dense_layer", "qwen2"), ALL),
     "gpt_oss": ALL[:4],
     "llama4": ALL,  # those of the MLP are of the shared expert
+    "nemotron": ("q_proj", "o_proj", "up_proj", "down_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "qwen3_moe_with_dense_layer": ("q_proj", "o_proj"),
 }
