@@ -109,7 +109,7 @@ class GrammarCompiler:
 
         def compiled(kind: str, text: str) -> Callable[[], Any]:
             if kind == "json":
-                grammar = compiler.compile_json_schema(text, any_whitespace=False)
+                grammar = compiler.compile_json_schema(json.dumps(_plain_texts(json.loads(text))), any_whitespace=False)
             elif kind == "regex":
                 grammar = compiler.compile_regex(text)
             else:
@@ -202,6 +202,24 @@ def _is_small(value: Any) -> bool:
         if not level:
             return count <= _MAX_VALUES
     return False
+
+
+def _plain_texts(schema: Any) -> Any:
+    """Give texts of a bounded length a pattern without control characters, which xgrammar 0.2.8 lets into them."""
+    if isinstance(schema, list):
+        return [_plain_texts(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _plain_texts(value) for name, value in schema.items()}
+    bounds = [found.pop(name, None) for name in ("minLength", "maxLength")] if found.get("type") == "string" else []
+    if any(type(bound) is int for bound in bounds) and not {"pattern", "format", "enum", "const"} & found.keys():
+        least, most = bounds
+        found["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least or 0},{"" if most is None else most}}}$'
+    elif bounds:
+        found |= {
+            name: bound for name, bound in zip(("minLength", "maxLength"), bounds, strict=True) if bound is not None
+        }
+    return found
 
 
 def _alternatives(text: str) -> str:
