@@ -129,7 +129,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"head_size": 513}, "head_size not supported"),
     ({"dtype": torch.float64}, "dtype not supported"),
-    ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype bfloat16 of a model in torch.float16 not supported"),
+    ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype bfloat16 is not supported for a model in torch.float16"),
     *(
         ({"kv_cache_dtype": name}, "kv_cache_dtype not supported")
         for name in ("fp8_e5m2", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "nvfp4")
