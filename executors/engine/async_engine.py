@@ -61,11 +61,12 @@ class AsyncEngine:
     """Streams the outputs of a synchronous `Engine` without blocking the event loop.
 
     A worker thread runs steps as long as there are requests, and tells the event loop once a step which of them have
-    news; calls wait for the step in progress. Use it from one event loop at a time:
-    calls from another loop raise InvalidInputError and do nothing until the former loop is closed. The first call after
-    that aborts what the closed loop left. Leaving a stream by `aclose`, an exception or a cancelled task aborts its
-    request. A stream that is read slowly, or never, holds only its newest state. `async with` shuts down at its end.
-    After `shutdown`, all other methods raise EngineStoppedError.
+    news; calls wait for the step in progress.
+
+    Use it from one event loop at a time: calls from another loop raise InvalidInputError and do nothing until the
+    former loop is closed. The first call after that aborts what the closed loop left. Leaving a stream by `aclose`, an
+    exception or a cancelled task aborts its request. A stream that is read slowly, or never, holds only its newest
+    state. `async with` shuts down at its end. After `shutdown`, all other methods raise EngineStoppedError.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -97,7 +97,7 @@ class KvSlotReservation:
         self._undo = undo
         self._on_commit = on_commit
         self._is_open = True
-        self._is_whole = True
+        self._is_whole = True  # all sequences grow by it, and no other call has changed one of them since
         self._starts = [state.num_tokens for state in states]
         guard.rollback.append((self._abandon,))
         for state, target in zip(states, targets, strict=True):
@@ -110,11 +110,6 @@ class KvSlotReservation:
     def is_open(self) -> bool:
         """Whether it can still be committed or rolled back."""
         return self._is_open
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is open, all its sequences grow by it, and no other call has changed one since."""
-        return self._is_whole
 
     @property
     def kept_blocks(self) -> list[int]:

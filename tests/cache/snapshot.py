@@ -41,5 +41,5 @@ def _state(handle: KvCacheHandle) -> Any:
         (state.namespace, state.blocks, state.num_tokens, state.num_cached_tokens, state.num_written, state.is_valid),
         (state.chain.ids.copy(), state.chain.hashes.copy(), state.chain.serials.copy()),
         state.host_blocks and dict(state.host_blocks),
-        room and (id(room), room.is_open, room.is_whole, sorted(room.kept_blocks)),
+        room and (id(room), room.is_open, room._is_whole, sorted(room.kept_blocks)),
     )
