@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
 from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.staging import to_device
 from paged.token_ids import as_token_ids
+
+M = TypeVar("M", KvCacheHandle, KvSlotReservation)
 
 
 @recovering
@@ -107,23 +109,19 @@ class PagedKvCacheManager:
         ids = None if token_ids is None else as_token_ids("token_ids", token_ids)
         namespace = as_namespace("namespace", namespace)
         room = num_tokens if ids is None else max(num_tokens, len(ids))
-        made: KvCacheHandle | None = None
-        try:
-            with self._guard:
-                request_id = self._sequences.new_name(request_id)
-                self._sequences.check_length(room)
-                state = SequenceState(request_id, namespace)
-                if ids is None or not self.config.enable_prefix_cache:
-                    state.blocks = self._prefixes.allocate(-(-room // self.config.block_size))
-                else:
-                    self._prefixes.begin(state, ids, room)
-                    self._window.drop_unseen([state])
-                made = self._sequences.add(state)
-            return made  # noqa: RET504 (given up below)
-        except BaseException:
-            if made is not None:
-                self.free(made)
-            raise
+
+        def make() -> KvCacheHandle:
+            name = self._sequences.new_name(request_id)
+            self._sequences.check_length(room)
+            state = SequenceState(name, namespace)
+            if ids is None or not self.config.enable_prefix_cache:
+                state.blocks = self._prefixes.allocate(-(-room // self.config.block_size))
+            else:
+                self._prefixes.begin(state, ids, room)
+                self._window.drop_unseen([state])
+            return self._sequences.add(state)
+
+        return self._made(make, self.free)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Add capacity for `num_tokens` more positions and advance the length; the caller writes the K/V.
@@ -221,22 +219,18 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: `request_id` is in use, or neither str nor int.
         """
-        made: KvCacheHandle | None = None
-        try:
-            with self._guard:
-                source = self._sequences.state(handle)
-                request_id = self._sequences.new_name(request_id)
-                source.begin_change(self._guard.rollback)
-                blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
-                self._pool.share([block for block in blocks if block])
-                forked = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
-                forked.chain = source.chain.copy(source.num_tokens, len(blocks))
-                made = self._sequences.add(forked)
-            return made  # noqa: RET504 (given up below)
-        except BaseException:
-            if made is not None:
-                self.free(made)
-            raise
+
+        def make() -> KvCacheHandle:
+            source = self._sequences.state(handle)
+            name = self._sequences.new_name(request_id)
+            source.begin_change(self._guard.rollback)
+            blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
+            self._pool.share([block for block in blocks if block])
+            forked = SequenceState(name, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
+            forked.chain = source.chain.copy(source.num_tokens, len(blocks))
+            return self._sequences.add(forked)
+
+        return self._made(make, self.free)
 
     def free(self, handle: KvCacheHandle) -> None:
         """Free a sequence; a second call does nothing. A block becomes free with its last reference.
@@ -296,17 +290,24 @@ class PagedKvCacheManager:
         return self._reserve((cache_ids, lengths, [None] * len(lengths)))
 
     def _reserve(self, columns: RequestColumns) -> KvSlotReservation:
-        made: KvSlotReservation | None = None
+        def make() -> KvSlotReservation:
+            states, targets, highest = self._sequences.requested(columns)
+            if highest is not None:
+                self._slots.require(states, highest)
+            return self._slots.reserve(states, targets)
+
+        return self._made(make, KvSlotReservation.rollback)
+
+    def _made(self, make: Callable[[], M], give_up: Callable[[M], None]) -> M:
+        """Run `make` under the lock; if a callback raises after it, give up what was made."""
+        made: M | None = None
         try:
             with self._guard:
-                states, targets, highest = self._sequences.requested(columns)
-                if highest is not None:
-                    self._slots.require(states, highest)
-                made = self._slots.reserve(states, targets)
+                made = make()
             return made  # noqa: RET504 (given up below)
         except BaseException:
             if made is not None:
-                made.rollback()
+                give_up(made)
             raise
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
