@@ -40,8 +40,8 @@ def generate(executor: LlmExecutor, is_shown: bool) -> object:
 
 
 CALLS: dict[str, tuple[Callable[[LlmExecutor, bool], object], str]] = {
-    "read": (lambda _, is_shown: load(is_shown=is_shown), r"weights: .*\d[kM]B/s"),
-    "pack": (lambda one, is_shown: one.warmup(progress=is_shown), r"packing: .*\d[kM]B/s"),
+    "read": (lambda _, is_shown: load(is_shown=is_shown), r"weights: .*\d[kMG]?B/s"),
+    "pack": (lambda one, is_shown: one.warmup(progress=is_shown), r"packing: .*\d[kMG]?B/s"),
     "warm up": (lambda one, is_shown: one.warmup(progress=is_shown), r"recorded steps: 100%.*step"),
     "generate": (generate, r"generate: 100%.*prompt"),
 }
