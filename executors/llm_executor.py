@@ -60,7 +60,7 @@ class LlmExecutor(UnifiedExecutor):
         if isinstance(model, PagedCausalLM):
             self._lm: PagedCausalLM | AdaptedModel = model
             sequences: PagedKvCacheManager | AdaptedModel = model.kv_manager
-            self.kv_manager = model.kv_manager
+            self.kv_manager, self.embeds_limits = model.kv_manager, model.embeds_limits
             token_bytes = model.kv_manager.config.token_bytes(model.kv_manager.k_cache(0).dtype)
         else:
             self._lm = sequences = AdaptedModel(model, info)

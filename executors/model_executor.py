@@ -16,6 +16,7 @@ from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
 from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import shown
+from paged.prompt_embeds import EmbedsLimits
 from paged.seq_id import SeqId
 
 
@@ -32,9 +33,11 @@ class ModelExecutor(ABC):
 
     Attributes:
         kv_manager: the cache manager of the sequences, if there is one; `kv_cache` of items are its handles.
+        embeds_limits: what items may have as `embeds`; None for nothing.
     """
 
     kv_manager: PagedKvCacheManager | None = None
+    embeds_limits: EmbedsLimits | None = None
 
     @abstractmethod
     def info(self) -> ModelInfo:

@@ -40,6 +40,7 @@ from paged.forward_step import validate_items
 from paged.kernels.common.scalars import as_int
 from paged.models.logits_policy import apply_policies
 from paged.seq_id import SeqId
+from paged.step_embeds import check_embeds
 
 _LOG = logging.getLogger("paged")
 # One entry for each item, or what `UnifiedBatch.is_stacked` asks for.
@@ -240,6 +241,7 @@ class UnifiedExecutor(ModelExecutor):
                     self._check_handle(one)
         limits = {"vocab_size": self._info.vocab_size, "max_seq_len": self._info.max_sequence_length}
         validate_items(items, handles, **limits)
+        check_embeds(items, self.embeds_limits)
         if None not in handles:
             return set()
         return {name for name, handle in zip(names, handles, strict=True) if handle is None}

@@ -28,8 +28,10 @@ from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
 from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps, run_steps
+from paged.prompt_embeds import EmbedsLimits
 from paged.seq_id import SeqId
 from paged.staging import to_device
+from paged.step_embeds import check_embeds
 
 # Wraps a step so that the other ranks run it too. Arguments: the step, its rows' adapters, and its draws.
 Lead = Callable[[ForwardStep, NDArray[np.int32] | None, Draws | None], AbstractContextManager[None]]
@@ -93,6 +95,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             recorded_only=cuda_graphs is None and self.device.type == "cpu",
         )
         self.num_graph_replays = 0
+        self.embeds_limits = self._embeds_limits()
 
     @property
     def config(self) -> LlmRuntimeConfig:
@@ -238,6 +241,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
             limits = {"vocab_size": self._config.vocab_size, "max_seq_len": self._config.max_seq_len}
             validate_items(batch.items, handles, **limits)
+            check_embeds(batch.items, self.embeds_limits)
         with (
             torch.no_grad(),
             forward_step(self.kv_manager, batch.items, batch.device_ids, returns_hidden=batch.returns_hidden) as step,
@@ -265,8 +269,10 @@ class PagedCausalLM(DecoderOnlyLLM):
             logits = self.graphs.logits(step, shape, row_slots)
         else:
             lora = None if row_slots is None else self.adapters.batch(row_slots)
-            metadata = replace(step.metadata, lora=lora)
-            outputs = step.outputs
+            metadata, outputs = replace(step.metadata, lora=lora), step.outputs
+            if step.embeds is not None:  # all rows: a mask is not over `outputs`
+                embeds, outputs = step.embeds.on(self.device, self.dtype, step.host.max_seqlen_q), None
+                metadata = replace(metadata, embeds=embeds)
             if outputs is not None and row_slots is not None:
                 own_slots = row_slots[step.row_ids]
                 outputs = replace(outputs, lora=self.adapters.batch(own_slots) if (own_slots >= 0).any() else None)
@@ -286,6 +292,17 @@ class PagedCausalLM(DecoderOnlyLLM):
         padded = functional.pad(logits, (0, rows - logits.shape[1])) if logits.shape[1] < rows else logits
         # Send the dtype that the head computes.
         return self.ranks.gather(padded.to(self.dtype)).float()[:, : self._config.vocab_size]
+
+    def _embeds_limits(self) -> EmbedsLimits | None:
+        """Return what the network takes as embeddings; None if its layers read token ids, too."""
+        config = self.network.config
+        if type(self.network).layer_inputs is not Llama.layer_inputs:
+            return None
+        attention = config.attention
+        windows = [size for one in attention for size in (one.window, one.chunk_size) if size is not None]
+        has_axes = all(one.rope is not None and len(one.rope.mrope_section) == 3 for one in attention)
+        positions = len(self.network.layers[0].self_attn.cos_sin_cache)
+        return EmbedsLimits(config.hidden_size, config.num_layers, positions, has_axes, min(windows, default=None))
 
     @property
     def _rows_of_ranks(self) -> int:

@@ -93,6 +93,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),
     "paged.models.parallel.ranks": ("ParallelConfig",),
+    "paged.prompt_embeds": ("EmbedsLimits", "PromptEmbeds", "mrope_positions"),
     "paged.picture": ("CachePicture", "cache_picture"),
 }
 

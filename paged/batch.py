@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from paged.cache.kv_cache import KvCacheHandle
+    from paged.prompt_embeds import PromptEmbeds
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class UnifiedBatchItem:
         is_final_chunk: whether the item returns what `logits_policy` asks for; otherwise it returns None.
         metadata: options by name. "lora_adapter" is the name of a loaded adapter.
         logits_policy: what the item returns.
+        embeds: embeddings of the sequence's prompt in place of some tokens, the same for every item of the sequence. An
+            executor takes them if it has `embeds_limits`.
 
     Raises:
         InvalidInputError: seq_id is neither str nor int, or q_tokens or pos_offset are not integers.
@@ -90,6 +93,7 @@ class UnifiedBatchItem:
     is_final_chunk: bool = True
     metadata: Mapping[str, Any] = field(default_factory=dict)
     logits_policy: LogitsPolicy = FullLogits()
+    embeds: PromptEmbeds | None = None
 
     def __post_init__(self) -> None:
         # Without further calls: a step makes hundreds of items, and each call would cost 0.2 us.

@@ -24,6 +24,7 @@ from paged.kernels.attention.plan import AttentionPlan
 from paged.metadata import AttentionMetadata, HostMetadata, OutputRows
 from paged.seq_id import SeqId
 from paged.staging import to_device
+from paged.step_embeds import EMBEDS, StepEmbeds, embed_step
 
 
 @dataclass(eq=False)
@@ -38,6 +39,7 @@ class ForwardStep:
             rows under VerifyLogits; `sample_rows` on the device.
         handles: one for each item.
         returns_hidden: as in `UnifiedBatch`.
+        embeds: rows in place of token embeddings; None if there are none.
     """
 
     token_ids: NDArray[np.int64]
@@ -47,6 +49,7 @@ class ForwardStep:
     device: torch.device
     device_ids: torch.Tensor | None = None
     returns_hidden: bool = False
+    embeds: StepEmbeds | None = None
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -119,8 +122,12 @@ def forward_step(
         lengths = [handle.num_tokens for handle in handles]
         reservation = manager.reserve_lengths([handle.cache_id for handle in handles], list(map(add, lengths, counts)))
         host = manager.host_metadata(zip(handles, counts, strict=True))
-        rows = _sample_rows(items, counts)
-        yield ForwardStep(tokens, host, rows, tuple(handles), manager.device, device_ids, returns_hidden)
+        rows, embeds = _sample_rows(items, counts), None
+        if any(map(EMBEDS, items)):
+            embeds, host = embed_step(items, host, manager.device)
+            given = [(item.embeds, item.q_tokens, item.pos_offset) for item in items]
+            ids = [tokens if embedded is None else embedded.ids(tokens, start) for embedded, tokens, start in given]
+        yield ForwardStep(tokens, host, rows, tuple(handles), manager.device, device_ids, returns_hidden, embeds)
         num_unknown = 0 if device_ids is None else len(device_ids)
         ids[:num_unknown] = [None] * num_unknown
         is_known = num_unknown < len(ids) and not returns_hidden

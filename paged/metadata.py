@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,32 @@ from numpy.typing import NDArray
 
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.lora.batch import LoraBatch
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddedRows:
+    """Rows in place of token embeddings, in a step that has some; in the model's dtype.
+
+    Attributes:
+        row_ids: int64 [n], the tokens that `rows` replace.
+        rows: [n, hidden_size].
+        deepstack: [m, n, hidden_size], added at the same rows after each of the first m layers.
+        rope_positions: int64 [3, num_tokens], rotary positions of several axes; None if the axes are equal.
+        mask: bool [num_tokens, longest query], the new keys that a token sees; None for those up to its own.
+        rotations: cosines and sines of every token, made by the first layer of each rotation.
+    """
+
+    row_ids: torch.Tensor
+    rows: torch.Tensor
+    deepstack: torch.Tensor
+    rope_positions: torch.Tensor | None
+    mask: torch.Tensor | None
+    rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def add_deepstack(self, hidden: torch.Tensor, index: int) -> None:
+        """Add what belongs after the layer with this index, from 0 on, in place."""
+        if index < len(self.deepstack):
+            hidden.index_add_(0, self.row_ids, self.deepstack[index])
 
 
 @dataclass(frozen=True)
@@ -27,6 +53,7 @@ class AttentionMetadata:
         max_seqlen_q: longest query, or an upper bound.
         plan: how attention splits the batch into tiles, shared by all layers.
         lora: rows that adapters change; None if there are none.
+        embeds: rows in place of token embeddings; None if there are none.
         others: `(block_table, slot_mapping)` of further tables, if layers differ in kind. Use `table` to choose.
     """
 
@@ -38,6 +65,7 @@ class AttentionMetadata:
     max_seqlen_q: int
     plan: AttentionPlan
     lora: LoraBatch | None = None
+    embeds: EmbeddedRows | None = None
     others: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     @classmethod

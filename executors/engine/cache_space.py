@@ -68,6 +68,8 @@ class BlockSpace:
             completion.is_swapped = False
         else:
             request, tokens = completion.request, completion.tokens
+            if request.embeds is not None:
+                tokens = request.embeds.ids(tokens, 0)
             ids = None if completion.wants_prompt_rows else tokens  # a cached prefix has no logits
             handle = self._manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
             completion.hold(handle)

@@ -36,6 +36,7 @@ from paged.executors.text.chat_template import Message
 from paged.executors.text.detokenizer import PromptTokenizer, Tokenizer
 from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.prompt_embeds import PromptEmbeds
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import as_token_ids
 
@@ -129,6 +130,7 @@ class Engine(EngineCore):
         cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
         logits_processor: LogitsProcessor | None = None,
+        prompt_embeds: PromptEmbeds | None = None,
     ) -> RequestOutput:
         """Queue a request and return its output, which grows from step to step; its `copy()` keeps a moment.
 
@@ -147,13 +149,15 @@ class Engine(EngineCore):
                 completions than the first get a fork of it. A text that is complete by it ends with "stop".
             logits_processor: changes the logits of every token. Either of these two reads a step's tokens before it
                 samples the next ones: while the device runs the forward, so a slow one holds all requests up.
+            prompt_embeds: rows in place of the embeddings of some prompt tokens, such as those of images. The token ids
+                there are placeholders, which penalties and prompt_logprobs see.
 
         Raises:
             InvalidInputError: the id is in use, the prompt is empty, a token id is outside the vocabulary, there are
                 stop strings but no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit the cache, or
                 an argument has another type. A text or messages: as `encode_prompt`.
             UnsupportedError: an adapter is named, and the executor takes none; or prompt_logprobs are asked for, and it
-                runs no mixed batches.
+                runs no mixed batches; or the model does not take such prompt_embeds.
             SequenceTooLongError: prompt and max_tokens are longer than the model allows.
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
@@ -177,6 +181,8 @@ class Engine(EngineCore):
             raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
         named = "prompt_token_ids" if request_id is None else f"request {request_id!r}"
         max_tokens = self._max_tokens(named, ids, params)
+        if prompt_embeds is not None:
+            self._check_embeds(prompt_embeds, len(ids))
         # Here, as what was given may have added requests when it was read.
         if request_id in self._requests:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
@@ -202,6 +208,7 @@ class Engine(EngineCore):
             arrived=now,
             name=f"{self._name}-{arrival}",
             cache_salt=cache_salt,
+            embeds=prompt_embeds,
             deadline=now + timeout_s,
             token_masks=token_masks,
             logits_processors=processors,
@@ -397,6 +404,14 @@ class Engine(EngineCore):
             one._replace(text=self._tokenizer.decode(token_ids))
             for one, token_ids in zip(found, shown_ids, strict=True)
         ]
+
+    def _check_embeds(self, embeds: object, num_tokens: int) -> None:
+        if not isinstance(embeds, PromptEmbeds):
+            raise InvalidInputError(f"prompt_embeds: {shown(embeds)}, expected PromptEmbeds or None")
+        embeds.check(num_tokens, self.executor.embeds_limits)
+        if embeds.longest_span > self.config.token_budget:
+            expected = f"at most {self.config.token_budget}, the token budget, as it runs in one step"
+            raise InvalidInputError(f"prompt_embeds: a span of {embeds.longest_span} tokens, expected {expected}")
 
     def encode_prompt(self, prompt: Prompt) -> Sequence[int]:
         """Return the token ids of a text or of messages, and anything else itself. Any thread may call it.

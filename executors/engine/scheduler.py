@@ -111,6 +111,12 @@ class Scheduler:
             if completion.wants_prompt_rows:
                 count = min(count, rows_left)
                 rows_left -= count
+            whole = completion.whole_spans(count)
+            if whole > count:  # more than was planned for, but not more than a step may run
+                room = config.token_budget - cost * len(decodes) - sum(len(one.item.q_tokens) for one in chunks)
+                count, left = (whole, whole) if whole <= room else (0, 0)
+            elif count:
+                count = whole
             if count:
                 completion.take_chunk(count)
                 chunks.append(completion)

@@ -18,6 +18,7 @@ from paged.forward_step import ForwardStep
 from paged.metadata import HostMetadata
 from paged.models.logits_policy import Draws
 from paged.models.parallel.ranks import Ranks
+from paged.step_embeds import StepEmbeds
 
 # Bytes of the first broadcast: they hold a decode step of 64 sequences with 40 blocks each. Over 10 Gb/s it takes
 # 13 us; a second broadcast adds a round trip.
@@ -98,18 +99,20 @@ class StepMessage(NamedTuple):
         """Return the message as arrays."""
         step, host, slots = self.step, self.step.host, self.row_slots
         flags = [host.max_seqlen_q, host.max_seqlen_k, self.num_device_ids, slots is not None, self.draws is not None]
-        flags.append(step.returns_hidden)
+        flags += [step.returns_hidden, step.embeds is not None]
         rows = np.empty(0, np.int32) if slots is None else slots
         draws = self.draws or Draws.of([])
-        return [np.array(flags, np.int64), step.token_ids, step.row_ids, rows, *draws, *host.arrays]
+        embeds = [] if step.embeds is None else step.embeds.arrays()
+        return [np.array(flags, np.int64), step.token_ids, step.row_ids, rows, *draws, *host.arrays, *embeds]
 
     @classmethod
     def read(cls, arrays: Sequence[NDArray[Any]], device: torch.device) -> StepMessage:
         """Return the message from its arrays; the step has no sequences of this rank's cache."""
         flags, token_ids, row_ids, row_slots, *rest = arrays
         num_draws = len(Draws._fields)
-        draws, (positions, slots, seq_lens, cu_seqlens_q, tables) = Draws(*rest[:num_draws]), rest[num_draws:]
-        max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn, returns_hidden = flags.tolist()
+        draws, (positions, slots, seq_lens, cu_seqlens_q, tables, *rows) = Draws(*rest[:num_draws]), rest[num_draws:]
+        max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn, returns_hidden, has_embeds = flags.tolist()
         metadata = HostMetadata(positions, slots, seq_lens, cu_seqlens_q, tables, max_seqlen_q, max_seqlen_k)
         step = ForwardStep(token_ids, metadata, row_ids, (), device, returns_hidden=bool(returns_hidden))
+        step.embeds = StepEmbeds.read(rows) if has_embeds else None
         return cls(step, row_slots if is_adapted else None, draws if is_drawn else None, num_device_ids)

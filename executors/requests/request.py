@@ -20,6 +20,7 @@ from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
 from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.stop_strings import StopReader
+from paged.prompt_embeds import PromptEmbeds
 from paged.seq_id import SeqId
 
 # Stands for a token where the logits left none to choose: all of them NaN or -inf.
@@ -57,6 +58,7 @@ class Request:
         rank: completions of lower rank run first.
         name: prefix of its sequence ids in the executor, unique.
         cache_salt: requests of another salt share no K/V with it.
+        embeds: rows in place of the embeddings of some prompt tokens, or None.
         num_begun: completions that were queued; the others fork when the first one's prompt is done.
         has_begun: whether one has run.
         token_masks, logits_processors: one for each completion, or none.
@@ -76,6 +78,7 @@ class Request:
     arrived: float
     name: str = ""
     cache_salt: str | None = None
+    embeds: PromptEmbeds | None = None
     deadline: float = math.inf
     token_masks: list[TokenMask] = field(default_factory=list)
     logits_processors: list[LogitsProcessor] = field(default_factory=list)
@@ -149,7 +152,7 @@ class Completion:
         self.is_swapped = False
         self.tokens: Sequence[int] = request.prompt
         self.cached = self.num_sampled = 0
-        self.item = RunningItem(self.seq_id, (), metadata=request.metadata)
+        self.item = RunningItem(self.seq_id, (), metadata=request.metadata, embeds=request.embeds)
         self._item_fields = self.item.__dict__
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
@@ -235,6 +238,11 @@ class Completion:
         end = self.item.pos_offset + len(self.item.q_tokens)
         self.hold(None)
         self.item.move(self.tokens_from(0)[:end], 0)
+
+    def whole_spans(self, count: int) -> int:
+        """Return how many tokens to prefill in place of `count`, so that no span of its prompt's rows is cut."""
+        embeds = self.request.embeds
+        return count if embeds is None else embeds.whole_spans(self.cached, self.cached + count) - self.cached
 
     def take_chunk(self, count: int) -> None:
         """Set the item to the next `count` tokens to prefill."""

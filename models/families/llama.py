@@ -254,12 +254,16 @@ class Llama(nn.Module):
 
         K and V of all tokens are written to the caches. With `outputs`, only those rows are returned.
         """
-        hidden = self.embed(input_ids)
+        hidden, embeds = self.embed(input_ids), metadata.embeds
+        if embeds is not None:
+            hidden.index_copy_(0, embeds.row_ids, embeds.rows)
         inputs = self.layer_inputs(input_ids, hidden)
         residual: torch.Tensor | None = None
         for index, (layer, own) in enumerate(zip(self.layers, inputs, strict=True), 1):
             wanted = outputs if index == len(self.layers) else None
             hidden, residual = layer(hidden, residual, positions, metadata, wanted, *own)
+            if embeds is not None:
+                embeds.add_deepstack(hidden, index - 1)
         normed: torch.Tensor = self.norm(hidden, residual)[0]
         return normed
 

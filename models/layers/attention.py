@@ -13,9 +13,10 @@ from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.common.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.metadata import AttentionMetadata, OutputRows
+from paged.metadata import AttentionMetadata, EmbeddedRows, OutputRows
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
+from paged.models.layers.rope import rope_axes
 from paged.models.loading.weights import WeightSlots
 
 
@@ -59,6 +60,7 @@ class Attention(nn.Module):
     v_scale: torch.Tensor | None = None
     table: int
     cos_sin_cache: torch.Tensor
+    rope_axes: torch.Tensor | None = None
     unit_weight: torch.Tensor | None = None
     query_factors: torch.Tensor | None = None
     mean_of_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -93,6 +95,8 @@ class Attention(nn.Module):
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
         self.k_cache, self.v_cache = k_cache, v_cache
         self.table, self.cos_sin_cache, device = table, cos_sin_cache, cos_sin_cache.device
+        if self.config.rope is not None and self.config.rope.mrope_section:
+            self.rope_axes = rope_axes(self.config.rope).to(device)
         if self.config.qk_norm == "unit" or self.config.v_norm:
             self.unit_weight = torch.ones(self.config.head_dim, device=device)
         if (growth := self.config.query_growth) is not None:
@@ -108,7 +112,8 @@ class Attention(nn.Module):
         outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         """Return [num_tokens, hidden_size], or the rows of `outputs`; write K and V of all tokens to the cache."""
-        layer, queries = self.config, metadata if outputs is None else outputs
+        layer, queries, embeds = self.config, metadata if outputs is None else outputs, metadata.embeds
+        mask = None if embeds is None else embeds.mask
         block_table, slot_mapping = metadata.table(self.table)
         q, *kv = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
         keys, values = kv[:1], kv[-1:]
@@ -120,10 +125,14 @@ class Attention(nn.Module):
             if layer.v_norm and self.unit_weight is not None:
                 v = self.rms_norm(v, self.unit_weight, self.eps)
             rotation = self.cos_sin_cache
+            write: Callable[..., torch.Tensor] = self.qk_norm_rope_and_cache
+            if embeds is not None and embeds.rope_positions is not None:
+                # Bound to tables of another shape.
+                (rotation, positions), write = self._rotation(embeds), self.qk_norm_rope_and_cache.operation
             if layer.norm_after_rope:
                 q, k = self.rotary_embedding(positions, q, k, rotation, interleaved=self.interleaved)
                 rotation = rotation[:, :0]
-            q = self.qk_norm_rope_and_cache(
+            q = write(
                 q,
                 k,
                 v,
@@ -156,17 +165,31 @@ class Attention(nn.Module):
             seq_lens=metadata.seq_lens,
             max_seqlen_q=queries.max_seqlen_q,
             softmax_scale=layer.softmax_scale,
+            causal=mask is None,
             window_size=self.window_size,
             attention_chunk_size=layer.chunk_size or 0,
             softcap=layer.softcap,
             sinks=self.sinks,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            mask=mask,
             plan=queries.plan,
             out=out,
         )
         projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)
         return projected
+
+    def _rotation(self, embeds: EmbeddedRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines for each token of a step with several axes, and each token's row there."""
+        rope, axes = embeds.rope_positions, self.rope_axes
+        assert rope is not None
+        assert axes is not None
+        key = id(self.cos_sin_cache)
+        if key not in embeds.rotations:
+            columns = torch.arange(len(axes), device=rope.device)
+            rows = torch.arange(rope.shape[1], device=rope.device)
+            embeds.rotations[key] = self.cos_sin_cache[rope[axes].T, columns].contiguous(), rows
+        return embeds.rotations[key]
 
     def _head_weight(self, norm: RmsNorm | None) -> torch.Tensor | None:
         """Return the norm weight shared by all heads of queries or keys."""

@@ -35,6 +35,8 @@ class RopeConfig:
             `short` in a model loaded for at most original_max_positions tokens, else `long`, at every position.
             "proportional" (Gemma 4, 2026) rotates only the first pairs, a fraction `rotating` of all.
         truncate: whether yarn rounds its range of pairs to integers.
+        mrope_section: number of pairs that turn with the temporal, vertical and horizontal position of a token; empty
+            for one position. They stand one after the other (Qwen2-VL), or with mrope_interleaved in turns (Qwen3-VL).
     """
 
     theta: float = 10000.0
@@ -50,6 +52,8 @@ class RopeConfig:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     rotating: float = 1.0
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     @property
     def longest(self) -> int:
@@ -94,7 +98,11 @@ def scaled_rope(
         return RopeConfig(theta, factor, kind="proportional", rotating=min(rotated, 1.0))
     if rotated > 1.0 or (rotated != 1.0 and not is_partial):
         raise UnsupportedError(f"{hf.source}: partial_rotary_factor {rotated}, only 1.0 is supported")
-    return replace(_scaled(hf, section, section.number("rope_theta", theta)), fraction=rotated)
+    rope = replace(_scaled(hf, section, section.number("rope_theta", theta)), fraction=rotated)
+    if section.values.get("mrope_section") is None:
+        return rope
+    pairs = tuple(map(int, section.numbers("mrope_section")))
+    return replace(rope, mrope_section=pairs, mrope_interleaved=section.flag("mrope_interleaved"))
 
 
 def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
@@ -225,6 +233,17 @@ def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
     # The range may be reversed: beyond the pairs, or with beta_fast below beta_slow. Divide anyway, as all known
     # implementations do.
     return 1 - ((index - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+
+
+def rope_axes(config: RopeConfig) -> torch.Tensor:
+    """Return the axis of each column of `rope_table`, int64 [2 * sum(mrope_section)]: 0 temporal, 1 vertical, 2
+    horizontal."""
+    axes = torch.arange(3).repeat_interleave(torch.tensor(config.mrope_section))
+    if config.mrope_interleaved:
+        axes = torch.zeros_like(axes)
+        for axis in (1, 2):
+            axes[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return axes.repeat(2)
 
 
 def rope_table(config: RopeConfig | None, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared, Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.cache.prefix.chain import TokenChain, pack
+from paged.cache.prefix.chain import TokenChain, pack, to_int32
 from paged.cache.prefix.index import PrefixIndex
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
@@ -153,7 +153,7 @@ class PrefixCache:
                     self._guard.add(BlockRemoved(hash_))
             if hashes:
                 parent_hash = chain.hashes[first - 1] if first else self.index.root_hash(state.namespace)
-                token_ids = tuple(chain.ids[first * block_size : (first + len(hashes)) * block_size])
+                token_ids = tuple(to_int32(chain.ids[first * block_size : (first + len(hashes)) * block_size]))
                 self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:

@@ -14,6 +14,8 @@ from paged.errors import InvalidInputError
 
 Hash = int | bytes
 TokenArray = NDArray[np.int32]
+# From here down, an id is not a token's but a `content_id`.
+_FIRST_CONTENT_ID = -(1 << 128)
 
 
 @dataclass(slots=True)
@@ -40,16 +42,32 @@ class TokenChain:
                 del items[end:]
 
 
-def pack(token_ids: list[int]) -> TokenArray:
-    """Return the ids as an array.
+def content_id(digest: bytes) -> int:
+    """Return the id, for the prefix index, of a position with an embedded row instead of a token.
+
+    digest: 128 bits, the hash of the row. Ids of tokens have 32 bits, so no token has the same.
+    """
+    return _FIRST_CONTENT_ID - int.from_bytes(digest, "little")
+
+
+def to_int32(ids: list[int]) -> list[int]:
+    """Return the ids with a negative integer of 32 bits, from its last bits, for each `content_id`."""
+    return [-1 - (each & 0x7FFFFFFF) if each <= _FIRST_CONTENT_ID else each for each in ids]
+
+
+def pack(ids: list[int]) -> tuple[TokenArray, bool]:
+    """Return the ids as an array, and whether some are a `content_id`, of which the array has the last bits.
 
     Raises:
-        InvalidInputError: an id is not an integer of 32 bits.
+        InvalidInputError: another id is not an integer of 32 bits.
     """
     try:  # twice as fast as numpy's own conversions
-        return np.frombuffer(_layout(len(token_ids)).pack(*token_ids), np.int32)
+        return np.frombuffer(_layout(len(ids)).pack(*ids), np.int32), False
     except struct.error as error:
-        raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error
+        short = to_int32(ids)
+        if short == ids:
+            raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error
+        return pack(short)[0], True
 
 
 @lru_cache(maxsize=256)

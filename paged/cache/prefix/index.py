@@ -56,6 +56,8 @@ class PrefixIndex:
         self._tokens = np.zeros((num_blocks + 1, block_size), np.int32)
         self._serials = np.zeros(num_blocks + 1, np.int64)
         self._parents = np.zeros(num_blocks + 1, np.int64)
+        # All ids of blocks that hold a `content_id`.
+        self._contents: dict[int, list[int]] = {}
         self._last_serial = 0
         self._roots: dict[Hashable, _Root] = {}
         # Namespace and root of each published block that follows a root.
@@ -98,10 +100,11 @@ class PrefixIndex:
         previous, parent = root.hash, root.serial
         found: list[int] = []
         hashes: list[Hash] = []
-        wanted = b""
+        wanted, has_contents = b"", False
         num_blocks, size = len(token_ids) // self._block_size, 1
         while len(found) == len(hashes) < num_blocks:
-            tokens = self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks))
+            tokens, is_short = self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks))
+            has_contents |= is_short
             wanted += tokens.tobytes()
             hashes += self._chain.extend(previous, tokens)
             with suppress(KeyError):  # the list keeps the blocks before the first miss
@@ -119,6 +122,10 @@ class PrefixIndex:
             is_same = (tokens == np.frombuffer(wanted, np.int32).reshape(tokens.shape)).all(axis=1)
             is_next = np.array(parents) == [parent, *serials[:-1]]
             length = int((is_same & is_next).argmin())
+        if has_contents or not self._contents.keys().isdisjoint(found):
+            contents = self._contents_of(token_ids[: length * self._block_size])
+            pairs = enumerate(zip(found, contents, strict=False))
+            length = next((at for at, (block, ids) in pairs if self._contents.get(block) != ids), length)
         del found[length:], hashes[length:], serials[length:]
         return found, TokenChain(token_ids[: length * self._block_size], hashes, serials)
 
@@ -142,7 +149,10 @@ class PrefixIndex:
         if not blocks:
             return []
         first = len(chain.serials)
-        tokens = self._pack(chain.ids, first, first + len(blocks))
+        tokens, has_contents = self._pack(chain.ids, first, first + len(blocks))
+        contents: list[list[int] | None] = [None] * len(blocks)
+        if has_contents:
+            contents = self._contents_of(chain.ids[first * self._block_size :][: tokens.size])
         root = None
         if first:
             previous_hash, previous = chain.hashes[-1], chain.serials[-1]
@@ -159,8 +169,11 @@ class PrefixIndex:
             present = list(map(self._block_of.setdefault, hashes, blocks))
         if present == list(blocks):
             serials = self._publish_new(blocks, tokens, hashes, previous)
+            if has_contents or self._contents:
+                for block, ids in zip(blocks, contents, strict=True):
+                    self._set_contents(block, ids)
         else:
-            serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
+            serials, displaced = self._publish_each(blocks, tokens, hashes, contents, previous)
         if root is not None:
             self._follow(root, namespace, blocks[0])
         self._rollback.keep_end(chain.hashes, first)
@@ -191,7 +204,12 @@ class PrefixIndex:
         return range(first, first + len(blocks))
 
     def _publish_each(
-        self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
+        self,
+        blocks: Sequence[int],
+        tokens: TokenArray,
+        hashes: Sequence[Hash],
+        contents: Sequence[list[int] | None],
+        previous: int,
     ) -> tuple[list[int], list[tuple[int, Hash]]]:
         """Publish block by block; return the serials up to the first collision, and the result of `publish`.
 
@@ -200,10 +218,10 @@ class PrefixIndex:
         serials: list[int] = []
         displaced: list[tuple[int, Hash]] = []
         dead: set[int] = set()
-        for block, row, hash_ in zip(blocks, tokens, hashes, strict=True):
+        for block, row, hash_, ids in zip(blocks, tokens, hashes, contents, strict=True):
             present = self._block_of.get(hash_)
             if present is not None and present in self._hash_of:
-                if self._parents[present] == previous and (self._tokens[present] == row).all():
+                if self._is_publication(present, previous, row, ids):
                     previous = int(self._serials[present])
                     serials.append(previous)
                     continue
@@ -216,8 +234,9 @@ class PrefixIndex:
                 displaced += self.forget([block])
             # The same content keeps its number, so that longer chains from it are found again: a prompt's last block is
             # withdrawn while its last token is computed.
-            is_same = self._parents[block] == previous and (self._tokens[block] == row).all()
+            is_same = self._is_publication(block, previous, row, ids)
             serial = int(self._serials[block]) if is_same else self._next_serial()
+            self._set_contents(block, ids)
             self._rollback.keep_absence(self._hash_of, (block,))
             self._block_of[hash_], self._hash_of[block] = block, hash_
             self.published.add(block)
@@ -230,6 +249,23 @@ class PrefixIndex:
             elif self._block_of.get(hash_) == block:
                 del self._block_of[hash_]
         return serials, displaced
+
+    def _is_publication(self, block: int, parent: int, tokens: TokenArray, contents: list[int] | None) -> bool:
+        """Return whether the last publication of a block had this content after that parent."""
+        is_same = self._parents[block] == parent and (self._tokens[block] == tokens).all()
+        return bool(is_same) and self._contents.get(block) == contents
+
+    def _set_contents(self, block: int, ids: list[int] | None) -> None:
+        if ids is None:
+            self._contents.pop(block, None)
+        else:
+            self._contents[block] = ids
+
+    def _contents_of(self, ids: list[int]) -> list[list[int] | None]:
+        """Return the ids of each block that holds a `content_id`, None for blocks of tokens alone."""
+        size = self._block_size
+        blocks = [ids[start : start + size] for start in range(0, len(ids), size)]
+        return [block if pack(block)[1] else None for block in blocks]
 
     def _is_findable(self, block: int) -> bool:
         """Return whether a published block's parent exists: a root, or another published block. Slow."""
@@ -296,10 +332,11 @@ class PrefixIndex:
         if self.other_tables is not None:
             self.other_tables.recount()
 
-    def _pack(self, token_ids: list[int], first: int, last: int) -> TokenArray:
-        """Return blocks `first` to `last`, [n, block_size]."""
+    def _pack(self, token_ids: list[int], first: int, last: int) -> tuple[TokenArray, bool]:
+        """Return `pack` of blocks `first` to `last`, [n, block_size]."""
         size = self._block_size
-        return pack(token_ids[first * size : last * size]).reshape(-1, size)
+        tokens, has_contents = pack(token_ids[first * size : last * size])
+        return tokens.reshape(-1, size), has_contents
 
     def _next_serial(self) -> int:
         self._last_serial += 1

@@ -1,0 +1,261 @@
+"""Embeddings in a prompt, such as those of images: rows in place of token embeddings, their hashes and positions."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged.cache.prefix.chain import content_id
+from paged.errors import InvalidInputError, UnsupportedError
+from paged.kernels.common.scalars import as_int, shown
+from paged.token_ids import as_token_ids
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DIGEST_BYTES = 16
+
+
+class EmbedsLimits(NamedTuple):
+    """What a model takes as `PromptEmbeds`.
+
+    Attributes:
+        hidden_size: size of a row.
+        num_layers: most layers with `deepstack`.
+        max_positions: one more than the largest rotary position.
+        takes_rope_positions: whether its rotation has several axes.
+        longest_span: longest span with attention both ways, None for any: a sliding window cuts longer ones.
+    """
+
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+    takes_rope_positions: bool
+    longest_span: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class PromptEmbeds:
+    """Rows in place of the token embeddings at some positions of a prompt; the token ids there are placeholders.
+
+    The prefix cache goes by the content of the rows, not by the placeholders: sequences share K/V if token ids and
+    rows are equal. The rows are copied.
+
+    Attributes:
+        positions: [n], ascending positions in the prompt.
+        rows: [n, hidden_size], float32, float16 or bfloat16, finite: the inputs of the first layer, where the model
+            would have the scaled embedding of a token.
+        deepstack: [m, n, hidden_size], added to the hidden states at `positions` after each of the first m layers
+            (Qwen3-VL, 2025); None for none.
+        rope_positions: int64 [3, prompt length], the temporal, vertical and horizontal position of every token of the
+            prompt, see `mrope_positions`; None for the position in the sequence. Tokens after the prompt go on from
+            the largest one.
+        spans: (begin, end) of positions that see each other both ways, ascending; all of them have rows. A prefill
+            chunk contains all of a span or nothing of it.
+
+    Raises:
+        InvalidInputError: a shape, dtype or value is not as above.
+    """
+
+    positions: Sequence[int]
+    rows: torch.Tensor
+    deepstack: torch.Tensor | None = None
+    rope_positions: torch.Tensor | None = None
+    spans: Sequence[tuple[int, int]] = ()
+
+    def __post_init__(self) -> None:
+        positions = as_token_ids("positions", self.positions)
+        if any(b <= a for a, b in zip([-1, *positions], positions, strict=False)):
+            raise InvalidInputError(f"positions: {shown(positions)}, expected ascending integers from 0 on")
+        count = len(positions)
+        object.__setattr__(self, "positions", tuple(positions))
+        object.__setattr__(self, "rows", _checked("rows", self.rows, (count, None)))
+        if self.deepstack is not None:
+            deepstack = _checked("deepstack", self.deepstack, (None, count, self.rows.shape[1]))
+            object.__setattr__(self, "deepstack", deepstack)
+        if self.rope_positions is not None:
+            object.__setattr__(self, "rope_positions", self._checked_rope(self.rope_positions))
+        spans = tuple((as_int("spans", begin), as_int("spans", end)) for begin, end in self.spans)
+        object.__setattr__(self, "spans", spans)
+        have_rows, last = set(positions), 0
+        for begin, end in spans:
+            if not last <= begin < end or not have_rows.issuperset(range(begin, end)):
+                raise InvalidInputError(f"spans: {begin, end}, expected ascending ranges of positions with rows")
+            last = end
+
+    def _checked_rope(self, given: Any) -> torch.Tensor:
+        if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[0] != 3 or given.is_floating_point():
+            raise InvalidInputError(f"rope_positions: {_shape(given)}, expected int64 [3, prompt length]")
+        rope = given.detach().to("cpu", torch.int64, copy=True)
+        length = rope.shape[1]
+        if not length or int(rope.min()) < 0 or int(rope.max()) >= length:
+            low, high = (int(rope.min()), int(rope.max())) if length else (0, 0)
+            raise InvalidInputError(f"rope_positions: {low} to {high}, expected 0 to {length - 1}, below the length")
+        return rope
+
+    @property
+    def delta(self) -> int:
+        """What is added to the position of a token after the prompt, at most 0."""
+        return 0 if self.rope_positions is None else int(self.rope_positions.max()) + 1 - self.rope_positions.shape[1]
+
+    def check(self, num_tokens: int, limits: EmbedsLimits | None) -> None:
+        """Raise unless a model with `limits` runs these rows in a prompt of `num_tokens`.
+
+        Raises:
+            InvalidInputError: a size does not fit.
+            UnsupportedError: the model takes no rows, no positions of several axes, or no spans of that length.
+        """
+        if limits is None:
+            raise UnsupportedError("prompt_embeds: this executor or model takes token ids only")
+        if self.rows.shape[1] != limits.hidden_size:
+            raise InvalidInputError(f"rows: {_shape(self.rows)}, expected [n, {limits.hidden_size}], the hidden size")
+        if self.positions and self.positions[-1] >= num_tokens:
+            raise InvalidInputError(f"positions: {self.positions[-1]}, expected less than {num_tokens}, the prompt")
+        if self.deepstack is not None and len(self.deepstack) > limits.num_layers:
+            raise InvalidInputError(f"deepstack: for {len(self.deepstack)} layers, the model has {limits.num_layers}")
+        if self.rope_positions is not None:
+            if not limits.takes_rope_positions:
+                raise UnsupportedError("rope_positions: this model's rotation has one axis, expected None")
+            if self.rope_positions.shape[1] != num_tokens:
+                expected = f"[3, {num_tokens}], for the prompt"
+                raise InvalidInputError(f"rope_positions: {_shape(self.rope_positions)}, expected {expected}")
+            if num_tokens > limits.max_positions:
+                expected = f"for at most {limits.max_positions} tokens"
+                raise InvalidInputError(f"rope_positions: {_shape(self.rope_positions)}, expected {expected}")
+        if limits.longest_span is not None and self.longest_span > limits.longest_span:
+            expected = f"at most {limits.longest_span}, the model's sliding window"
+            raise UnsupportedError(f"spans: one of {self.longest_span} tokens, expected {expected}")
+
+    @property
+    def longest_span(self) -> int:
+        """Number of positions of the longest span, 0 for none."""
+        return max((end - begin for begin, end in self.spans), default=0)
+
+    def whole_spans(self, start: int, end: int) -> int:
+        """Return the end of a chunk that begins at `start` and cuts no span: the last before `end`, or else the next
+        one after it."""
+        for first, last in self.spans:
+            if first < end < last:
+                return first if first > start else last
+        return end
+
+    def ids(self, token_ids: Sequence[int], start: int) -> Sequence[int]:
+        """Return what stands for tokens from position `start` on in the prefix index.
+
+        For a row it is its `content_id`. A token of the prompt with other rotary positions than the next ones has one
+        too, from these and its token id; so equal ids mean equal K/V.
+        """
+        first, last = (bisect_left(self._marked, end) for end in (start, start + len(token_ids)))
+        if first == last:
+            return token_ids
+        ids = list(token_ids)
+        for position in self._marked[first:last]:
+            digest = self._digests.get(position)
+            if digest is None:
+                digest = _digest(b"token", ids[position - start].to_bytes(8, "little"), self._rope_bytes(position))
+            ids[position - start] = content_id(digest)
+        return ids
+
+    @cached_property
+    def _irregular(self) -> NDArray[np.bool_]:
+        """Which tokens of the prompt have another rotary position than one more than the largest before them."""
+        if self.rope_positions is None:
+            return np.zeros(0, bool)
+        rope = self.rope_positions.numpy()
+        follow = np.concatenate([[0], np.maximum.accumulate(rope.max(0))[:-1] + 1])
+        return np.asarray((rope != follow).any(0))
+
+    @cached_property
+    def _marked(self) -> list[int]:
+        return sorted({*self.positions, *np.flatnonzero(self._irregular).tolist()})
+
+    @cached_property
+    def _digests(self) -> dict[int, bytes]:
+        """The hash of the content at each position with a row; within a span, of all of its rows."""
+        parts = [self.rows.cpu().view(torch.uint8).numpy()]
+        if self.deepstack is not None:
+            parts.append(self.deepstack.cpu().transpose(0, 1).flatten(1).view(torch.uint8).numpy())
+        dtype = str(self.rows.dtype).encode()
+        digests = {
+            position: _digest(dtype, *(part[row].tobytes() for part in parts), self._rope_bytes(position))
+            for row, position in enumerate(self.positions)
+        }
+        for begin, end in self.spans:  # K/V depend on the rows after them, too
+            whole = _digest(b"span", *(digests[position] for position in range(begin, end)))
+            for position in range(begin, end):
+                digests[position] = _digest(whole, (position - begin).to_bytes(8, "little"))
+        return digests
+
+    def _rope_bytes(self, position: int) -> bytes:
+        if self.rope_positions is None or not self._irregular[position]:
+            return b""
+        return self.rope_positions[:, position].numpy().tobytes()
+
+
+def mrope_positions(
+    num_tokens: int, positions: Sequence[int], image_grid_thw: Sequence[Sequence[int]], *, merge_size: int = 2
+) -> torch.Tensor:
+    """Return the rotary positions of a prompt with images, int64 [3, num_tokens], as Qwen2-VL counts them.
+
+    Tokens of text have the same position on all axes. The tokens of an image have the first one after the text before
+    it plus their place in the grid. What follows an image has the largest position before it plus one (Wang et al.,
+    2024, section 2.1).
+
+    Args:
+        num_tokens: length of the prompt.
+        positions: the positions of the images' tokens, ascending.
+        image_grid_thw: frames, rows and columns of patches of every image, in order.
+        merge_size: rows and columns of patches that become one token.
+
+    Raises:
+        InvalidInputError: the grids have not as many tokens as `positions`, or one's tokens do not follow each other.
+    """
+    grids = [
+        (as_int("t", t, low=1), *(as_int("grid", n, low=1) // merge_size for n in hw)) for t, *hw in image_grid_thw
+    ]
+    expected = sum(t * rows * columns for t, rows, columns in grids)
+    if len(positions) != expected:
+        raise InvalidInputError(f"image_grid_thw: {expected} tokens, expected {len(positions)}, as in positions")
+    rope = torch.empty(3, num_tokens, dtype=torch.int64)
+    end, following, used = 0, 0, 0
+    for t, rows, columns in grids:
+        count = t * rows * columns
+        begin = positions[used]
+        if positions[used + count - 1] != begin + count - 1 or begin + count > num_tokens:
+            raise InvalidInputError(f"positions: from {begin}, expected {count} consecutive ones for an image")
+        rope[:, end:begin] = torch.arange(following, following + begin - end)
+        following += begin - end
+        grid = torch.cartesian_prod(*map(torch.arange, (t, rows, columns)))
+        rope[:, begin : begin + count] = following + grid.T
+        following, end, used = following + max(t, rows, columns), begin + count, used + count
+    rope[:, end:] = torch.arange(following, following + num_tokens - end)
+    return rope
+
+
+def _checked(name: str, given: Any, shape: tuple[int | None, ...]) -> torch.Tensor:
+    """Return a contiguous copy of a tensor whose last axis is the hidden size."""
+    is_tensor = isinstance(given, torch.Tensor) and given.dim() == len(shape) and given.dtype in FLOAT_DTYPES
+    if not is_tensor or any(want not in (None, size) for size, want in zip(given.shape, shape, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InvalidInputError(f"{name}: {_shape(given)}, expected [{wanted}] of a float dtype")
+    copy: torch.Tensor = given.detach().clone(memory_format=torch.contiguous_format)
+    if not copy.isfinite().all():
+        raise InvalidInputError(f"{name}: holds NaN or infinity, expected finite values")
+    return copy
+
+
+def _shape(given: Any) -> str:
+    return f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else shown(given)
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()

@@ -1,0 +1,123 @@
+"""The embedded rows of one forward: cut from the items' `PromptEmbeds`, and sent to the device."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged.batch import UnifiedBatchItem
+from paged.errors import InvalidInputError
+from paged.metadata import EmbeddedRows, HostMetadata
+from paged.prompt_embeds import EmbedsLimits
+from paged.staging import to_device
+
+EMBEDS = attrgetter("embeds")
+
+
+class StepEmbeds(NamedTuple):
+    """Rows in place of token embeddings, for a step of T tokens; all but `rows` and `deepstack` on the host.
+
+    Attributes:
+        rows: [n, hidden_size], in place of the tokens `row_ids`.
+        deepstack: [m, n, hidden_size], added at the same rows after each of the first m layers.
+        row_ids: int64 [n].
+        rope_positions: int64 [3, T], or [3, 0] if the axes of all tokens are equal.
+        last_seen: int64 [T], for every token the last new token of its sequence that it sees, counted from the first
+            new one; [0] if it is the token itself for all.
+    """
+
+    rows: torch.Tensor
+    deepstack: torch.Tensor
+    row_ids: NDArray[np.int64]
+    rope_positions: NDArray[np.int64]
+    last_seen: NDArray[np.int64]
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return all as arrays, rows in float32, which no 16-bit type loses."""
+        return [self.rows.cpu().float().numpy(), self.deepstack.cpu().float().numpy(), *self[2:]]
+
+    @classmethod
+    def read(cls, arrays: Sequence[NDArray[Any]]) -> StepEmbeds:
+        """Return the rows from `arrays`."""
+        rows, deepstack, *rest = arrays
+        return cls(torch.from_numpy(rows), torch.from_numpy(deepstack), *rest)
+
+    def on(self, device: torch.device, dtype: torch.dtype, max_seqlen_q: int) -> EmbeddedRows:
+        """Return the rows on a model's device in its dtype."""
+        row_ids, rope_positions, last_seen = to_device(self[2:], device)
+        return EmbeddedRows(
+            row_ids,
+            self.rows.to(device, dtype),
+            self.deepstack.to(device, dtype),
+            rope_positions if rope_positions.numel() else None,
+            torch.arange(max_seqlen_q, device=device) <= last_seen[:, None] if len(last_seen) else None,
+        )
+
+
+def check_embeds(items: Sequence[UnifiedBatchItem], limits: EmbedsLimits | None) -> None:
+    """Check the embeddings of items that have some, see `PromptEmbeds.check`; and that no chunk cuts a span.
+
+    Raises:
+        InvalidInputError, UnsupportedError: they cannot run.
+    """
+    for item, embeds in zip(items, map(EMBEDS, items), strict=True):
+        if embeds is None:
+            continue
+        start, end = item.pos_offset, item.pos_offset + len(item.q_tokens)
+        rope = embeds.rope_positions
+        embeds.check(rope.shape[1] if rope is not None else max(embeds.positions, default=-1) + 1, limits)
+        if any(start < stop and begin < end < stop for begin, stop in embeds.spans):
+            span = next((begin, stop) for begin, stop in embeds.spans if begin < end < stop)
+            raise InvalidInputError(f"item {item.seq_id!r}: ends at {end} within the span {span}, expected all of it")
+
+
+def embed_step(
+    items: Sequence[UnifiedBatchItem], host: HostMetadata, device: torch.device
+) -> tuple[StepEmbeds | None, HostMetadata]:
+    """Return the rows that a step needs, None if there are none, and its metadata with the rotary positions."""
+    positions, firsts = host.positions.copy(), host.cu_seqlens_q.tolist()
+    own_key = np.arange(len(positions)) - np.repeat(firsts[:-1], np.diff(firsts))
+    last_seen, has_axes = own_key.copy(), False
+    axes: list[tuple[slice, NDArray[np.int64]]] = []
+    row_ids: list[int] = []
+    rows: list[torch.Tensor] = []
+    added: list[tuple[int, torch.Tensor]] = []
+    for first, item in zip(firsts, items, strict=False):
+        if (embeds := item.embeds) is None:
+            continue
+        start, end = item.pos_offset, item.pos_offset + len(item.q_tokens)
+        shift = first - start
+        if embeds.rope_positions is not None:
+            positions[max(embeds.rope_positions.shape[1], start) + shift : end + shift] += embeds.delta
+            own = embeds.rope_positions[:, start:end].numpy()
+            axes.append((slice(first, first + own.shape[1]), own))
+            positions[axes[-1][0]] = own[0]
+            has_axes = has_axes or bool((own != own[0]).any())
+        for begin, stop in embeds.spans:
+            if start < stop and begin < end:
+                last_seen[max(begin, start) + shift : stop + shift] = stop - start - 1
+        low, high = bisect_left(embeds.positions, start), bisect_left(embeds.positions, end)
+        if low < high:
+            if embeds.deepstack is not None:
+                added.append((len(row_ids), embeds.deepstack[:, low:high]))
+            row_ids += [position + shift for position in embeds.positions[low:high]]
+            rows.append(embeds.rows[low:high])
+    host = replace(host, positions=positions)
+    if not (row_ids or has_axes):
+        return None, host
+    rope = np.stack([positions] * 3) if has_axes else np.zeros((3, 0), np.int64)
+    for where, own in axes if has_axes else ():
+        rope[:, where] = own
+    there = torch.cat([each.to(device) for each in rows]) if rows else torch.zeros(0, 1, device=device)
+    deepstack = there.new_zeros(max((len(each) for _, each in added), default=0), *there.shape)
+    for at, each in added:
+        deepstack[: len(each), at : at + each.shape[1]] = each
+    is_causal = (last_seen == own_key).all()
+    return StepEmbeds(there, deepstack, np.array(row_ids, np.int64), rope, last_seen[: 0 if is_causal else None]), host
