@@ -58,7 +58,7 @@ def test_families_of_kernels_stand_side_by_side() -> None:
     graph = {name: imports for name, imports in folder_imports().items() if name.startswith("kernels/")}
     assert graph.pop("kernels/common") == set()
     assert graph.pop("kernels/common/packed") == {"kernels/common"}
-    families = ("attention", "cache", "layers", "lora", "moe", "quantization", "sampling")
+    families = ("attention", "cache", "layers", "lora", "moe", "quantization", "recurrent", "sampling")
     assert set(graph) == {f"kernels/{family}" for family in families}
     assert all(imports <= {"kernels/common", "kernels/common/packed"} for imports in graph.values())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paged.bench.kernels import work
+from paged.bench.kernels import recurrent, work
 from paged.bench.kernels.work import Draw, Work
 
 SCALES = ("full", "small", "check")  # for a GPU, for a CPU, for the comparison with the reference
@@ -55,6 +55,12 @@ _ALIGN = {"tokens": _TOKENS, **_EXPERTS, "block_size": (128, 16, 16)}
 _CASCADE = {"prefix": (32768, 1024, 64), "own": (512, 64, 20), "sequences": (64, 8, 3), "heads": _HEADS, "dim": _DIM}
 _LORA_FEW = {"tokens": (64, 32, 19), "num_adapters": (8, 4, 3), "rank": (16,) * 3, **_QKV}
 _LORA_MANY = {"tokens": (4096, 256, 80), "num_adapters": (4, 2, 3), "rank": (64,) * 3, **_QKV}
+
+# Qwen3.5-35B-A3B and Nemotron-H. Their batch is read on the host, which a graph cannot capture.
+_DELTA = {"heads": ((16, 32), (2, 4), (1, 2)), "dims": ((128, 128), (64, 64), (16, 16))}
+_MAMBA = {"heads": ((8, 128), (1, 4), (1, 2)), "dims": ((128, 64), (128, 64), (16, 16))}
+_DECODES = {"sequences": (64, 8, 3), "tokens": (1, 1, 2)}
+_PROMPTS = {"sequences": (1, 1, 2), "tokens": (8192, 512, 70)}
 
 _LINEAR = {"in_features": (4096, 1024, 1024), "out_features": (12288, 1024, 300)}
 _INT8_ATTENTION = partial(work.paged_attention, is_int8=True)
@@ -104,4 +110,11 @@ CASES = (
     Case("quantized_linear", _E4M3, {"tokens": (4096, 256, 130), **_LINEAR}, "e4m3 prefill"),
     Case("add_lora", work.add_lora, _LORA_FEW, "decode"),
     Case("add_lora", work.add_lora, _LORA_MANY, "prefill"),
+    Case("causal_conv1d", recurrent.causal_conv1d, _DECODES | _DELTA, "decode", capturable=False),
+    Case("causal_conv1d", recurrent.causal_conv1d, _PROMPTS | _DELTA, "prefill", capturable=False),
+    Case("gated_delta_rule", recurrent.gated_delta_rule, _DECODES | _DELTA, "decode", capturable=False),
+    Case("gated_delta_rule", recurrent.gated_delta_rule, _PROMPTS | _DELTA, "prefill", capturable=False),
+    Case("mamba2_scan", recurrent.mamba2_scan, _DECODES | _MAMBA, "decode", capturable=False),
+    Case("mamba2_scan", recurrent.mamba2_scan, _PROMPTS | _MAMBA, "prefill", capturable=False),
+    Case("gated_rms_norm", recurrent.gated_rms_norm, {"tokens": _TOKENS, "heads": (32, 8, 2), "dim": (128, 128, 128)}),
 )

@@ -46,6 +46,8 @@ _TYPES = {
     "int": "SymInt",
     "int | None": "SymInt?",
     "str": "str",
+    "str | None": "str?",
+    "tuple[float, float] | None": "float[]?",
     "tuple[int, int]": "SymInt[]",
     "tuple[int, ...]": "SymInt[]",
 }

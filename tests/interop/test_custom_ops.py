@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import register_dataclass, tree_leaves, tree_map_only
 
 import paged
-from paged import LoraBatch, LoraWeights, Penalties, Routing
+from paged import LoraBatch, LoraWeights, Penalties, RecurrentState, Routing
 from paged.bench.moe.formats import NVFP4
 from paged.bench.moe.formats import quantize as quantize_experts
 from paged.kernels.quantization.quantize import quantize
-from tests.fuzz.kernels.kernel_calls import CALLS
+from tests.fuzz.kernels.kernel_calls import CALLS, in_dataclasses
 from tests.operations import OPERATIONS
 
 Arguments = dict[str, Any]
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 OUT = ["paged_attention", "rms_norm", "silu_and_mul", "fused_moe", "quantized_linear"]
+
+register_dataclass(RecurrentState)  # copied as a whole, its tensors too
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,8 @@ def _arguments(name: str, device: torch.device) -> Arguments:
             keys = ints([[5, 7], [6, 1 << 31]], torch.int64)
             return {"logits": randn(2, 30), "keys": keys, **filters, "penalties": penalties}
     call = CALLS[name].arguments()
-    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in call.items()}
+    call = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in call.items()}
+    return in_dataclasses(call) if "read_slots" in call else call
 
 
 def _with_int8(arguments: Arguments) -> Arguments:

@@ -47,6 +47,7 @@ HOLDS = {
     "kernels/lora": "low-rank adapters",
     "kernels/moe": "routing, experts, tuned tables",
     "kernels/quantization": "layers with packed weights",
+    "kernels/recurrent": "convolution, delta rule, Mamba-2",
     "kernels/sampling": "tokens out of logits",
     "models": "the contract, registry, graphs",
     "models/families": "Llama, Qwen3, Mixtral, ...",

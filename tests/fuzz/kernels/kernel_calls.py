@@ -1,6 +1,7 @@
 """Small sound calls of every kernel wrapper, each with the float64 reference's answer: what is made odd."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.routing import Routing
+from paged.kernels.recurrent import reference as recurrent_reference
 from paged.kernels.sampling import reference as sampling_reference
 
 Arguments = dict[str, Any]
@@ -186,6 +188,45 @@ def _routed_and_aligned_expected(
     return weights, ids, *_alignment_expected(ids, block_size, router_logits.shape[1])[:2]
 
 
+def _recurrent(*names: str) -> Arguments:
+    """A scan, a verify row in place, one that goes to another slot, and a sequence without tokens."""
+    step = [[0, 9, 11, 12, 12], [60, 5, 7, 3], [2, 4, 6, 1], [3, 4, 7, 1], [1, 2, 0, 9], [5, -1, -1, -1], [64, 0, 0, 0]]
+    batch = dict(zip(_TABLES, (torch.tensor(column, dtype=torch.int32) for column in step), strict=True))
+    ring_k = torch.nn.functional.normalize(torch.randn(8, 16, 1, 8), dim=-1)
+    ring_u, ring_g = torch.randn(8, 16, 2, 8), -torch.rand(8, 16, 2)
+    state = {"conv": torch.randn(8, 19, 32), "state": torch.randn(8, 2, 8, 8)}
+    gates = {name: torch.randn(12, 2) for name in names} | {"A_log": torch.randn(2), "dt_bias": torch.randn(2)}
+    state |= {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g}
+    return {"mixed": torch.randn(12, 32), **gates, **state, **batch, "max_seqlen_q": 9, "max_append": 4}
+
+
+_STATE = ("conv", "state", "ring_k", "ring_u", "ring_g")
+_TABLES = ("cu_seqlens_q", "starts", "read_slots", "write_slots", "cursors", "snapshot_slots", "snapshot_lens")
+_STEP = (*_TABLES, "max_seqlen_q", "max_append")
+
+
+def _step_of(operation: Callable[..., Any], **arguments: Any) -> Answer:
+    """The operation with its state and batch out of their parts; what it returns and what it leaves in the state."""
+    parts = {name: arguments[name] for name in _STATE}
+    found = operation(**in_dataclasses(arguments))
+    if not isinstance(found, recurrent_reference.Written):
+        return found, *parts.values()
+    return found.out, *(parts[name] if found[at] is None else found[at] for at, name in enumerate(_STATE, 1))
+
+
+def in_dataclasses(arguments: Arguments) -> Arguments:
+    """The arguments with those of state and batch as such."""
+    state = paged.RecurrentState(*(arguments[name] for name in _STATE))
+    others = {name: each for name, each in arguments.items() if name not in (*_STATE, *_STEP)}
+    return others | {"state": state, "batch": paged.RecurrentBatch(*(arguments[name] for name in _STEP))}
+
+
+def _convolved() -> Arguments:
+    arguments = _recurrent()
+    x = {"x": arguments.pop("mixed"), "weight": torch.randn(32, 4), "bias": torch.randn(32)}
+    return x | {name: value for name, value in arguments.items() if name not in ("A_log", "dt_bias")}
+
+
 _FLAGS: dict[str, Callable[[Any], Any]] = {"interleaved": bool}
 CALLS = {
     "paged_attention": Call(
@@ -228,6 +269,24 @@ CALLS = {
     "silu_and_mul": Call(
         lambda: {"x": torch.randn(5, 24)}, paged.silu_and_mul,
         lambda x, activation="silu": layers_reference.silu_and_mul(x, activation),
+    ),
+    "causal_conv1d": Call(
+        _convolved, partial(_step_of, paged.causal_conv1d), partial(_step_of, recurrent_reference.causal_conv1d),
+        {"max_seqlen_q": int, "max_append": int},
+    ),
+    "gated_delta_rule": Call(
+        lambda: _recurrent("a", "b") | {"num_k_heads": 1}, partial(_step_of, paged.gated_delta_rule),
+        partial(_step_of, recurrent_reference.gated_delta_rule),
+        {"max_seqlen_q": int, "max_append": int, "num_k_heads": int, "eps": float, "beta_scale": float},
+    ),
+    "mamba2_scan": Call(
+        lambda: _recurrent("dt") | {"num_groups": 1, "D": torch.randn(2)}, partial(_step_of, paged.mamba2_scan),
+        partial(_step_of, recurrent_reference.mamba2_scan), {"max_seqlen_q": int, "max_append": int, "num_groups": int},
+    ),
+    "gated_rms_norm": Call(
+        lambda: dict(zip("xz", torch.randn(2, 5, 3, 8), strict=True)) | {"weight": torch.rand(8), "norm_first": True},
+        paged.gated_rms_norm, recurrent_reference.gated_rms_norm,
+        {"eps": float, "norm_first": bool, "group_size": int},
     ),
     "greedy_argmax": Call(
         lambda: {"logits": torch.randn(3, 40), "token_mask": torch.rand(3, 40) < 0.5}, paged.greedy_argmax,

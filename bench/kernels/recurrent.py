@@ -1,0 +1,110 @@
+"""The work of recurrent layers: decode or verify rows beside rings half full, or scans of prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import paged
+from paged.bench.kernels.work import Draw, Work
+from paged.bench.limits import Cost
+from paged.kernels.recurrent import reference
+
+_RING = 16
+
+
+def causal_conv1d(draw: Draw, **sizes: Any) -> Work:
+    """The taps and their products are few: rows in and out, and those of the slots."""
+    state, batch, x, _ = _layer(draw, **sizes)
+    arguments = {"x": x, "weight": draw.normal(x.shape[1], 4), "bias": None, "state": state, "batch": batch}
+    num_rows = 3 * x.shape[0] + 3 * batch.starts.numel()
+    return _work("causal_conv1d", ["conv"], arguments, Cost(0, num_rows * x[:1].nbytes))
+
+
+def gated_delta_rule(draw: Draw, **sizes: Any) -> Work:
+    state, batch, mixed, gates = _layer(draw, **sizes)
+    arguments = {
+        "mixed": mixed,
+        **dict(zip("ab", gates[:2], strict=True)),
+        "A_log": gates[2][0],
+        "dt_bias": gates[2][1],
+    }
+    options = {"state": state, "batch": batch, "num_k_heads": sizes["heads"][0]}
+    return _scan_work("gated_delta_rule", arguments | options, sizes, corrected=True)
+
+
+def mamba2_scan(draw: Draw, **sizes: Any) -> Work:
+    state, batch, mixed, gates = _layer(draw, **sizes)
+    weights = dict(zip(("A_log", "dt_bias", "D"), gates[2], strict=True))
+    options = {"state": state, "batch": batch, "num_groups": sizes["heads"][0]}
+    return _scan_work("mamba2_scan", {"mixed": mixed, "dt": gates[0], **weights, **options}, sizes, corrected=False)
+
+
+def gated_rms_norm(draw: Draw, *, tokens: int, heads: int, dim: int) -> Work:
+    x, z = draw.normals(2, tokens, heads, dim)
+    weight = draw.floats(dim)
+    return Work(
+        lambda: paged.gated_rms_norm(x, z, weight, norm_first=True),
+        lambda: reference.gated_rms_norm(x, z, weight, norm_first=True),
+        Cost(0, 3 * x.nbytes + weight.nbytes),
+    )
+
+
+def _layer(
+    draw: Draw, *, sequences: int, tokens: int, heads: tuple[int, int], dims: tuple[int, int]
+) -> tuple[Any, Any, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Slots, a batch of sequences of so many tokens, rows and gates that forget slowly; (HK, HV) heads of (K, V)."""
+    (key_heads, value_heads), (key_dim, value_dim) = heads, dims
+    channels, num_slots = 2 * key_heads * key_dim + value_heads * value_dim, 2 * sequences + 1
+    keys = torch.nn.functional.normalize(draw.floats(num_slots, _RING, key_heads, key_dim), dim=-1)
+    state = paged.RecurrentState(
+        draw.normal(num_slots, 3 + _RING, channels),
+        draw.floats(num_slots, value_heads, value_dim, key_dim),
+        keys,
+        draw.floats(num_slots, _RING, value_heads, value_dim),
+        -draw.floats(num_slots, _RING, value_heads).abs(),
+    )
+    is_scan = tokens > _RING // 2
+    read = torch.arange(1, sequences + 1)
+    columns = (
+        torch.arange(sequences + 1) * tokens,
+        torch.full((sequences,), 64),
+        read,
+        read + (sequences if is_scan else 0),
+        torch.full((sequences,), 0 if is_scan else _RING // 2),
+        torch.full((sequences,), -1),
+        torch.zeros(sequences),
+    )
+    batch = paged.RecurrentBatch(*(each.int().to(draw.device) for each in columns), tokens, _RING // 2)
+    a, b = draw.normals(2, sequences * tokens, value_heads)
+    return state, batch, draw.normal(sequences * tokens, channels), (a, b, draw.floats(3, value_heads) - 2)
+
+
+def _scan_work(name: str, arguments: dict[str, Any], sizes: dict[str, Any], *, corrected: bool) -> Work:
+    """Products of the chunked form (Yang et al., 2024) for scans, and of the recurrence for decodes; rows, gates and
+    the output once, the states that are read or written, and half of the ring."""
+    (_, value_heads), (key_dim, value_dim) = sizes["heads"], sizes["dims"]
+    num_tokens, is_scan = sizes["sequences"] * sizes["tokens"], sizes["tokens"] > _RING // 2
+    state, mixed = arguments["state"], arguments["mixed"]
+    products = 64 * (2 * key_dim + value_dim) + 2 * key_dim * value_dim
+    if corrected:
+        products = 64 * (3 * key_dim + 2 * value_dim) + 3 * key_dim * value_dim
+    slots = sizes["sequences"] * sum(ring[0].nbytes for ring in (state.ring_k, state.ring_u, state.ring_g)) // 2
+    states = sizes["sequences"] * state.state[0].nbytes * (2 if is_scan else 1)
+    moved = mixed.nbytes + num_tokens * value_heads * value_dim * mixed.element_size()
+    written = ["state", "ring_k", "ring_u", "ring_g"]
+    return _work(name, written, arguments, Cost(2 * num_tokens * value_heads * products, moved + states + slots))
+
+
+def _work(name: str, written: list[str], arguments: dict[str, Any], cost: Cost) -> Work:
+    """Outputs are judged by a token's all heads: in one head the sum over K may cancel to little."""
+
+    def expected() -> list[torch.Tensor]:
+        want = getattr(reference, name)(**arguments)
+        return [want.out.flatten(1), *(getattr(want, each) for each in written)]
+
+    def call() -> list[torch.Tensor]:
+        return [getattr(paged, name)(**arguments).flatten(1), *(getattr(arguments["state"], each) for each in written)]
+
+    return Work(call, expected, cost)

@@ -1,0 +1,72 @@
+"""The scan of Mamba-2, on the slots and by the kernels of the gated delta rule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.scalars import as_float, as_int, shown
+from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
+from paged.kernels.recurrent.torch_ops import scan as torch_op
+
+
+@operation(
+    like_values,
+    mutates=("state", "ring_k", "ring_u", "ring_g"),
+    **in_fields(state=RecurrentState, batch=RecurrentBatch),
+)
+def mamba2_scan(
+    mixed: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    D: torch.Tensor,
+    state: RecurrentState,
+    batch: RecurrentBatch,
+    *,
+    num_groups: int,
+    dt_limits: tuple[float, float] | None = None,
+) -> Run[torch.Tensor]:
+    """Apply the scan of Mamba-2 (Dao and Gu, 2024) to each head: out = S C + D x, after S has taken in B and x.
+
+    S <- exp(dt A) S + (dt x) B^T, with A = -exp(A_log) and dt = softplus(dt + dt_bias), clamped to dt_limits. Head h
+    has the B and C of group h // (HV / num_groups). States, gates and sums are float32. Products of a scan take
+    operands of the dtype of mixed.
+
+    Args:
+        mixed: [num_tokens, HV V + 2 num_groups K], x, B and C after the convolution, float32, float16 or bfloat16,
+            last dimension contiguous.
+        dt: [num_tokens, HV], any of these dtypes, last dimension contiguous.
+        A_log, dt_bias, D: [HV], any of these dtypes.
+        state: slots that are read and written, see `kernels.recurrent.metadata`, with HK = num_groups, k = B and
+            u = dt x; its `conv` is left alone.
+        batch: the sequences of mixed. Its values are checked on a CPU.
+        num_groups: divides HV.
+        dt_limits: least and largest dt, which may be infinite; None for no limits.
+
+    Returns:
+        [num_tokens, HV, V] in the dtype of mixed.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device, stride or number does not fit.
+        UnsupportedError: an argument requires a gradient.
+    """
+    num_groups = as_int("num_groups", num_groups, 1)
+    try:
+        least, most = (0.0, math.inf) if dt_limits is None else dt_limits
+    except (TypeError, ValueError):
+        raise InvalidInputError(f"dt_limits: {shown(dt_limits)}, expected two numbers") from None
+    least = as_float("dt_limits[0]", least, 0.0)
+    most = as_float("dt_limits[1]", most, least, math.inf)
+    check_scan(mixed, {"dt": dt}, state, batch, num_groups)
+    check_weights(mixed.device, (dt.shape[1],), A_log=A_log, dt_bias=dt_bias, D=D)
+
+    def run(given: Arguments) -> torch.Tensor:
+        mixed, dt, A_log, dt_bias, D, state, batch, *_ = given.values()
+        rings = state.rings()
+        return torch_op.mamba2_scan(mixed, dt, A_log, dt_bias, D, rings, batch, dt_limits=(least, most))
+
+    return run

@@ -1,0 +1,261 @@
+"""A step's sequences, and where the state of recurrent layers lies, as the operations of this folder take them.
+
+A slot holds the state of one sequence at one position: its base position plus the entries of its ring that a cursor
+counts. In a step a sequence reads one slot and writes one. If both are the same slot, the step's tokens are appended to
+the ring at the cursor, and nothing before it changes. If they differ, the state at the read slot's position goes to the
+written slot, whose ring then holds the step's tokens (rows of up to `max_append`), or the tokens are scanned and the
+written slot holds the state after them, with an empty ring. Nothing of the read slot changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_contiguous,
+    check_device,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+)
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.scalars import as_int, shown
+
+# Chunks of a scan start at multiples of this position of the sequence, so that a prompt gives the same bits in any
+# batch. Gated DeltaNet's inverse is of this size (Yang et al., 2024).
+CHUNK_SIZE = 64
+
+
+class Row(NamedTuple):
+    """One sequence of a step, on the host; `first` is the row of its first token."""
+
+    first: int
+    length: int
+    start: int
+    read_slot: int
+    write_slot: int
+    cursor: int
+    snapshot_slot: int
+    snapshot_len: int
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentBatch:
+    """What the sequences of a step read and write; int32 on the device of the layers, contiguous.
+
+    Attributes:
+        cu_seqlens_q: [num_seqs + 1], offsets of each sequence's tokens, from 0. A sequence without tokens is skipped.
+        starts: [num_seqs], position of each sequence's first token of this step.
+        read_slots: [num_seqs]; -1 for a sequence without a state, which starts from zero.
+        write_slots: [num_seqs], no slot twice but padding's, slot 0.
+        cursors: [num_seqs], entries of the read slot's ring that are valid.
+        snapshot_slots: [num_seqs], slot that also gets the state within the step's tokens; -1 for none. Scans only.
+        snapshot_lens: [num_seqs], tokens of the sequence after which that is, a multiple of 64.
+        max_seqlen_q: upper bound of the tokens of a sequence.
+        max_append: sequences of up to this many tokens append to the ring, longer ones are scanned.
+        runs: calls that a `Bound` has bound to this batch.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or number does not fit.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    starts: torch.Tensor
+    read_slots: torch.Tensor
+    write_slots: torch.Tensor
+    cursors: torch.Tensor
+    snapshot_slots: torch.Tensor
+    snapshot_lens: torch.Tensor
+    max_seqlen_q: int
+    max_append: int
+    runs: dict[Any, dict[Any, Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_is_tensor("starts", self.starts)
+        num_seqs, device = self.starts.numel(), self.starts.device
+        for name, tensor in self.tensors().items():
+            shape = (num_seqs + 1,) if name == "cu_seqlens_q" else (num_seqs,)
+            check_tensor(name, tensor, shape, (torch.int32,), device)
+            check_contiguous(name, tensor)
+        object.__setattr__(self, "max_seqlen_q", as_int("max_seqlen_q", self.max_seqlen_q))
+        object.__setattr__(self, "max_append", as_int("max_append", self.max_append))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "starts": self.starts,
+            "read_slots": self.read_slots,
+            "write_slots": self.write_slots,
+            "cursors": self.cursors,
+            "snapshot_slots": self.snapshot_slots,
+            "snapshot_lens": self.snapshot_lens,
+        }
+
+    def pointers(self) -> dict[str, torch.Tensor]:
+        """Return the tensors as arguments of kernels."""
+        return {f"{name}_ptr": tensor for name, tensor in self.tensors().items()}
+
+    def rows(self) -> Iterator[Row]:
+        """Return the sequences that have tokens; waits for the device."""
+        offsets, *columns = (tensor.tolist() for tensor in self.tensors().values())
+        for first, end, *others in zip(offsets, offsets[1:], *columns, strict=False):
+            if end > first:
+                yield Row(first, end - first, *others)
+
+    def check(self, num_tokens: int, num_slots: int, ring_len: int) -> None:
+        """Raise InvalidInputError for a row that does not fit a layer; values on a GPU are trusted, not read."""
+        if self.max_append > ring_len:
+            raise InvalidInputError(f"max_append: {self.max_append}, expected at most {ring_len}, entries of the ring")
+        if not self.starts.is_cpu:
+            return
+        offsets = self.cu_seqlens_q
+        lens = offsets.diff()
+        read, write, cursors, snapshots = self.read_slots, self.write_slots, self.cursors, self.snapshot_slots
+        is_scanned, in_place = lens > self.max_append, read == write
+        ends, stops = self.starts + lens, self.snapshot_lens
+        begins = torch.where(in_place, cursors, 0)
+        is_snapshot = is_scanned & (stops > self.starts) & (stops <= ends) & (stops % CHUNK_SIZE == 0)
+        rules = (
+            ("cu_seqlens_q", offsets, (offsets >= 0) & (offsets <= num_tokens), f"0 to {num_tokens}"),
+            ("cu_seqlens_q", offsets[:1], offsets[:1] == 0, "0"),
+            ("tokens of sequence", lens, (lens >= 0) & (lens <= self.max_seqlen_q), f"0 to {self.max_seqlen_q}"),
+            ("starts", self.starts, self.starts >= 0, "0 or more"),
+            ("read_slots", read, (read >= -1) & (read < num_slots), f"-1 to {num_slots - 1}"),
+            ("write_slots", write, (write >= 0) & (write < num_slots), f"0 to {num_slots - 1}"),
+            ("write_slots", write, ~(is_scanned & in_place), "another slot than is read by a scan"),
+            ("cursors", cursors, (cursors >= 0) & (cursors <= ring_len), f"0 to {ring_len}"),
+            ("cursors", cursors, (read >= 0) | (cursors == 0), "0 where no slot is read"),
+            (
+                "cursors",
+                cursors,
+                is_scanned | (begins + lens <= ring_len),
+                f"room for the tokens in {ring_len} entries",
+            ),
+            ("snapshot_slots", snapshots, (snapshots >= -1) & (snapshots < num_slots), f"-1 to {num_slots - 1}"),
+            ("snapshot_lens", stops, (snapshots < 0) | is_snapshot, f"a multiple of {CHUNK_SIZE} within a scan"),
+        )
+        for name, values, is_right, expected in rules:
+            wrong = ~is_right if len(values) != len(lens) or values is lens else ~is_right & (lens > 0)
+            if wrong.any():
+                at = int(wrong.nonzero()[0])
+                raise InvalidInputError(f"{name}[{at}]: {int(values[at])}, expected {expected}")
+        written = torch.cat([write[lens > 0], snapshots[(lens > 0) & (snapshots >= 0)]])
+        slots, counts = written[written > 0].unique(return_counts=True)
+        if (counts > 1).any():
+            slot = int(slots[counts > 1][0])
+            raise InvalidInputError(f"write_slots: slot {slot} is written twice, expected once at most")
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentState:
+    """Slots of one layer; each is contiguous. A layer of a convolution alone has only `conv`.
+
+    Attributes:
+        conv: [num_slots, W - 1 + L, channels], inputs of the convolution (width W), in the model's dtype: the W - 1
+            rows before the base position, then those of the ring's L tokens.
+        state: [num_slots, HV, V, K], S at the base position, float32 or bfloat16.
+        ring_k: float32 [num_slots, L, HK, K], k of each token, normalised.
+        ring_u: float32 [num_slots, L, HV, V], u of each token: S grows by u k^T.
+        ring_g: float32 [num_slots, L, HV], logarithm of each token's decay.
+    """
+
+    conv: torch.Tensor
+    state: torch.Tensor | None = None
+    ring_k: torch.Tensor | None = None
+    ring_u: torch.Tensor | None = None
+    ring_g: torch.Tensor | None = None
+
+    def check_conv(self, x: torch.Tensor, width: int) -> int:
+        """Return the length of the ring; raise InvalidInputError unless `conv` fits rows x [num_tokens, channels]."""
+        check_tensor("conv", self.conv, ("num_slots", "rows", x.shape[1]), (x.dtype,), x.device)
+        _check_slots("conv", self.conv)
+        if self.conv.shape[1] < width - 1:
+            raise InvalidInputError(f"conv: {self.conv.shape[1]} rows a slot, expected at least {width - 1}")
+        return self.conv.shape[1] - (width - 1)
+
+    def rings(self) -> Rings:
+        """Return the tensors of a scan; raise InvalidInputError if one is None."""
+        if self.state is None or self.ring_k is None or self.ring_u is None or self.ring_g is None:
+            raise InvalidInputError("state: of a convolution alone, expected state, ring_k, ring_u and ring_g")
+        return Rings(self.state, self.ring_k, self.ring_u, self.ring_g)
+
+
+class Rings(NamedTuple):
+    """The tensors of a `RecurrentState` without `conv`, all there."""
+
+    state: torch.Tensor
+    k: torch.Tensor
+    u: torch.Tensor
+    g: torch.Tensor
+
+
+def _check_slots(name: str, tensor: torch.Tensor) -> None:
+    check_writable(name, tensor)
+    if not tensor[:1].squeeze(0).is_contiguous():
+        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected every slot contiguous")
+
+
+def check_weights(device: torch.device, shape: tuple[int, ...], **weights: torch.Tensor | None) -> None:
+    """Raise InvalidInputError unless weights, None left out, have this shape and any float dtype."""
+    for name, weight in weights.items():
+        if weight is not None:
+            check_tensor(name, weight, shape, FLOAT_DTYPES, device)
+
+
+def check_step(state: RecurrentState, batch: RecurrentBatch, x: torch.Tensor) -> None:
+    """Raise InvalidInputError unless these are a state of tensors and a batch on the device of x."""
+    if not (isinstance(state, RecurrentState) and isinstance(batch, RecurrentBatch)):
+        given = f"{shown(state)}, {shown(batch)}"
+        raise InvalidInputError(f"state, batch: {given}, expected RecurrentState and RecurrentBatch")
+    check_is_tensor("x", x)
+    for name, tensor in vars(state).items():
+        if tensor is not None:
+            check_is_tensor(name, tensor)
+    check_device("batch", batch.starts, x.device)
+
+
+def check_scan(
+    mixed: torch.Tensor,
+    gates: Mapping[str, torch.Tensor],
+    state: RecurrentState,
+    batch: RecurrentBatch,
+    num_key_heads: int,
+) -> Rings:
+    """Return the state of a scan; raise InvalidInputError unless it, the tokens and the batch fit each other.
+
+    gates: by name, [num_tokens, HV], any float dtype, last dimension contiguous.
+    """
+    check_step(state, batch, mixed)
+    rings, device = state.rings(), mixed.device
+    check_tensor("state", rings.state, ("num_slots", "HV", "V", "K"), (torch.float32, torch.bfloat16), device)
+    num_slots, num_heads, value_dim, key_dim = rings.state.shape
+    if num_heads % num_key_heads:
+        raise InvalidInputError(
+            f"key heads: {num_key_heads}, expected a divisor of {num_heads}, the heads of the state"
+        )
+    check_tensor("ring_k", rings.k, (num_slots, "L", num_key_heads, key_dim), (torch.float32,), device)
+    length = rings.k.shape[1]
+    check_tensor("ring_u", rings.u, (num_slots, length, num_heads, value_dim), (torch.float32,), device)
+    check_tensor("ring_g", rings.g, (num_slots, length, num_heads), (torch.float32,), device)
+    for name, tensor in zip(("state", "ring_k", "ring_u", "ring_g"), rings, strict=True):
+        _check_slots(name, tensor)
+    width = 2 * num_key_heads * key_dim + num_heads * value_dim
+    check_tensor("mixed", mixed, ("num_tokens", width), FLOAT_DTYPES)
+    check_last_dim_contiguous("mixed", mixed)
+    for name, gate in gates.items():
+        check_tensor(name, gate, (mixed.shape[0], num_heads), FLOAT_DTYPES, device)
+        check_last_dim_contiguous(name, gate)
+    batch.check(mixed.shape[0], num_slots, length)
+    return rings
+
+
+def like_values(mixed: torch.Tensor, ring_u: torch.Tensor, **_: object) -> torch.Tensor:
+    """Return a new tensor for the output of a scan, [num_tokens, HV, V]."""
+    return mixed.new_empty((mixed.shape[0], *ring_u.shape[2:]))

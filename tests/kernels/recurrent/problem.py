@@ -1,0 +1,169 @@
+"""Sequences over shuffled slots of a pool, NaN wherever nothing may be read, and what an operation leaves there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+import paged
+from paged import RecurrentBatch, RecurrentState
+from paged.kernels.recurrent import reference
+from tests.tolerance import assert_close
+
+NAN = float("nan")
+
+
+class Seq(NamedTuple):
+    """A sequence of a step. ring: entries of its slot that are valid, -1 for a sequence without a slot. fresh: whether
+    another slot is written; a scan always writes another. snapshot: length of the sequence to keep the state at."""
+
+    tokens: int
+    start: int = 0
+    ring: int = -1
+    fresh: bool = False
+    snapshot: int = -1
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer. decay: added to the gate's bias; beta: added to b."""
+
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 16
+    value_dim: int = 16
+    ring: int = 16
+    width: int = 4
+    decay: float = 0.0
+    beta: float = 0.0
+    dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer's arguments. `owned` are slots that sequences read or write."""
+
+    shape: Shape
+    batch: RecurrentBatch
+    state: RecurrentState
+    x: torch.Tensor
+    gates: tuple[torch.Tensor, torch.Tensor]
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    @staticmethod
+    def make(device: torch.device, *seqs: Seq, max_append: int = 8, **sizes: Any) -> Problem:
+        shape = Shape(**sizes)
+        heads, length = shape.value_heads, shape.ring
+        channels = 2 * shape.key_heads * shape.key_dim + heads * shape.value_dim
+        free = (torch.randperm(3 * len(seqs) + 1) + 1).tolist()
+        num_slots, before = len(free) + 1, shape.width - 1
+
+        def random(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.randn(*size, device=device).to(dtype)
+
+        def unread(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full((num_slots, *size), NAN, dtype=dtype, device=device)
+
+        state = RecurrentState(
+            unread(before + length, channels, dtype=shape.dtype),
+            unread(heads, shape.value_dim, shape.key_dim, dtype=shape.state_dtype),
+            unread(length, shape.key_heads, shape.key_dim),
+            unread(length, heads, shape.value_dim),
+            unread(length, heads),
+        )
+        conv, S, ring_k, ring_u, ring_g = vars(state).values()
+        columns: list[list[int]] = []
+        for seq in seqs:
+            read = -1 if seq.ring < 0 else free.pop()
+            is_scanned = seq.tokens > max_append
+            write = free.pop() if read < 0 or seq.fresh or is_scanned else read
+            if read >= 0:
+                conv[read, : before + seq.ring] = random(before + seq.ring, channels, dtype=shape.dtype)
+                S[read] = random(heads, shape.value_dim, shape.key_dim, dtype=shape.state_dtype)
+                keys = random(seq.ring, shape.key_heads, shape.key_dim)
+                ring_k[read, : seq.ring] = keys / keys.norm(dim=-1, keepdim=True)
+                ring_u[read, : seq.ring] = random(seq.ring, heads, shape.value_dim)
+                ring_g[read, : seq.ring] = -random(seq.ring, heads).abs()
+            snapshot = free.pop() if seq.snapshot >= 0 else -1
+            columns.append([seq.start, read, write, max(seq.ring, 0), snapshot, seq.snapshot])
+        lens = torch.tensor([0, *(seq.tokens for seq in seqs)])
+        table = torch.tensor(columns, dtype=torch.int32).view(-1, 6).to(device)
+        longest = int(lens.max())
+        batch = RecurrentBatch(
+            lens.cumsum(0).int().to(device), *(each.contiguous() for each in table.T), longest, max_append
+        )
+        num_tokens = int(lens.sum())
+        return Problem(
+            shape,
+            batch,
+            state,
+            random(num_tokens, channels, dtype=shape.dtype),
+            (random(num_tokens, heads, dtype=shape.dtype), random(num_tokens, heads, dtype=shape.dtype) + shape.beta),
+            random(heads) * 0.5,
+            random(heads) + shape.decay,
+        )
+
+    def conv(self) -> tuple[Any, dict[str, Any]]:
+        """The operation's name and arguments."""
+        weight = torch.randn(self.x.shape[1], self.shape.width, device=self.x.device).to(self.x.dtype)
+        bias = torch.randn(self.x.shape[1], device=self.x.device)
+        return "causal_conv1d", {"x": self.x, "weight": weight, "bias": bias, **self.step()}
+
+    def delta(self, **options: Any) -> tuple[str, dict[str, Any]]:
+        a, b = self.gates
+        gates = {"a": a, "b": b, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        return "gated_delta_rule", {
+            "mixed": self.x,
+            **gates,
+            **self.step(),
+            "num_k_heads": self.shape.key_heads,
+            **options,
+        }
+
+    def mamba(self, **options: Any) -> tuple[str, dict[str, Any]]:
+        gates = {"dt": self.gates[0], "A_log": self.A_log, "dt_bias": self.dt_bias, "D": self.A_log + 1}
+        return "mamba2_scan", {"mixed": self.x, **gates, **self.step(), "num_groups": self.shape.key_heads, **options}
+
+    def step(self) -> dict[str, Any]:
+        return {"state": self.state, "batch": self.batch}
+
+
+def run(name: str, arguments: dict[str, Any]) -> reference.Written:
+    """What the operation returns and leaves in a copy of its state."""
+    state = RecurrentState(*(None if each is None else each.clone() for each in vars(arguments["state"]).values()))
+    out = getattr(paged, name)(**arguments | {"state": state})
+    return reference.Written(out, **vars(state))
+
+
+def check(name: str, arguments: dict[str, Any]) -> reference.Written:
+    """Everything is as the reference says, and bit by bit as before where the step writes nothing.
+
+    Results of float32 may be off by 1e-5 of the largest: each is a sum over values as large.
+    """
+    before, got, want = arguments["state"], run(name, arguments), getattr(reference, name)(**arguments)
+    rounded = None if got.out.dtype == torch.float32 else getattr(reference, name)(**_rounded(arguments))
+    for field, expected in want._asdict().items():
+        if expected is None:
+            continue
+        result = getattr(got, field)
+        float32 = 1e-5 * max(1.0, float(expected.abs().nan_to_num().max()))
+        values = ~expected.isnan()
+        assert torch.equal(~result.cpu().isnan(), values), field
+        slack = None if rounded is None else getattr(rounded, field)[values]
+        assert_close(result.cpu()[values], expected[values], float32=float32, rounded=slack)
+        if field != "out":
+            old = getattr(before, field).cpu()
+            kept = (expected == old.double()) | (expected.isnan() & old.isnan())
+            assert torch.equal(result.cpu()[kept].nan_to_num(7.0), old[kept].nan_to_num(7.0)), field
+    return got
+
+
+def _rounded(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with every input of a product off by half a unit in the last place, up or down."""
+    name = "x" if "x" in arguments else "mixed"
+    tensor = arguments[name]
+    side = torch.randint(0, 2, tensor.shape) * 2 - 1
+    return arguments | {name: tensor.cpu().double() * (1 + side * torch.finfo(tensor.dtype).eps / 2)}

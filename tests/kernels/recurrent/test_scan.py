@@ -1,0 +1,202 @@
+"""The gated delta rule and the scan of Mamba-2 against the plain recurrence in float64, slots and rings included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import paged
+from paged import InvalidInputError, RecurrentBatch, RecurrentState
+from tests.kernels.recurrent.problem import Problem, Seq, check, run
+from tests.pairwise import pairwise
+from tests.tolerance import assert_close, dtypes
+
+# Every way in which a sequence reads and writes: scans from nothing, from a ring, with a snapshot, off the grid of
+# chunks; verify rows appended in place and to another slot, the first token of a prompt, and no tokens at all.
+MIXED = (
+    Seq(70, start=0, snapshot=64),
+    Seq(1, start=9, ring=3),
+    Seq(0, start=4, ring=2),
+    Seq(3, start=77, ring=5, fresh=True),
+    Seq(9, start=60, ring=1, snapshot=64),
+    Seq(1),
+    Seq(8, start=8, ring=8),
+)
+OPERATIONS = ["delta", "mamba"]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_mixed_batch_matches_reference(operation: str, dtype: torch.dtype, device: torch.device) -> None:
+    problem = Problem.make(device, *MIXED, dtype=dtype, key_dim=24, value_dim=8)
+    check(*getattr(problem, operation)())
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pairwise(
+    heads=[(1, 1), (2, 4), (1, 4), (3, 3)],
+    key_dim=[16, 64, 128],
+    value_dim=[16, 64, 128],
+    decay=[-12.0, 0.0, 30.0],
+    beta=[-12.0, 0.0, 12.0],
+    state_dtype=[torch.float32, torch.bfloat16],
+)
+def test_sizes_and_gates(
+    operation: str,
+    heads: tuple[int, int],
+    key_dim: int,
+    value_dim: int,
+    decay: float,
+    beta: float,
+    state_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Decay near 1 and near 0; beta near 0, 1 and 2, where S turns over with each token."""
+    seqs = (Seq(67, start=3, snapshot=64), Seq(2, start=5, ring=4), Seq(1, start=40, ring=16, fresh=True))
+    sizes = {"key_heads": heads[0], "value_heads": heads[1], "key_dim": key_dim, "value_dim": value_dim}
+    problem = Problem.make(device, *seqs, **sizes, decay=decay, beta=beta, state_dtype=state_dtype)
+    name, arguments = getattr(problem, operation)()
+    check(name, arguments | ({"beta_scale": 2.0} if operation == "delta" else {"dt_limits": (0.01, 0.5)}))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_length_from_1_to_130(operation: str, device: torch.device) -> None:
+    """Each from a position of its own, so that first and last chunks have every length too."""
+    seqs = [Seq(tokens, start=5 * tokens % 64, ring=0 if tokens % 3 else -1) for tokens in range(1, 131)]
+    problem = Problem.make(device, *seqs, max_append=0, key_heads=1, value_heads=1)
+    check(*getattr(problem, operation)())
+
+
+class Steps:
+    """One sequence's tokens in steps, over slots that begin as NaN, as a pool would keep it."""
+
+    def __init__(self, name: str, arguments: dict[str, Any], problem: Problem) -> None:
+        self.operation = getattr(paged, name)
+        self.arguments = arguments
+        self.state = RecurrentState(*(torch.full_like(each, float("nan")) for each in vars(problem.state).values()))
+        self.at, self.slot, self.cursor = 0, -1, 0
+        self.outs: list[torch.Tensor] = []
+
+    def step(self, tokens: int, *, write: int, kept: int | None = None) -> None:
+        """Run `tokens` and keep so many of them, as after rejected drafts or, with 0, after a failure."""
+        kept = tokens if kept is None else kept
+        columns = [[0, tokens], *([each] for each in (self.at, self.slot, write, self.cursor, -1, -1))]
+        device = self.state.conv.device
+        tensors = [torch.tensor(column, dtype=torch.int32, device=device) for column in columns]
+        batch = RecurrentBatch(*tensors, tokens, 16 if tokens <= 16 else 0)
+        names = [key for key in ("mixed", "a", "b", "dt") if key in self.arguments]
+        part = {key: self.arguments[key][self.at : self.at + tokens] for key in names}
+        found = self.read()
+        out = self.operation(**self.arguments | part | {"state": self.state, "batch": batch})
+        assert all(torch.equal(new, old) for new, old in zip(self.read(), found, strict=True))
+        self.outs.append(out[:kept])
+        self.at += kept
+        if kept:
+            self.cursor = 0 if tokens > 16 else kept + (self.cursor if write == self.slot else 0)
+            self.slot = write
+
+    def read(self) -> list[torch.Tensor]:
+        """What the next step reads: it must be the same bits after a step that fails, or whose drafts are rejected."""
+        if self.slot < 0:
+            return []
+        _, state, *rings = vars(self.state).values()
+        return [state[self.slot].clone(), *(ring[self.slot, : self.cursor].clone() for ring in rings)]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_one_text_by_any_steps(operation: str, device: torch.device) -> None:
+    """A scan; single tokens until the ring is full; a flush; drafts of which some are rejected; a failed step that is
+    made again; a scan off the grid. Outputs are those of one scan of the whole text."""
+    problem = Problem.make(device, Seq(140), value_heads=2, decay=-3.0)
+    name, arguments = getattr(problem, operation)()
+    whole = run(name, arguments).out
+    steps = Steps(name, arguments, problem)
+    steps.step(37, write=1)
+    for _ in range(16):
+        steps.step(1, write=1)
+    steps.step(1, write=2)
+    steps.step(4, write=2, kept=0)
+    steps.step(4, write=2, kept=2)
+    steps.step(8, write=2, kept=3)
+    steps.step(6, write=3, kept=0)
+    steps.step(6, write=3)
+    steps.step(75, write=1)
+    assert_close(torch.cat(steps.outs), whole.double(), float32=1e-5 * max(1.0, float(whole.abs().max())))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_ten_thousand_tokens_by_scans_and_by_decodes(operation: str, device: torch.device) -> None:
+    """Scans of 1,000, and rows of 1 to 16 tokens beside the ring, agree to the rounding of float32 at every token."""
+    length = 10_000
+    problem = Problem.make(device, Seq(length), key_heads=1, value_heads=1, decay=-4.0)
+    name, arguments = getattr(problem, operation)()
+    by_scans = Steps(name, arguments, problem)
+    by_rows = Steps(name, arguments, problem)
+    for start in range(0, length, 1000):
+        by_scans.step(1000, write=1 + start // 1000 % 2)
+    while by_rows.at < length:
+        tokens = min(by_rows.at % 16 + 1, length - by_rows.at)
+        fits = by_rows.slot >= 0 and by_rows.cursor + tokens <= 16
+        by_rows.step(tokens, write=by_rows.slot if fits else 3 - max(by_rows.slot, 1))
+    scanned, appended = (torch.cat(steps.outs) for steps in (by_scans, by_rows))
+    assert_close(appended, scanned.double(), float32=2e-5 * max(1.0, float(scanned.abs().max())))
+
+
+def test_rejects_what_does_not_fit(device: torch.device) -> None:
+    problem = Problem.make(device, Seq(9, start=60, ring=1), Seq(2, start=3, ring=3))
+    name, arguments = problem.delta()
+    run(name, arguments)
+    state, batch = problem.state, problem.batch
+    slots = int(batch.read_slots[0]), int(batch.write_slots[1])
+
+    def with_batch(**fields: object) -> dict[str, object]:
+        made = {
+            field: torch.tensor(value, dtype=torch.int32, device=device) if isinstance(value, list) else value
+            for field, value in fields.items()
+        }
+        return {"batch": replace(batch, **made)}
+
+    for bad, message in (
+        ({"mixed": arguments["mixed"][:, 1:]}, r"mixed: shape \[11, 127\], expected \[num_tokens, 128\]"),
+        ({"a": arguments["a"][1:]}, r"a: shape \[10, 4\], expected \[11, 4\]"),
+        ({"b": arguments["b"].double()}, "b: dtype"),
+        ({"A_log": arguments["A_log"][1:]}, r"A_log: shape \[3\], expected \[4\]"),
+        ({"num_k_heads": 3}, "key heads: 3, expected a divisor of 4"),
+        ({"num_k_heads": 4}, r"ring_k: shape .*, expected \[8, L, 4, 16\]"),
+        ({"eps": -1.0}, "eps"),
+        ({"state": RecurrentState(state.conv)}, "state: of a convolution alone"),
+        ({"state": replace(state, ring_u=state.ring_u[:, 1:])}, "ring_u: shape"),
+        ({"state": replace(state, ring_g=state.ring_g.half())}, "ring_g: dtype"),
+        ({"state": replace(state, state=state.state.mT)}, "state: strides"),
+        (with_batch(max_append=17), "max_append: 17, expected at most 16"),
+        (with_batch(max_seqlen_q=8), r"tokens of sequence\[0\]: 9, expected 0 to 8"),
+        (with_batch(cu_seqlens_q=[1, 9, 11]), r"cu_seqlens_q\[0\]: 1, expected 0"),
+        (with_batch(cu_seqlens_q=[0, 9, 12]), r"cu_seqlens_q\[2\]: 12, expected 0 to 11"),
+        (with_batch(read_slots=[8, slots[1]]), r"read_slots\[0\]: 8, expected -1 to 7"),
+        (with_batch(write_slots=[-1, slots[1]]), r"write_slots\[0\]: -1, expected 0 to 7"),
+        (with_batch(write_slots=[slots[0], slots[1]]), "another slot than is read by a scan"),
+        (with_batch(write_slots=[slots[1], slots[1]]), f"slot {slots[1]} is written twice"),
+        (with_batch(cursors=[17, 3]), r"cursors\[0\]: 17, expected 0 to 16"),
+        (with_batch(cursors=[1, 15]), r"cursors\[1\]: 15, expected room for the tokens in 16 entries"),
+        (with_batch(snapshot_slots=[0, -1], snapshot_lens=[66, 0]), r"snapshot_lens\[0\]: 66, expected a multiple"),
+        (with_batch(snapshot_slots=[-1, 0], snapshot_lens=[0, 64]), r"snapshot_lens\[1\]: 64"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            run(name, arguments | bad)
+    with pytest.raises(InvalidInputError, match="cu_seqlens_q: shape"):
+        with_batch(starts=[0])
+    with pytest.raises(InvalidInputError, match="expected RecurrentState"):
+        paged.gated_delta_rule(**arguments | {"state": state.conv})
+    with pytest.raises(InvalidInputError, match="dt_limits"):
+        paged.mamba2_scan(**problem.mamba(dt_limits=(0.5, 0.1))[1])
