@@ -62,7 +62,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "MemoryRequirements",
         "ModelInfo",
     ),
-    "paged.kernels.attention.plan": ("AttentionPlan",),
+    "paged.kernels.common.attention.plan": ("AttentionPlan",),
     "paged.kernels.attention.cascade_attention": ("cascade_attention",),
     "paged.kernels.cache.copy_blocks": ("copy_blocks",),
     "paged.kernels.moe.fused_moe": ("fused_moe",),

@@ -20,7 +20,7 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
 from paged.errors import InvalidInputError, SequenceTooLongError
-from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.common.attention.plan import AttentionPlan
 from paged.metadata import AttentionMetadata, HostMetadata, OutputRows
 from paged.seq_id import SeqId
 from paged.staging import to_device

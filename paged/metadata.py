@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.lora.batch import LoraBatch
 
 

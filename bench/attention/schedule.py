@@ -24,10 +24,11 @@ import torch
 from paged.bench.attention.cases import AttentionCase
 from paged.bench.benchmark import option_parser
 from paged.bench.limits import Ceilings
-from paged.kernels.attention import plan as attention_plan
 from paged.kernels.attention.call import NO_LIMIT
-from paged.kernels.attention.config import AttentionTile
-from paged.kernels.attention.plan import AttentionPlan, AttentionShape
+from paged.kernels.attention.config import AttentionShape
+from paged.kernels.common.attention import plan as attention_plan
+from paged.kernels.common.attention.plan import AttentionPlan
+from paged.kernels.common.attention.tile import AttentionTile
 from paged.kernels.common.device import Device
 
 Lengths = Sequence[tuple[int, int]]  # (query length, key length) a sequence

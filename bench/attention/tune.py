@@ -25,8 +25,8 @@ from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.limits import speed
 from paged.bench.timing import num_sets, take
-from paged.kernels.attention import plan as attention_plan
-from paged.kernels.attention.config import AttentionTile
+from paged.kernels.attention import config as attention_config
+from paged.kernels.common.attention.tile import AttentionTile
 
 # Two prompts, decodes and verify rows, each gathered and in boxes: the cases that tiles depend on.
 NAMES = [f"prefill.4x4k.h32_8.b{block_size}" for block_size in (16, 64, 128)]
@@ -71,8 +71,8 @@ def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
 def with_tile(kind: str, tile: AttentionTile | None) -> mock._patch:  # type: ignore[type-arg]
     """Return a context in which plans use `tile` for their sequences of one kind; None for the chooser's."""
     name = "prefill_tile" if kind == "prefill" else "decode_tile"
-    choose = getattr(attention_plan, name)
-    return mock.patch.object(attention_plan, name, choose if tile is None else lambda *_, **__: tile)
+    choose = getattr(attention_config, name)
+    return mock.patch.object(attention_config, name, choose if tile is None else lambda *_, **__: tile)
 
 
 def cases(_: Setting) -> list[TileCase]:

@@ -8,7 +8,7 @@ import torch
 
 from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.paged_attention import ATTENTION_OP, check_attention_tensors, new_output, paged_attention
-from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_bool, as_int

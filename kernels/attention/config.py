@@ -8,38 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from paged.kernels.common.compat import triton
+from paged.kernels.common.attention.plan import PlanShape
+from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile, padded_head_dim
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
 from paged.kernels.common.launch import ROW_COUNTS
 
-# A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
-# beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
-DECODE_MAX_ROWS = 64
 # The widest keys and values: 16 rows of an accumulator are 64 registers of a thread in 4 warps.
 MAX_HEAD_DIM = 512
 # The most keys of any tile below, which begins at a multiple of them: what is read before the first key of a window.
 MAX_KEYS_AT_ONCE = 128
 
 
-@dataclass(frozen=True)
-class AttentionTile:
-    """Shape of one program: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape(PlanShape):
+    """Everything besides the lengths that a schedule of `paged_attention` depends on; see the module."""
 
-    Attributes:
-        programs_per_sm: least number of programs that an SM holds at once, limited by registers and shared memory
-            (`make compile`).
-        by_tma: whether the copy engine fetches the keys as one box; they lie in one cache block.
-    """
+    box: int = 0
+    more_scores: bool = False
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int = 1
-    by_tma: bool = False
+    def tiles(self, arch: str, rows: int) -> dict[str, AttentionTile]:
+        sizes = (self.head_dim, self.v_head_dim, self.element_size, arch, self.box)
+        options: dict[str, Any] = {"more_scores": self.more_scores, "kind": self.kind}
+        tiles = {"decode": decode_tile(*sizes, rows=rows, **options)}
+        if rows > DECODE_MAX_ROWS:
+            tiles["prefill"] = prefill_tile(*sizes, **options)
+        return tiles
 
 
 def query_lengths(group: int) -> tuple[int, ...]:
@@ -51,11 +48,6 @@ def step_sizes(groups: Iterable[int], longest: int) -> list[int]:
     """Return numbers of tokens, rising to `longest`, that select every tile of rows and of queries of `groups`."""
     sizes = {*ROW_COUNTS, *(length for group in groups for length in query_lengths(group))}
     return sorted(size for size in sizes if size <= longest)
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """Return the tile's width: the next power of two, at least 16, the smallest operand of a matrix instruction."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def default_block_size(arch: str) -> int:

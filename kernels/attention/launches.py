@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
-from paged.kernels.attention.config import MAX_KEYS_AT_ONCE, box_keys, padded_head_dim
-from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
-from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_splits_kernel
+from paged.kernels.attention.config import MAX_KEYS_AT_ONCE, AttentionShape, box_keys
+from paged.kernels.attention.tile_kernels import _attention_kernel
+from paged.kernels.common.attention.merge_splits import merge_launch, shared_arguments
+from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule
+from paged.kernels.common.attention.tile import padded_head_dim
 from paged.kernels.common.cache_kinds import cache_kind
 from paged.kernels.common.checks import scale_strides
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.id_checks import Sequences, check_sequences, checks_on_device
 from paged.kernels.common.launch import Box, Compute, Launch, strides
-
-# Rows of a merge program: its accumulator stays in registers at any head_dim.
-_MERGE_M = 16
 
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
@@ -56,7 +55,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
     for index, schedule in enumerate(schedules):
         launches.append(_tiles(call, shape, plan, schedule, clear_padding=index == 0))
         if schedule.split_tiles.shape[0]:
-            launches.append(_merge(call, shape, plan, schedule))
+            launches.append(merge_launch(call.out, shape, plan, schedule))
     has_work = any(schedule.items.shape[0] for schedule in schedules)
 
     def compute(given: dict[str, Any]) -> None:
@@ -86,24 +85,6 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
     return compute
 
 
-def _shared(
-    call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule
-) -> dict[str, Any]:
-    """Return the arguments that both kernels take."""
-    return {
-        "cu_seqlens_q_ptr": plan.cu_seqlens_q,
-        "counts_ptr": schedule.counts,
-        "partial_out_ptr": schedule.partial_out,
-        "partial_lse_ptr": schedule.partial_lse,
-        **strides("token head", out=call.out),
-        "stride_lse_head": shape.num_tokens,
-        "GROUP": shape.group,
-        "V_HEAD_DIM": shape.v_head_dim,
-        "V_HEAD_DIM_PADDED": padded_head_dim(shape.v_head_dim),
-        "BLOCK_M": schedule.tile.block_m,
-    }
-
-
 def _tiles(
     call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule, *, clear_padding: bool
 ) -> Launch:
@@ -115,7 +96,7 @@ def _tiles(
         _attention_kernel,
         (shape.num_kv_heads, schedule.items.shape[0]),
         {
-            **_shared(call, shape, plan, schedule),
+            **shared_arguments(call.out, shape, plan, schedule),
             "seq_lens_ptr": plan.seq_lens,
             "items_ptr": schedule.items,
             "first_padding_ptr": schedule.first_padding,
@@ -151,17 +132,4 @@ def _tiles(
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
-
-
-def _merge(call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule) -> Launch:
-    return Launch(
-        _merge_splits_kernel,
-        (shape.num_kv_heads, schedule.split_tiles.shape[0], schedule.tile.block_m // _MERGE_M),
-        {
-            **_shared(call, shape, plan, schedule),
-            "split_tiles_ptr": schedule.split_tiles,
-            "MERGE_M": _MERGE_M,
-        },
-        num_warps=4,
     )

@@ -10,18 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paged.kernels.attention.mask import WORD_KEYS
+from paged.kernels.common.attention.mask import WORD_KEYS
+from paged.kernels.common.attention.rows import LOG2E, finite
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.fp8 import decode_e4m3, decode_e5m2
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def finite(maximum):
-    """A maximum to subtract: 0 for -inf, the maximum of nothing, as -inf - -inf would be NaN."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
@@ -248,18 +241,3 @@ def attend(
         acc = dot(weights.to(v.dtype), v, acc * correction[:, None])
         row_max = new_max
     return acc, row_max, row_sum
-
-
-@triton.jit
-def normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask):
-    """Output rows and their log-sum-exp in base 2. A sink is the score of one more key, whose value is 0."""
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=row_mask, other=float("-inf")).to(tl.float32) * LOG2E
-        new_max = tl.maximum(row_max, sink)
-        correction = tl.exp2(row_max - finite(new_max))
-        row_sum = row_sum * correction + tl.exp2(sink - finite(new_max))
-        acc = acc * correction[:, None]
-        row_max = new_max
-    has_keys = row_sum > 0
-    row_sum = tl.where(has_keys, row_sum, 1.0)
-    return acc / row_sum[:, None], tl.where(has_keys, row_max + tl.log2(row_sum), float("-inf"))

@@ -10,8 +10,8 @@ import torch
 from paged.kernels.attention import launches
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
 from paged.kernels.attention.config import MAX_HEAD_DIM
-from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
+from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     NARROW_DTYPES,

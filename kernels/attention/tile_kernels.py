@@ -1,79 +1,29 @@
-"""The two Triton kernels of paged attention: one runs a plan's work items, the other merges the tiles that were split.
+"""The Triton kernel of paged attention: it runs a plan's work items.
 
-A program of the first takes one item (a range of key blocks for BLOCK_M query rows of one sequence, dealt out by
+A program takes one item (a range of key blocks for BLOCK_M query rows of one sequence, dealt out by
 `plan_kernel.py`) and one KV head. The query heads that share the KV head are packed into the rows, so that K and V are
 read once for all of them. The item's key blocks fall into three runs: those that the left edge of a window crosses,
 those that every row sees whole, and those that the diagonal, the end of the sequence or a mask crosses. The loop over
 keys, `attend` in `online_softmax.py`, is compiled once for each run, without any mask for the middle one.
 
 A tile of one item is divided by its sum of weights and stored. The splits of a tile store partial results and their
-log-sum-exps, which the second kernel weighs against each other. `launches.py` launches both.
+log-sum-exps, which `merge_splits.py` weighs against each other. `launches.py` launches both.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from paged.kernels.attention.mask import Window, visible_range
-from paged.kernels.attention.online_softmax import CachedRows, Keys, ScoreRules, attend, finite, normalise
-from paged.kernels.attention.plan_kernel import ITEM_SIZE, SPLIT_TILE_SIZE
+from paged.kernels.attention.online_softmax import CachedRows, Keys, ScoreRules, attend
+from paged.kernels.common.attention.mask import Window, visible_range
+from paged.kernels.common.attention.plan_kernel import ITEM_SIZE
+from paged.kernels.common.attention.rows import (
+    Output,
+    _clear_padding,
+    _fill_float16,
+    _locate_rows,
+    _store_rows,
+    normalise,
+)
 from paged.kernels.common.compat import tl, triton
-
-_LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _locate_rows(tile, rows, first_token, q_len, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of rows of a tile: their query in the sequence (int32), token and query head (int64), and whether they exist."""
-    row = tile * BLOCK_M + rows
-    token = (first_token + row // GROUP).to(tl.int64)
-    return row // GROUP, token, (kv_head * GROUP + row % GROUP).to(tl.int64), row < q_len * GROUP
-
-
-class Output(NamedTuple):
-    """Where rows of the output go."""
-
-    out_ptr: Any
-    lse_ptr: Any  # or None
-    stride_token: Any
-    stride_head: Any
-    stride_lse_head: Any
-
-
-@triton.jit
-def _clear_padding(
-    output, first_row, num_tokens, kv_head, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr
-):
-    """Zero some rows of GROUP heads, with a log-sum-exp of -inf; the programs of one head share the rows."""
-    offs_v = tl.arange(0, DIM_PADDED)
-    for row in range(first_row, num_tokens, tl.num_programs(1)):
-        first_head = kv_head.to(tl.int64) * GROUP
-        for head in range(first_head, first_head + GROUP):
-            out_row_ptr = output.out_ptr + row * output.stride_token + head * output.stride_head
-            tl.store(out_row_ptr + offs_v, tl.zeros([DIM_PADDED], output.out_ptr.dtype.element_ty), offs_v < DIM)
-            if output.lse_ptr is not None:
-                tl.store(output.lse_ptr + head * output.stride_lse_head + row, float("-inf"))
-
-
-@triton.jit
-def _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, mask):
-    """Normalise a tile and store it, and the log-sum-exps of its rows to base e."""
-    out, lse = normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask)
-    out_ptrs = output.out_ptr + (token * output.stride_token + head * output.stride_head)[:, None] + offs_v[None, :]
-    tl.store(out_ptrs, out.to(output.out_ptr.dtype.element_ty), mask=mask)
-    if output.lse_ptr is not None:
-        tl.store(output.lse_ptr + head * output.stride_lse_head + token, lse * _LN2, mask=row_mask)
-
-
-@triton.jit
-def _fill_float16(q, scale):
-    """Queries as float16, and the scale that goes with them.
-
-    float16 holds every 8-bit float; converting two to it takes one instruction, to bfloat16 four more. Queries that
-    fill its range keep all their bits unless they are 2^29 times smaller than the tile's largest.
-    """
-    largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
-    return (q.to(tl.float32) * (32768.0 / largest)).to(tl.float16), scale * (largest / 32768.0)
 
 
 @triton.jit
@@ -291,62 +241,3 @@ def _attention_kernel(
         tl.store(partial_lse_ptr + partial, lse, mask=row_mask)
     else:
         _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, store_mask)
-
-
-@triton.jit(do_not_specialize=["stride_lse_head"])
-def _merge_splits_kernel(
-    out_ptr,  # [num_tokens, num_q_heads, V_HEAD_DIM]
-    lse_ptr,  # [num_q_heads, num_tokens], or None
-    cu_seqlens_q_ptr,  # [num_seqs + 1]
-    split_tiles_ptr,  # [max_split_tiles, SPLIT_TILE_SIZE]
-    counts_ptr,  # [2]
-    partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, V_HEAD_DIM]
-    partial_lse_ptr,  # [max_slots, num_kv_heads, BLOCK_M]
-    sinks_ptr,  # [num_q_heads], or None
-    stride_out_token,
-    stride_out_head,
-    stride_lse_head,
-    GROUP: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MERGE_M: tl.constexpr,
-):
-    """MERGE_M rows of one split tile and one KV head a program, splits in their order: the same bits every time."""
-    kv_head = tl.program_id(0)
-    split_tile = tl.program_id(1)
-    if split_tile >= tl.load(counts_ptr + 1):
-        return
-    seq = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE)
-    tile = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 1)
-    first_slot = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 2).to(tl.int64)
-    num_slots = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 3)
-    first_token = tl.load(cu_seqlens_q_ptr + seq)
-    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
-
-    offs_m = tl.program_id(2) * MERGE_M + tl.arange(0, MERGE_M)
-    offs_v = tl.arange(0, V_HEAD_DIM_PADDED)
-    _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
-    mask = row_mask[:, None] & (offs_v < V_HEAD_DIM)[None, :]
-    acc = tl.zeros([MERGE_M, V_HEAD_DIM_PADDED], tl.float32)
-    row_max = tl.full([MERGE_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([MERGE_M], tl.float32)
-    for split in range(num_slots):
-        partial = ((first_slot + split) * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m
-        part_lse = tl.load(partial_lse_ptr + partial, mask=row_mask, other=float("-inf"))
-        part_out = tl.load(partial_out_ptr + partial[:, None] * V_HEAD_DIM + offs_v[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, part_lse)
-        correction = tl.exp2(row_max - finite(new_max))
-        weight = tl.exp2(part_lse - finite(new_max))
-        row_sum = row_sum * correction + weight
-        acc = acc * correction[:, None] + part_out * weight[:, None]
-        row_max = new_max
-
-    output = Output(
-        out_ptr=out_ptr,
-        lse_ptr=lse_ptr,
-        stride_token=stride_out_token,
-        stride_head=stride_out_head,
-        stride_lse_head=stride_lse_head,
-    )
-    _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, mask)

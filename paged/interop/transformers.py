@@ -24,8 +24,8 @@ from transformers.utils import generic
 from paged.errors import UnsupportedError
 from paged.interop.flash_attention import flash_attn_varlen_func
 from paged.kernels.attention.paged_attention import paged_attention
-from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.common.operation import bound_for, layout
 from paged.kernels.moe.fused_moe import fused_moe
 

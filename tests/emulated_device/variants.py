@@ -96,7 +96,8 @@ def key_of(kernel: Any) -> str:
 
 def tests_of(modules: Iterable[str]) -> list[str]:
     """The tests that launch the kernels of modules such as paged.kernels.moe.gemv."""
-    return [*sorted({f"tests/kernels/{module.split('.')[2]}" for module in modules}), *STEPS]
+    families = {module.replace(".common.attention", ".attention").split(".")[2] for module in modules}
+    return [*sorted(f"tests/kernels/{family}" for family in families), *STEPS]
 
 
 def main(argv: list[str]) -> int:

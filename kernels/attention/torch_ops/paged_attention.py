@@ -18,7 +18,7 @@ from paged.kernels.common.numba_ops.recording import recording
 from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16
 
 if TYPE_CHECKING:
-    from paged.kernels.attention.plan import AttentionPlan
+    from paged.kernels.common.attention.plan import AttentionPlan
 
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from paged.errors import UnsupportedError
 from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.paged_attention import paged_attention
-from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.common.attention.plan import AttentionPlan
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from paged.bench.attention.schedule import CASES, SWEEP, Launch, makespan, outcome, plan, simulate
-from paged.kernels.attention.config import AttentionTile
+from paged.kernels.common.attention.tile import AttentionTile
 from paged.kernels.common.compat import interpreting
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="the planner is told another chip only in the interpreter")

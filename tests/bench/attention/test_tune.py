@@ -7,8 +7,9 @@ from paged.bench.attention.cases import CASES
 from paged.bench.attention.tune import NAMES, candidates, cases, with_tile
 from paged.bench.benchmark import Setting
 from paged.kernels.attention.call import NO_LIMIT
-from paged.kernels.attention.config import AttentionTile
-from paged.kernels.attention.plan import AttentionPlan, AttentionShape
+from paged.kernels.attention.config import AttentionShape
+from paged.kernels.common.attention.plan import AttentionPlan
+from paged.kernels.common.attention.tile import AttentionTile
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])

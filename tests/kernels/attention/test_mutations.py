@@ -6,15 +6,18 @@ import pytest
 import torch
 
 import paged.kernels.attention.launches
-import paged.kernels.attention.mask
 import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
+import paged.kernels.common.attention.mask
+import paged.kernels.common.attention.merge_splits
+import paged.kernels.common.attention.rows
 from paged.bench.attention.problem import Problem
 from tests.kernels.attention.problem import check
 from tests.kernels.faulty import planted
 
-attention = paged.kernels.attention
-MODULES = (attention.mask, attention.online_softmax, attention.tile_kernels)  # each imports those before it
+attention, shared = paged.kernels.attention, paged.kernels.common.attention
+# Each imports those before it.
+MODULES = (shared.mask, shared.rows, attention.online_softmax, attention.tile_kernels, shared.merge_splits)
 
 PROBLEMS = (
     Problem("window", ((1, 150), (20, 90)), heads=(2, 1), window_size=(33, -1)),

@@ -11,8 +11,8 @@ from paged import paged_attention
 from paged.bench.attention import problems as attention_problems
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention import reference
-from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.torch_ops import batches as attention_batches
+from paged.kernels.common.attention.plan import AttentionPlan
 from tests.backends import BACKENDS
 from tests.kernels.attention.problem import check
 from tests.kernels.refusals import assert_refuses

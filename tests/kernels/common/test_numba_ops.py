@@ -17,8 +17,8 @@ import torch
 
 import paged
 from paged.bench.attention.problem import Problem, make
-from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.common import device as device_module
+from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.common.numba_ops import launch
 from paged.kernels.common.torch_ops import rms_norm as torch_op
 from paged.kernels.moe import reference as moe_reference

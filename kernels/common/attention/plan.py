@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from paged.kernels.attention.config import DECODE_MAX_ROWS, AttentionTile, decode_tile, prefill_tile
-from paged.kernels.attention.mask import pack_mask
-from paged.kernels.attention.plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARPS, SPLIT_TILE_SIZE, _plan_kernel
-from paged.kernels.attention.torch_ops.batches import SharedBatches
+from paged.kernels.common.attention.mask import pack_mask
+from paged.kernels.common.attention.plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARPS, SPLIT_TILE_SIZE, _plan_kernel
+from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile
 from paged.kernels.common.checks import check_tensor
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
@@ -64,14 +63,15 @@ class AttentionSchedule:
 
 
 @dataclass(frozen=True)
-class AttentionShape:
+class PlanShape:
     """Everything besides the lengths that a schedule depends on.
 
     Attributes:
         group: query heads for each KV head.
         element_size: bytes of an element of q.
-        window, chunk_size: see `AttentionCall`.
-        box, more_scores, kind: see `config.py`.
+        window: positions that a query sees left and right of its own.
+        chunk_size: of local attention, 0 for no limit.
+        kind: dtype of the cache, as `cache_kinds` names it.
         deterministic: a sequence is split by its own length alone, so that its results have the same bits in any batch.
     """
 
@@ -83,10 +83,15 @@ class AttentionShape:
     element_size: int
     window: tuple[int, int]
     chunk_size: int = 0
-    box: int = 0
-    more_scores: bool = False
     kind: str = ""
     deterministic: bool = False
+
+    def tiles(self, arch: str, rows: int) -> dict[str, AttentionTile]:
+        """Return the tile of "decode" and, for sequences with more than DECODE_MAX_ROWS rows, that of "prefill".
+
+        Without the second, the first is for all. rows: most rows of a sequence, queries times heads of a group.
+        """
+        raise NotImplementedError
 
 
 class AttentionPlan:
@@ -118,33 +123,25 @@ class AttentionPlan:
         # What a `Bound` has bound to this step.
         self.runs: dict[Any, dict[Any, Any]] = {}
         # What the PyTorch implementation reads and masks.
-        self.batches: SharedBatches = {}
-        self._schedules: dict[tuple[AttentionShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
+        self.batches: dict[Any, Any] = {}
+        self._schedules: dict[tuple[PlanShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
 
-    def schedules(self, shape: AttentionShape, is_causal: torch.Tensor | None = None) -> list[AttentionSchedule]:
+    def schedules(self, shape: PlanShape, is_causal: torch.Tensor | None = None) -> list[AttentionSchedule]:
         """Return the schedules that cover the batch: for short sequences, and for long ones if there may be any.
 
         is_causal: bool [num_seqs]; a query of a sequence with True sees nothing right of its own position.
         """
         key = shape, id(is_causal)
         if key not in self._schedules:
-            sizes = (
-                shape.head_dim,
-                shape.v_head_dim,
-                shape.element_size,
-                device_of(self.seq_lens.device).arch,
-                shape.box,
-            )
             rows = self.most_rows(shape)
-            options: dict[str, Any] = {"more_scores": shape.more_scores, "kind": shape.kind}
-            tiles = {"decode": decode_tile(*sizes, rows=rows, **options)}
-            if rows > DECODE_MAX_ROWS:
-                tiles["prefill"] = prefill_tile(*sizes, **options)
-            schedules = [self._schedule(kind, tile, shape, is_causal) for kind, tile in tiles.items()]
+            tiles = shape.tiles(device_of(self.seq_lens.device).arch, rows)
+            limit = DECODE_MAX_ROWS if "prefill" in tiles else rows
+            bounds = {"decode": (1, min(rows, limit)), "prefill": (limit + 1, rows)}
+            schedules = [self._schedule(kind, tile, shape, is_causal, *bounds[kind]) for kind, tile in tiles.items()]
             self._schedules[key] = schedules, is_causal
         return self._schedules[key][0]
 
-    def most_rows(self, shape: AttentionShape) -> int:
+    def most_rows(self, shape: PlanShape) -> int:
         """Return the upper bound of a sequence's rows, queries times heads of a group."""
         return min(self.max_seqlen_q, shape.num_tokens) * shape.group
 
@@ -155,11 +152,15 @@ class AttentionPlan:
         return self._masks[id(mask)][0]
 
     def _schedule(
-        self, kind: str, tile: AttentionTile, shape: AttentionShape, is_causal: torch.Tensor | None
+        self,
+        kind: str,
+        tile: AttentionTile,
+        shape: PlanShape,
+        is_causal: torch.Tensor | None,
+        min_rows: int,
+        max_rows: int,
     ) -> AttentionSchedule:
         device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0]
-        longest = self.most_rows(shape)
-        min_rows, max_rows = (1, min(longest, DECODE_MAX_ROWS)) if kind == "decode" else (DECODE_MAX_ROWS + 1, longest)
         num_programs = device_of(device).num_sms * tile.programs_per_sm
         min_split_blocks = triton.cdiv(_MIN_SPLIT_KEYS[kind], tile.block_n)
         # A sequence's last tile may be partly filled, so there is at most one more tile a sequence than full ones. Of
@@ -204,7 +205,7 @@ class AttentionPlan:
             search_steps=num_seqs.bit_length(),
             min_rows=min_rows,
             max_rows=max_rows,
-            most_rows=longest,
+            most_rows=self.most_rows(shape),
             num_kv_heads=shape.num_kv_heads,
             num_programs=num_programs,
             max_slots=max_slots,

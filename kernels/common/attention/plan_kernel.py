@@ -16,7 +16,7 @@ tile, or a split: one of several equal ranges of a tile's key blocks, whose part
 
 from __future__ import annotations
 
-from paged.kernels.attention.mask import Window, visible_range
+from paged.kernels.common.attention.mask import Window, visible_range
 from paged.kernels.common.compat import tl, triton
 
 # Shares that are tried: none, and 15 from 1.4 to 0.12 of a perfectly even one. Simulated for 132 SMs and 32 query heads

@@ -11,8 +11,9 @@ import torch
 from paged import paged_attention
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention.call import NO_LIMIT
-from paged.kernels.attention.config import DECODE_MAX_ROWS, decode_tile, query_lengths
-from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
+from paged.kernels.attention.config import AttentionShape, decode_tile, query_lengths
+from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule
+from paged.kernels.common.attention.tile import DECODE_MAX_ROWS
 from tests.kernels.refusals import assert_refuses
 
 thorough = pytest.mark.thorough

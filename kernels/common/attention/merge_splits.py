@@ -1,0 +1,108 @@
+"""Merge the partial results of tiles whose keys were split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule, PlanShape
+from paged.kernels.common.attention.plan_kernel import SPLIT_TILE_SIZE
+from paged.kernels.common.attention.rows import Output, _locate_rows, _store_rows, finite
+from paged.kernels.common.attention.tile import padded_head_dim
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.launch import Launch, strides
+
+# Rows of a merge program: its accumulator stays in registers at any head_dim.
+_MERGE_M = 16
+
+
+@triton.jit(do_not_specialize=["stride_lse_head"])
+def _merge_splits_kernel(
+    out_ptr,  # [num_tokens, num_q_heads, V_HEAD_DIM]
+    lse_ptr,  # [num_q_heads, num_tokens], or None
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    split_tiles_ptr,  # [max_split_tiles, SPLIT_TILE_SIZE]
+    counts_ptr,  # [2]
+    partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, V_HEAD_DIM]
+    partial_lse_ptr,  # [max_slots, num_kv_heads, BLOCK_M]
+    sinks_ptr,  # [num_q_heads], or None
+    stride_out_token,
+    stride_out_head,
+    stride_lse_head,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MERGE_M: tl.constexpr,
+):
+    """MERGE_M rows of one split tile and one KV head a program, splits in their order: the same bits every time."""
+    kv_head = tl.program_id(0)
+    split_tile = tl.program_id(1)
+    if split_tile >= tl.load(counts_ptr + 1):
+        return
+    seq = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE)
+    tile = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 1)
+    first_slot = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 2).to(tl.int64)
+    num_slots = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 3)
+    first_token = tl.load(cu_seqlens_q_ptr + seq)
+    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
+
+    offs_m = tl.program_id(2) * MERGE_M + tl.arange(0, MERGE_M)
+    offs_v = tl.arange(0, V_HEAD_DIM_PADDED)
+    _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
+    mask = row_mask[:, None] & (offs_v < V_HEAD_DIM)[None, :]
+    acc = tl.zeros([MERGE_M, V_HEAD_DIM_PADDED], tl.float32)
+    row_max = tl.full([MERGE_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([MERGE_M], tl.float32)
+    for split in range(num_slots):
+        partial = ((first_slot + split) * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m
+        part_lse = tl.load(partial_lse_ptr + partial, mask=row_mask, other=float("-inf"))
+        part_out = tl.load(partial_out_ptr + partial[:, None] * V_HEAD_DIM + offs_v[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, part_lse)
+        correction = tl.exp2(row_max - finite(new_max))
+        weight = tl.exp2(part_lse - finite(new_max))
+        row_sum = row_sum * correction + weight
+        acc = acc * correction[:, None] + part_out * weight[:, None]
+        row_max = new_max
+
+    output = Output(
+        out_ptr=out_ptr,
+        lse_ptr=lse_ptr,
+        stride_token=stride_out_token,
+        stride_head=stride_out_head,
+        stride_lse_head=stride_lse_head,
+    )
+    _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, mask)
+
+
+def shared_arguments(
+    out: torch.Tensor, shape: PlanShape, plan: AttentionPlan, schedule: AttentionSchedule
+) -> dict[str, Any]:
+    """Return the arguments that a kernel over a schedule's tiles and the merge take."""
+    return {
+        "cu_seqlens_q_ptr": plan.cu_seqlens_q,
+        "counts_ptr": schedule.counts,
+        "partial_out_ptr": schedule.partial_out,
+        "partial_lse_ptr": schedule.partial_lse,
+        **strides("token head", out=out),
+        "stride_lse_head": shape.num_tokens,
+        "GROUP": shape.group,
+        "V_HEAD_DIM": shape.v_head_dim,
+        "V_HEAD_DIM_PADDED": padded_head_dim(shape.v_head_dim),
+        "BLOCK_M": schedule.tile.block_m,
+    }
+
+
+def merge_launch(out: torch.Tensor, shape: PlanShape, plan: AttentionPlan, schedule: AttentionSchedule) -> Launch:
+    """Return the launch that merges a schedule's split tiles into outputs like `out`."""
+    return Launch(
+        _merge_splits_kernel,
+        (shape.num_kv_heads, schedule.split_tiles.shape[0], schedule.tile.block_m // _MERGE_M),
+        {
+            **shared_arguments(out, shape, plan, schedule),
+            "split_tiles_ptr": schedule.split_tiles,
+            "MERGE_M": _MERGE_M,
+        },
+        num_warps=4,
+    )
