@@ -60,7 +60,7 @@ def test_families_of_kernels_stand_side_by_side() -> None:
     shared = {name for name in graph if name.startswith("kernels/common/")}
     assert shared == {"kernels/common/attention", "kernels/common/packed"}
     assert all(graph.pop(name) == {"kernels/common"} for name in shared)
-    families = ("attention", "cache", "layers", "lora", "moe", "quantization", "recurrent", "sampling")
+    families = ("attention", "cache", "layers", "lora", "mla", "moe", "quantization", "recurrent", "sampling")
     assert set(graph) == {f"kernels/{family}" for family in families}
     assert all(imports <= {"kernels/common", *shared} for imports in graph.values())
 

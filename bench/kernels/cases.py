@@ -67,6 +67,14 @@ _INT8_ATTENTION = partial(work.paged_attention, is_int8=True)
 _INT4 = partial(work.quantized_linear, form="int4", group_size=128)
 _E4M3 = partial(work.quantized_linear, form="e4m3", group_size=128)
 
+# Latents of DeepSeek-V3 (DeepSeek-AI, 2024) at 64 decodes of 8k.
+_LATENT = {"sizes": ((512, 64),) * 3}
+_LATENT_HEADS = (128, 16, 4)
+_DECODES = ([(1, 8192)] * 64, [(1, 512)] * 4, [(1, 200), (1, 33)])
+_LATENT_STEP = {"lengths": _DECODES, "heads": _LATENT_HEADS, **_LATENT}
+_CHOSEN = partial(work.paged_mla_attention, chosen=2048)
+_PACKED = partial(work.concat_and_cache_mla, is_packed=True)
+
 _Lengths = list[tuple[int, int]]
 
 
@@ -82,6 +90,18 @@ CASES = (
     _attention_case("decode int8", [(1, 4096)] * 32, [(1, 512)] * 8, [(1, 600), (1, 33), (1, 1)], make=_INT8_ATTENTION),
     _attention_case(
         "mixed", [(2048, 4096), *[(1, 4096)] * 31], [(128, 256), *[(1, 512)] * 7], [(40, 100), (1, 600), (1, 17)]
+    ),
+    Case(
+        "paged_mla_attention",
+        work.paged_mla_attention,
+        _LATENT_STEP,
+        "decode",
+    ),
+    Case("paged_mla_attention", _CHOSEN, _LATENT_STEP, "chosen"),
+    Case("concat_and_cache_mla", work.concat_and_cache_mla, {"tokens": _TOKENS, **_LATENT}),
+    Case("concat_and_cache_mla", _PACKED, {"tokens": _TOKENS, **_LATENT}, "packed"),
+    Case(
+        "mla_norm_rope_and_cache", work.mla_norm_rope_and_cache, {"tokens": _TOKENS, "heads": _LATENT_HEADS, **_LATENT}
     ),
     Case("cascade_attention", work.cascade_attention, _CASCADE),
     Case("reshape_and_cache", work.reshape_and_cache, {"tokens": _TOKENS, **_KV}),

@@ -23,6 +23,7 @@ from paged.kernels.cache import reference as cache_reference
 from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
+from paged.kernels.mla import reference as mla_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.moe_align_block_size import max_num_blocks
 from paged.kernels.quantization import reference as quantization_reference
@@ -112,6 +113,80 @@ def paged_attention(
         )
         layer = _Int8Layer(layer.q, *caches, *scales)
     return Work(ours(step, [layer])[0], lambda: expected(step, layer), cost)
+
+
+def paged_mla_attention(
+    draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, sizes: tuple[int, int], chosen: int = 0
+) -> Work:
+    """A step over latents; a query and key take 2 (2 latent + rope) operations a head, and a key is read once."""
+    latent, rope = sizes
+    groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
+    case = AttentionCase("kernels", "latents", groups, (heads, 1), 64, latent + rope, latent)
+    step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
+    arguments = {name: tensor for name, tensor in step.arguments.items() if name != "plan"}
+    arguments |= {"softmax_scale": (latent + rope) ** -0.5, "v_head_dim": latent}
+    cost = case.cost(draw.dtype)
+    read = sum(seq_len for _, seq_len in lengths)
+    if chosen:
+        most = torch.arange(len(layer.q), device=draw.device).remainder(7)[:, None]
+        indices = (torch.arange(chosen, device=draw.device) * 3 + most).to(torch.int32)
+        arguments["indices"] = torch.where(indices < min(seq_len for _, seq_len in lengths), indices, -1)
+        seen = int((arguments["indices"] >= 0).sum())
+        cost, read = Cost(2 * heads * (2 * latent + rope) * seen, cost.num_bytes), min(seen, read)
+    rows = sum(q_len for q_len, _ in lengths) * heads * (2 * latent + rope)
+    num_bytes = (rows + read * (latent + rope)) * draw.dtype.itemsize
+    call = {"q": layer.q, "kv_cache": layer.k_cache[:, :, 0], **arguments}
+    plan = paged.AttentionPlan(
+        step.cu_seqlens_q, step.seq_lens, max_seqlen_q=step.max_seqlen_q, max_seqlen_k=step.max_seqlen_k
+    )
+    without = {name: value for name, value in call.items() if name != "max_seqlen_q"}
+    return Work(
+        lambda: paged.paged_mla_attention(**call, plan=plan),
+        lambda: mla_reference.paged_mla_attention(**without)[0],
+        Cost(cost.flops, num_bytes),
+    )
+
+
+def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int], is_packed: bool = False) -> Work:
+    latent, k_rope = (draw.normal(tokens, size) for size in sizes)
+    num_blocks = -(-2 * tokens // BLOCK_SIZE)
+    cache = torch.zeros(num_blocks, BLOCK_SIZE, 656, dtype=torch.uint8, device=draw.device)
+    if not is_packed:
+        cache = draw.normal(num_blocks, BLOCK_SIZE, sum(sizes))
+    slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
+
+    def call() -> torch.Tensor:
+        paged.concat_and_cache_mla(latent, k_rope, cache, slots)
+        # Scaled codes are compared as the numbers they stand for, those of the dtype they came from.
+        return mla_reference.numbers(cache).to(draw.device, draw.dtype) if is_packed else cache
+
+    def expected() -> torch.Tensor:
+        want = cache_reference.concat_and_cache_mla(latent.cpu(), k_rope.cpu(), cache.cpu(), slots.cpu())
+        return mla_reference.numbers(want)
+
+    row = cache.shape[2] * cache.element_size() + sum(sizes) * draw.dtype.itemsize + 8
+    return Work(call, expected, Cost(0, tokens * row))
+
+
+def mla_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: int, sizes: tuple[int, int]) -> Work:
+    size, rope = sizes
+    q, (latent, k_rope) = draw.normal(tokens, heads, rope), (draw.normal(tokens, each) for each in sizes)
+    cache = draw.normal(-(-2 * tokens // BLOCK_SIZE), BLOCK_SIZE, size + rope)
+    slots = draw.permutation(len(cache) * BLOCK_SIZE)[:tokens]
+    where, weight = draw.rotary(tokens, rope), draw.normal(size)
+
+    def expected() -> tuple[torch.Tensor, torch.Tensor]:
+        normed = layers_reference.rms_norm(latent, weight, 1e-6)
+        positions, table = (each.cpu() for each in where)
+        rotated = layers_reference.rotate(k_rope.cpu().unsqueeze(1), positions, table, True)[:, 0]
+        want = cache_reference.concat_and_cache_mla(normed, rotated, cache.cpu().double(), slots.cpu())
+        return layers_reference.rotate(q.cpu(), positions, table, True), want
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        paged.mla_norm_rope_and_cache(q, latent, k_rope, cache, slots, *where, weight, interleaved=True)
+        return q, cache
+
+    return Work(call, expected, Cost(0, 2 * _bytes(q, latent, k_rope) + _bytes(slots, *where)))
 
 
 def cascade_attention(draw: Draw, *, prefix: int, own: int, sequences: int, heads: tuple[int, int], dim: int) -> Work:

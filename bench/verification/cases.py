@@ -20,6 +20,7 @@ from paged.bench.attention.problem import Problem, solve
 from paged.bench.attention.problems import PROBLEMS
 from paged.bench.kernels.cases import CASES, Case
 from paged.bench.kernels.work import Draw, lora_work, tensors
+from paged.bench.mla import problem as mla_problem
 from paged.bench.moe.cases import MoeCase, MoeModel
 from paged.bench.moe.formats import FORMATS
 from paged.cache.kv_cache import PagedKvCacheConfig
@@ -77,6 +78,12 @@ def _attention(problem: Problem, device: torch.device, dtype: torch.dtype) -> Pa
         yield solved.out, solved.expected_out
         if solved.lse is not None:
             yield solved.lse, solved.expected_lse
+
+
+def _latent_attention(problem: mla_problem.Problem, device: torch.device, dtype: torch.dtype) -> Pairs:
+    solved = mla_problem.solve(replace(problem, dtype=dtype), device)
+    yield solved.out, solved.expected_out
+    yield solved.lse, solved.expected_lse
 
 
 def _both(operation: str, reference: ModuleType, *arguments: Any, **options: Any) -> Pairs:
@@ -239,6 +246,16 @@ CHECKS = (
     *(
         Check(f"paged_attention: {problem.name}", partial(_attention, problem), is_quick=problem.name in _QUICK)
         for problem in PROBLEMS
+    ),
+    *(
+        # Scaled codes of the published fp8 form are rounded to the dtype of q.
+        Check(
+            f"paged_mla_attention: {problem.name}",
+            partial(_latent_attention, problem),
+            judged_as=torch.bfloat16 if problem.form == "packed" else None,
+            is_quick=problem.name in ("mixed batch", "chosen keys", "packed"),
+        )
+        for problem in mla_problem.PROBLEMS
     ),
     *(
         Check(f"fused_moe: {activation}", partial(_moe_options, activation), is_quick=activation == "swiglu_oai")

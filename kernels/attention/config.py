@@ -17,8 +17,6 @@ from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile, 
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
 from paged.kernels.common.launch import ROW_COUNTS
 
-# The widest keys and values: 16 rows of an accumulator are 64 registers of a thread in 4 warps.
-MAX_HEAD_DIM = 512
 # The most keys of any tile below, which begins at a multiple of them: what is read before the first key of a window.
 MAX_KEYS_AT_ONCE = 128
 

@@ -9,9 +9,9 @@ import torch
 
 from paged.kernels.attention import launches
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
-from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
-from paged.kernels.common.attention.plan import AttentionPlan
+from paged.kernels.common.attention.plan import AttentionPlan, check_plan
+from paged.kernels.common.attention.tile import MAX_HEAD_DIM
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     NARROW_DTYPES,
@@ -177,7 +177,7 @@ def paged_attention(
         lse=meta_lse if as_bool("return_lse", return_lse) else None,
     )
     _check_options(call)
-    _check_plan(plan, call)
+    check_plan(plan, cu_seqlens_q, seq_lens, call.max_seqlen_q)
     return _run(call, (launches if use_triton(q) else torch_op).bind(call, plan))
 
 
@@ -235,22 +235,6 @@ def _window(window_size: tuple[int, int]) -> list[int]:
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
     sizes = (as_int(f"window_size[{side}]", size, -1) for side, size in enumerate((left, right)))
     return [NO_LIMIT if size == -1 else min(size, NO_LIMIT) for size in sizes]
-
-
-def _check_plan(plan: AttentionPlan | None, call: AttentionCall) -> None:
-    """Raise InvalidInputError where the plan is another batch's, as far as that can be seen without a wait."""
-    if plan is None:
-        return
-    if not isinstance(plan, AttentionPlan):
-        raise InvalidInputError(f"plan: {shown(plan)}, expected an AttentionPlan")
-    for name in ("cu_seqlens_q", "seq_lens"):
-        planned, given = getattr(plan, name), getattr(call, name)
-        is_same = planned.shape == given.shape and planned.device == given.device
-        if planned is not given and not (is_same and (given.device.type != "cpu" or torch.equal(planned, given))):
-            raise InvalidInputError(f"plan: made for other {name}, of shape {list(planned.shape)} on {planned.device}")
-    if plan.max_seqlen_q < call.max_seqlen_q:
-        expected = f"expected at least {call.max_seqlen_q}"
-        raise InvalidInputError(f"plan: made for max_seqlen_q {plan.max_seqlen_q}, {expected}")
 
 
 def _check_options(call: AttentionCall) -> None:

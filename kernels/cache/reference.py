@@ -32,3 +32,29 @@ def reshape_and_cache(
                 copy[slot // block_size, slot % block_size, head] = stored.to(copy)
         written.append(copy)
     return written[0], written[1]
+
+
+def concat_and_cache_mla(
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A copy of the cache as `concat_and_cache_mla` leaves it; rows of 656 bytes by their definition."""
+    copy, block_size = kv_cache.clone(), kv_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        if kv_cache.dtype == torch.uint8:
+            groups = f64(latent[token]).view(4, 128)
+            scales = (groups.abs().amax(1) / 448).float()
+            codes = to_float8(groups / groups.abs().amax(1, keepdim=True) * 448, torch.float8_e4m3fn).flatten()
+            parts = (codes, scales, k_rope[token].cpu().to(torch.bfloat16))
+            row = torch.cat([part.view(torch.uint8) for part in parts])
+        else:
+            row = torch.cat([f64(latent[token]), f64(k_rope[token])]) / (1.0 if scale is None else f64(scale))
+            row = to_float8(row, kv_cache.dtype) if kv_cache.element_size() == 1 else row
+        copy[slot // block_size, slot % block_size] = row.to(copy)
+    return copy

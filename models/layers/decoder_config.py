@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.attention.config import MAX_HEAD_DIM
+from paged.kernels.common.attention.tile import MAX_HEAD_DIM
 from paged.kernels.common.scalars import shown
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config
@@ -84,7 +84,7 @@ def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -
     if layer.softmax_scale > MAX_FACTOR:
         raise CheckpointError(f"{hf.source}: scores times {layer.softmax_scale:.3g}, expected at most {MAX_FACTOR}")
     if layer.rope is not None:
-        check_rope(layer.rope, layer.head_dim, max_positions, hf.source)
+        check_rope(layer.rope, layer.rotated_dim, max_positions, hf.source)
 
 
 def moe_config(

@@ -13,9 +13,9 @@ from paged.kernels.common.attention.plan_kernel import PLAN_LANES, PLAN_WARPS, _
 from paged.kernels.common.attention.tile import padded_head_dim
 from paged.kernels.common.device import LARGE_SHARED_MEMORY
 
-_ELEMENT_SIZE = {"bf16": 2, "fp32": 4}
-_TENSOR_CORES = {"sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_103": "UTCHMMA", "gfx942": "v_mfma"}
-_TENSOR_CORES |= dict.fromkeys(("sm_80", "sm_89", "sm_120"), "HMMA")
+ELEMENT_SIZE = {"bf16": 2, "fp32": 4}
+TENSOR_CORES = {"sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_103": "UTCHMMA", "gfx942": "v_mfma"}
+TENSOR_CORES |= dict.fromkeys(("sm_80", "sm_89", "sm_120"), "HMMA")
 _ALIGNED = ("q_token", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "out_token", "out_head")
 _TABLES = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "counts_ptr", "first_padding_ptr")
 _KINDS = dict.fromkeys((*_TABLES, "split_tiles_ptr", "tile_starts_ptr"), "*i32")
@@ -98,7 +98,7 @@ def _attention_case(
     options: tuple[str, ...] = (),
 ) -> CompileCase:
     v_head_dim = v_head_dim or head_dim
-    sizes = head_dim, v_head_dim, _ELEMENT_SIZE[dtype], target, box
+    sizes = head_dim, v_head_dim, ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
     chosen: dict[str, Any] = {"more_scores": more_scores, "kind": cache or ""}
     tile = decode_tile(*sizes, rows=rows, **chosen) if kind == "decode" else prefill_tile(*sizes, **chosen)
@@ -137,7 +137,7 @@ def _attention_case(
     elif tile.block_m < 64 and target.startswith("sm"):
         expect = {target: ("HMMA", *copies)}
     else:
-        expect = {target: (_TENSOR_CORES[target], *copies)}
+        expect = {target: (TENSOR_CORES[target], *copies)}
     widths = f"D={head_dim}" if v_head_dim == head_dim else f"D={head_dim},{v_head_dim}"
     words = [f"{tile.block_m} x {tile.block_n}", widths, dtype, *([f"{cache} cache"] if cache else [])]
     flags = {

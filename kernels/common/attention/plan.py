@@ -20,8 +20,9 @@ from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile
 from paged.kernels.common.checks import check_tensor
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
+from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import launch
-from paged.kernels.common.scalars import as_int
+from paged.kernels.common.scalars import as_int, shown
 
 _INT32_MAX = 2**31 - 1
 # What a split costs besides its keys, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
@@ -223,3 +224,20 @@ class AttentionPlan:
             num_warps=PLAN_WARPS,
         )
         return schedule
+
+
+def check_plan(
+    plan: AttentionPlan | None, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int
+) -> None:
+    """Raise InvalidInputError where the plan is another batch's, as far as that can be seen without a wait."""
+    if plan is None:
+        return
+    if not isinstance(plan, AttentionPlan):
+        raise InvalidInputError(f"plan: {shown(plan)}, expected an AttentionPlan")
+    lengths = {"cu_seqlens_q": (plan.cu_seqlens_q, cu_seqlens_q), "seq_lens": (plan.seq_lens, seq_lens)}
+    for name, (planned, given) in lengths.items():
+        is_same = planned.shape == given.shape and planned.device == given.device
+        if planned is not given and not (is_same and (given.device.type != "cpu" or torch.equal(planned, given))):
+            raise InvalidInputError(f"plan: made for other {name}, of shape {list(planned.shape)} on {planned.device}")
+    if plan.max_seqlen_q < max_seqlen_q:
+        raise InvalidInputError(f"plan: made for max_seqlen_q {plan.max_seqlen_q}, expected at least {max_seqlen_q}")

@@ -60,17 +60,6 @@ def _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, r
 
 
 @triton.jit
-def _fill_float16(q, scale):
-    """Queries as float16, and the scale that goes with them.
-
-    float16 holds every 8-bit float; converting two to it takes one instruction, to bfloat16 four more. Queries that
-    fill its range keep all their bits unless they are 2^29 times smaller than the tile's largest.
-    """
-    largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
-    return (q.to(tl.float32) * (32768.0 / largest)).to(tl.float16), scale * (largest / 32768.0)
-
-
-@triton.jit
 def normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask):
     """Output rows and their log-sum-exp in base 2. A sink is the score of one more key, whose value is 0."""
     if sinks_ptr is not None:

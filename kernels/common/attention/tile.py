@@ -9,6 +9,8 @@ from paged.kernels.common.compat import triton
 # A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
 # beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
 DECODE_MAX_ROWS = 64
+# The widest keys and values: 16 rows of an accumulator are 64 registers of a thread in 4 warps.
+MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ import torch
 
 import paged
 from paged.bench.attention.problem import Problem, make
+from paged.bench.mla import problem as mla_problem
 from paged.kernels.attention import reference as attention_reference
 from paged.kernels.cache import reference as cache_reference
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
+from paged.kernels.mla import reference as mla_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.routing import Routing
 from paged.kernels.recurrent import reference as recurrent_reference
@@ -41,6 +43,49 @@ def _sequences() -> Arguments:
 
 def _attention_expected(*, max_seqlen_q: Any, shared_prefix_len: Any = 0, **arguments: Any) -> Answer:
     return attention_reference.paged_attention(**arguments)
+
+
+def _latents() -> Arguments:
+    problem = mla_problem.Problem("", ((1, 20), (3, 3), (9, 20)), sizes=(16, 16), block_size=8, chosen=12)
+    return {**mla_problem.make(problem, DEVICE), "max_seqlen_q": 9}
+
+
+def _latents_expected(*, max_seqlen_q: Any, deterministic: Any = False, **arguments: Any) -> Answer:
+    return mla_reference.paged_mla_attention(**arguments)
+
+
+def _latent_write() -> Arguments:
+    slots = torch.tensor([3, 31, -1, 0, 9])
+    return {
+        "latent": torch.randn(5, 32),
+        "k_rope": torch.randn(5, 16),
+        "kv_cache": torch.zeros(4, 8, 48),
+        "slot_mapping": slots,
+    }
+
+
+def _latent_written(**arguments: Any) -> torch.Tensor:
+    paged.concat_and_cache_mla(**arguments)
+    written: torch.Tensor = arguments["kv_cache"]
+    return written
+
+
+def _fused_latent_write() -> Arguments:
+    rotary = _rotary()
+    where = {name: rotary[name] for name in ("positions", "cos_sin_cache")}
+    return {"q_rope": rotary["query"], **_latent_write(), **where, "latent_weight": torch.rand(32)}
+
+
+def _fused_latent_written(**arguments: Any) -> Answer:
+    return paged.mla_norm_rope_and_cache(**arguments), arguments["kv_cache"]
+
+
+def _fused_latent_expected(eps: float = 1e-6, interleaved: bool = False, **given: Any) -> Answer:
+    where = (given["positions"], given["cos_sin_cache"], interleaved)
+    latent = layers_reference.rms_norm(given["latent"], given["latent_weight"], eps)
+    k_rope = layers_reference.rotate(given["k_rope"].unsqueeze(1), *where)[:, 0]
+    cache = cache_reference.concat_and_cache_mla(latent, k_rope, given["kv_cache"].double(), given["slot_mapping"])
+    return layers_reference.rotate(given["q_rope"], *where), cache
 
 
 def _cascade() -> Arguments:
@@ -236,6 +281,14 @@ CALLS = {
     "cascade_attention": Call(
         _cascade, lambda **arguments: paged.cascade_attention(**arguments, return_lse=True), _attention_expected,
         {"max_seqlen_q": int, "shared_prefix_len": int, "softmax_scale": float, "softcap": float},
+    ),
+    "paged_mla_attention": Call(
+        _latents, lambda **arguments: paged.paged_mla_attention(**arguments, return_lse=True), _latents_expected,
+        {"max_seqlen_q": int, "v_head_dim": int, "softmax_scale": float, "causal": bool, "deterministic": bool},
+    ),
+    "concat_and_cache_mla": Call(_latent_write, _latent_written, cache_reference.concat_and_cache_mla),
+    "mla_norm_rope_and_cache": Call(
+        _fused_latent_write, _fused_latent_written, _fused_latent_expected, _FLAGS | {"eps": float}
     ),
     "reshape_and_cache": Call(_cache_write, _cache_written, cache_reference.reshape_and_cache),
     "rotary_embedding": Call(_rotary, paged.rotary_embedding, _rotary_expected, _FLAGS),

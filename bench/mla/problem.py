@@ -1,0 +1,126 @@
+"""Latent attention problems that catch paging bugs; tests and `paged verify` run them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import paged
+from paged.bench.attention import problem as attention_problem
+from paged.kernels.mla import reference
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes of one batch; lengths are (query length, key length) per sequence.
+
+    form: of the cache: "" for the dtype of q, "e4m3" with one scale, "packed" for the published fp8 form.
+    chosen: keys that each query sees, at random positions, in disorder among entries of -1; 0 for all.
+    coverage: q = 0 and latents one-hot of the position: every key counts the same, a dropped one shows.
+    """
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+    heads: int = 2
+    sizes: tuple[int, int] = (64, 16)  # of the latent and of the rotated part
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    form: str = ""
+    chosen: int = 0
+    causal: bool = True
+    sinks: bool = False
+    padding_rows: int = 0
+    deterministic: bool = False
+    coverage: bool = False
+
+
+PROBLEMS = (
+    Problem("mixed batch", ((1, 17), (5, 18), (40, 40), (1, 700), (2, 1), (0, 3)), padding_rows=2),
+    Problem("split", ((1, 2011), (1, 65)), coverage=True),
+    Problem("16 heads", ((1, 130), (4, 40)), heads=16, block_size=24),
+    Problem("128 heads", ((1, 70), (2, 40)), heads=128, sizes=(32, 16), block_size=64),
+    Problem("5 heads, no rotation, blocks of 1", ((1, 30), (20, 24)), heads=5, sizes=(48, 0), block_size=1),
+    Problem("one head", ((30, 70), (1, 1)), heads=1, sizes=(256, 64)),
+    Problem("sizes of DeepSeek", ((1, 40), (3, 20)), sizes=(512, 64), block_size=64),
+    Problem("sinks, not causal", ((3, 30), (1, 600)), heads=3, sinks=True, causal=False, deterministic=True),
+    Problem("e4m3", ((1, 300), (5, 20)), form="e4m3"),
+    Problem("packed", ((1, 40), (5, 20)), sizes=(512, 64), form="packed"),
+    Problem("chosen keys", ((5, 90), (1, 20), (4, 3)), heads=5, chosen=33, padding_rows=1),
+    Problem("split chosen keys", ((1, 1100), (1, 700)), sinks=True, chosen=600, block_size=64, causal=False),
+    Problem("packed, chosen", ((2, 60),), sizes=(512, 64), form="packed", chosen=20),
+)
+
+
+def make(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """Make the arguments that the reference also takes; see `bench.attention.problem.make` for the tensors."""
+    latent, rope = problem.sizes
+    size, dtype = latent + rope, problem.dtype
+    plain = attention_problem.Problem(
+        "", problem.lengths, (problem.heads, 1), size, latent, problem.block_size, dtype,
+        padding_rows=problem.padding_rows, layout="shared", coverage=problem.coverage,
+    )  # fmt: skip
+    tensors = attention_problem.make(plain, torch.device("cpu"))
+    cache = tensors.k_cache[:, :, 0]
+    if problem.coverage:
+        for seq, (_, seq_len) in enumerate(problem.lengths):
+            position = torch.arange(seq_len)
+            blocks = tensors.block_table[seq, position // problem.block_size].long()
+            rows = torch.eye(size)[position % latent].to(dtype)
+            cache[blocks, position % problem.block_size] = rows
+    given: dict[str, Any] = {
+        "q": tensors.q, "kv_cache": _stored(cache, problem.form), "block_table": tensors.block_table,
+        "cu_seqlens_q": tensors.cu_seqlens_q, "seq_lens": tensors.seq_lens,
+    }  # fmt: skip
+    if problem.form == "e4m3":
+        given["k_scale"] = torch.rand(1) + 0.5
+    if problem.sinks:
+        given["sinks"] = torch.randn(problem.heads).to(dtype)
+    if problem.chosen:
+        given["indices"] = torch.full((len(tensors.q), problem.chosen), -1, dtype=torch.int32)
+        for seq, (_, seq_len) in enumerate(problem.lengths):
+            for row in range(*tensors.cu_seqlens_q[seq : seq + 2].tolist()):
+                count = min(seq_len, problem.chosen - 1)
+                places = torch.randperm(problem.chosen)[:count]
+                given["indices"][row, places] = torch.randperm(seq_len)[:count].int()
+    on_device: dict[str, Any] = {name: tensor.to(device) for name, tensor in given.items()}
+    return {**on_device, "v_head_dim": latent, "softmax_scale": size**-0.5, "causal": problem.causal}
+
+
+def _stored(cache: torch.Tensor, form: str) -> torch.Tensor:
+    if form == "e4m3":
+        return cache.to(torch.float8_e4m3fn)
+    if form != "packed":
+        return cache
+    latent, rope = cache[..., :512].to(torch.float8_e4m3fn), cache[..., 512:].bfloat16()
+    scales = torch.rand(*cache.shape[:2], 4) + 0.5
+    return torch.cat([part.contiguous().view(torch.uint8) for part in (latent, scales, rope)], -1)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The result of `paged_mla_attention` and the expected one; `arguments` are the reference's."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    expected_out: torch.Tensor
+    expected_lse: torch.Tensor
+    arguments: dict[str, Any]
+
+
+def solve(problem: Problem, device: torch.device) -> Solved:
+    """Run the problem into an output that holds NaN, and the float64 reference."""
+    arguments = make(problem, device)
+    q = arguments["q"]
+    out = q.new_full((*q.shape[:2], problem.sizes[0]), math.nan)
+    longest = max(q_len for q_len, _ in problem.lengths)
+    result, lse = paged.paged_mla_attention(
+        **arguments, max_seqlen_q=longest, out=out, return_lse=True, deterministic=problem.deterministic
+    )
+    assert result is out
+    on_cpu: dict[str, Any] = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+    }
+    return Solved(out, lse, *reference.paged_mla_attention(**on_cpu), on_cpu)

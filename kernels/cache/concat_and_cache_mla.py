@@ -1,0 +1,333 @@
+"""Write new latents and their rotated dimensions to their slots in a latent cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from paged.kernels.cache.torch_ops import concat_and_cache_mla as torch_op
+from paged.kernels.cache.write import slot_offset
+from paged.kernels.common.attention.latent_cache import (
+    PACKED_GROUP,
+    check_latent_cache,
+    latent_kind,
+    latent_parts,
+)
+from paged.kernels.common.cache_kinds import cast_to_cache, load_inverse_scale
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_eps,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+)
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
+from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
+from paged.kernels.common.launch import Launch, nothing, strides
+from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
+from paged.kernels.common.scalars import as_bool
+
+_GROUP = tl.constexpr(PACKED_GROUP)
+# Groups without a larger magnitude keep less: 448 divided by theirs would be infinite.
+_SMALLEST = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def _concat_and_cache_mla_kernel(
+    q_ptr,  # [num_tokens, NUM_Q_HEADS, ROPE_DIM], rotated in place, or None
+    latent_ptr,  # [num_tokens, LATENT]
+    k_rope_ptr,  # [num_tokens, ROPE_DIM]
+    latent_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, LATENT]
+    rope_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, ROPE_DIM]
+    scales_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, LATENT / 128], or None
+    slot_mapping_ptr,  # int64 [num_tokens], negative to skip
+    positions_ptr,  # int64 [num_tokens], with q
+    cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM], with q
+    weight_ptr,  # [LATENT], with q
+    scale_ptr,  # float32 [1], or None
+    eps,
+    stride_q_token,
+    stride_q_head,
+    stride_latent_token,
+    stride_k_rope_token,
+    stride_latent_cache_block,
+    stride_latent_cache_slot,
+    stride_rope_cache_block,
+    stride_rope_cache_slot,
+    stride_scales_cache_block,
+    stride_scales_cache_slot,
+    stride_cos_sin_position,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,  # 1
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    KIND: tl.constexpr,  # see `latent_kind`
+    NATIVE_FP8: tl.constexpr,
+):
+    """One program takes BLOCK_HEADS query heads of a token, the last of a token its row of the cache."""
+    if q_ptr is not None:
+        token, head_block, cos_sin_ptr, offs_head = locate_token(
+            positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
+        )
+        heads = (head_block * BLOCK_HEADS + offs_head)[:, None]
+        if head_block < (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS:
+            q_ptrs = q_ptr + token * stride_q_token + heads * stride_q_head
+            rotate_heads(
+                q_ptrs, q_ptrs, heads < NUM_Q_HEADS, None, cos_sin_ptr, None, eps, ROPE_DIM, ROTARY_DIM, INTERLEAVED,
+                BLOCK_PAIRS, BLOCK_REST,
+            )  # fmt: skip
+            return
+    else:
+        token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    offs = tl.arange(0, LATENT_PADDED)
+    mask = offs < LATENT
+    latent = tl.load(latent_ptr + token * stride_latent_token + offs, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        root = tl.sqrt(tl.sum(latent * latent, 0) / LATENT + eps)
+        latent = latent / root * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    row_ptr = latent_cache_ptr + slot_offset(slot, stride_latent_cache_block, stride_latent_cache_slot, KV_BLOCK_SIZE)
+    scale_ptrs = None if scale_ptr is None else scale_ptr + tl.zeros([1, 1], tl.int32)
+    if KIND == "packed":
+        groups = latent.reshape(LATENT_PADDED // _GROUP, _GROUP)
+        largest = tl.maximum(tl.max(tl.abs(groups), 1), _SMALLEST)
+        scales_row = slot_offset(slot, stride_scales_cache_block, stride_scales_cache_slot, KV_BLOCK_SIZE)
+        not_finite = tl.sum(groups * 0.0, 1)  # NaN where e4m3 could not say what the group holds
+        offs_g = tl.arange(0, LATENT_PADDED // _GROUP)
+        tl.store(scales_cache_ptr + scales_row + offs_g, largest / 448.0 + not_finite)
+        latent = (groups * (448.0 / largest)[:, None]).reshape(LATENT_PADDED)
+        stored = cast_to_cache(latent, None, latent_cache_ptr.dtype.element_ty, "e4m3", NATIVE_FP8)
+    else:
+        inverse = None
+        if scale_ptr is not None:
+            inverse = 1.0 / tl.load(scale_ptr)
+        stored = cast_to_cache(latent, inverse, latent_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8)
+    tl.store(row_ptr + offs, stored, mask=mask)
+
+    rope_row = slot_offset(slot, stride_rope_cache_block, stride_rope_cache_slot, KV_BLOCK_SIZE)
+    rope_ptrs = rope_cache_ptr + rope_row + tl.zeros([1, 1], tl.int32)
+    k_ptrs = k_rope_ptr + token * stride_k_rope_token + tl.zeros([1, 1], tl.int32)
+    ROPE_KIND: tl.constexpr = "" if KIND == "packed" else KIND
+    if q_ptr is not None:
+        one_head = tl.zeros([1, 1], tl.int32) == 0
+        rotate_heads(
+            k_ptrs, rope_ptrs, one_head, None, cos_sin_ptr, scale_ptrs, eps, ROPE_DIM, ROTARY_DIM, INTERLEAVED,
+            BLOCK_PAIRS, BLOCK_REST, ROPE_KIND, NATIVE_FP8,
+        )  # fmt: skip
+    elif ROPE_DIM > 0:
+        offs_r = tl.arange(0, BLOCK_REST)[None, :]
+        rope = tl.load(k_ptrs + offs_r, mask=offs_r < ROPE_DIM, other=0.0).to(tl.float32)
+        inverse = load_inverse_scale(scale_ptrs, offs_r < ROPE_DIM)
+        stored = cast_to_cache(rope, inverse, rope_cache_ptr.dtype.element_ty, ROPE_KIND, NATIVE_FP8)
+        tl.store(rope_ptrs + offs_r, stored, mask=offs_r < ROPE_DIM)
+
+
+class LatentWrite(NamedTuple):
+    """Latents, their rotated dimensions, the cache and its slots; see `concat_and_cache_mla`."""
+
+    latent: torch.Tensor
+    k_rope: torch.Tensor
+    kv_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    scale: torch.Tensor | None
+
+    def check(self) -> None:
+        """Raise InvalidInputError unless everything fits together."""
+        latent, k_rope, kv_cache, slot_mapping, scale = self
+        check_tensor("latent", latent, ("num_tokens", "latent"), FLOAT_DTYPES)
+        num_tokens, size = latent.shape
+        rope = check_latent_cache(kv_cache, size, latent.dtype) - size
+        check_tensor("k_rope", k_rope, (num_tokens, rope), (latent.dtype,), latent.device)
+        check_tensor("kv_cache", kv_cache, kv_cache.shape, None, latent.device)
+        check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), latent.device)
+        for name, tensor in (("latent", latent), ("k_rope", k_rope)):
+            check_last_dim_contiguous(name, tensor)
+        check_writable("kv_cache", kv_cache)
+        if scale is not None:
+            if kv_cache.dtype != torch.float8_e4m3fn:
+                raise InvalidInputError(f"scale: given, expected None for a cache of {kv_cache.dtype}")
+            check_tensor("scale", scale, scale.shape, (torch.float32,), latent.device)
+            if scale.numel() != 1:
+                raise InvalidInputError(f"scale: shape {list(scale.shape)}, expected [] or [1]")
+
+    @property
+    def slots(self) -> Ids:
+        """What slots must be: those of a cache, or negative."""
+        num_blocks, block_size = self.kv_cache.shape[:2]
+        return Ids("slot_mapping", self.slot_mapping, None, num_blocks * block_size - 1)
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """Return the tensors that the kernel takes."""
+        latent, rope, scales = latent_parts(self.kv_cache, self.latent.shape[1])
+        is_packed = self.kv_cache.dtype == torch.uint8
+        return {
+            "latent_ptr": self.latent,
+            "k_rope_ptr": self.k_rope,
+            "latent_cache_ptr": as_kernel_argument(latent),
+            "rope_cache_ptr": rope.view(torch.bfloat16) if is_packed else as_kernel_argument(rope),
+            "scales_cache_ptr": scales,
+            "slot_mapping_ptr": self.slot_mapping.contiguous(),
+            "scale_ptr": self.scale,
+        }
+
+
+@operation(mutates=("kv_cache",))
+def concat_and_cache_mla(
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+) -> Run[None]:
+    """Write row t of latent and of k_rope, side by side, to slot slot_mapping[t] of a latent cache.
+
+    Args:
+        latent: [num_tokens, latent], float32, float16 or bfloat16, last dimension contiguous. latent is a multiple of
+            16 up to 512.
+        k_rope: [num_tokens, rope], the rotated dimensions, dtype of latent, last dimension contiguous; rope may be 0.
+        kv_cache: as in `paged_mla_attention`: [num_blocks, block_size, latent + rope] of the dtype of latent or
+            float8_e4m3fn, or uint8 rows of 656 bytes. Those get a float32 scale for each 128 latents, their largest
+            magnitude / 448, or NaN if one of them is not finite; rotated dimensions become bfloat16.
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset; negative to skip the token. Slots are
+            distinct.
+        scale: float32, one value that a float8_e4m3fn cache is multiplied by when it is read; rows are divided by it.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or stride does not fit, or a slot lies beyond the cache. On a GPU
+            slots are checked only with PAGED_CHECK=1.
+        UnsupportedError: an argument requires a gradient.
+    """
+    write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
+    write.check()
+    if not use_triton(latent):
+        return lambda given: torch_op.concat_and_cache_mla(*LatentWrite(**given))
+    launch = _prepare(write, None, None) if len(latent) else nothing
+    none = dict.fromkeys(("q_ptr", "positions_ptr", "cos_sin_cache_ptr", "weight_ptr"))
+
+    def run(given: Arguments) -> None:
+        write = LatentWrite(**given)
+        if checks_ids(write.latent):
+            check_all_ids("concat_and_cache_mla", write.slots, by_triton=True)
+        launch({**none, **write.tensors()})
+
+    return run
+
+
+@operation(mutates=("q_rope", "kv_cache"), finish=lambda given, _: given["q_rope"])
+def mla_norm_rope_and_cache(
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    latent_weight: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    scale: torch.Tensor | None = None,
+) -> Run[torch.Tensor]:
+    """Apply `rms_norm` to latents and `rotary_embedding` to q_rope and k_rope, then `concat_and_cache_mla`.
+
+    q_rope changes in place and is returned; latent and k_rope do not change. All is computed in float32 and rounded
+    once.
+
+    Args:
+        q_rope: [num_tokens, num_heads, rope], the part of queries that rotates, dtype of latent, last dimension
+            contiguous; usually a view.
+        latent, k_rope, kv_cache, slot_mapping, scale: as in `concat_and_cache_mla`, latent and k_rope as projected.
+        positions, cos_sin_cache, interleaved: as in `rotary_embedding`.
+        latent_weight: [latent], of the norm.
+        eps: added to the mean square of a latent; at least 0.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or stride does not fit, or a slot or position is out of range. On a
+            GPU slots and positions are checked only with PAGED_CHECK=1.
+        UnsupportedError: an argument requires a gradient.
+    """
+    write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
+    write.check()
+    eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
+    num_tokens, size = latent.shape
+    check_tensor("q_rope", q_rope, (num_tokens, "num_heads", k_rope.shape[1]), (latent.dtype,), latent.device)
+    check_last_dim_contiguous("q_rope", q_rope)
+    check_writable("q_rope", q_rope)
+    check_rotary(positions, cos_sin_cache, q_rope)
+    check_tensor("latent_weight", latent_weight, (size,), FLOAT_DTYPES, latent.device)
+    names = LatentWrite._fields
+    if not use_triton(latent):
+        options = {"eps": eps, "interleaved": interleaved}
+        return lambda given: torch_op.mla_norm_rope_and_cache(**given | options)
+    launch = _prepare(write, q_rope, cos_sin_cache, eps, interleaved) if len(latent) else nothing
+
+    def run(given: Arguments) -> torch.Tensor:
+        write = LatentWrite(*[given[name] for name in names])
+        q_rope: torch.Tensor = given["q_rope"]
+        if checks_ids(q_rope):
+            ids = write.slots, positions_of(given["positions"], given["cos_sin_cache"])
+            check_all_ids("mla_norm_rope_and_cache", *ids, by_triton=True)
+        launch(
+            {
+                "q_ptr": q_rope,
+                **write.tensors(),
+                "positions_ptr": given["positions"].contiguous(),
+                "cos_sin_cache_ptr": given["cos_sin_cache"],
+                "weight_ptr": given["latent_weight"].contiguous(),
+            }
+        )
+        return q_rope
+
+    return run
+
+
+def _prepare(
+    write: LatentWrite,
+    q_rope: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    eps: float = 0.0,
+    interleaved: bool = False,
+) -> Launch:
+    (num_tokens, size), rope_dim = write.latent.shape, write.k_rope.shape[1]
+    latent, rope, scales = latent_parts(write.kv_cache, size)
+    if q_rope is None or cos_sin_cache is None:
+        sizes = ("NUM_Q_HEADS", "ROTARY_DIM", "BLOCK_HEADS", "BLOCK_PAIRS")
+        grid: tuple[int, ...] = (num_tokens,)
+        rotation: dict[str, Any] = {**dict.fromkeys(sizes, 1), "stride_cos_sin_position": 0, "NUM_KV_HEADS": 1}
+        rotation |= {"INTERLEAVED": False, "num_warps": 4}
+    else:
+        grid, rotation = rotation_launch(num_tokens, q_rope.shape[1], 1, rope_dim, cos_sin_cache, interleaved)
+    rest = rope_dim - (0 if cos_sin_cache is None else cos_sin_cache.shape[1])
+    return Launch(
+        _concat_and_cache_mla_kernel,
+        grid,
+        {
+            "eps": eps,
+            **strides("token head", q=q_rope),
+            **strides("token", latent=write.latent, k_rope=write.k_rope),
+            **strides("block slot", latent_cache=latent, rope_cache=rope, scales_cache=scales),
+            "LATENT": size,
+            "LATENT_PADDED": triton.next_power_of_2(size),
+            "ROPE_DIM": rope_dim,
+            "KV_BLOCK_SIZE": write.kv_cache.shape[1],
+            "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
+            "KIND": latent_kind(write.kv_cache),
+            "NATIVE_FP8": has_native_e4m3(write.latent.device),
+            **rotation,
+        },
+    )

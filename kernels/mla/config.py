@@ -1,0 +1,69 @@
+"""Tile sizes of latent attention: shape and device in, configuration out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paged.kernels.common.attention.plan import PlanShape
+from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile
+from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
+
+# Rows up to which the blocks that every row sees whole have a loop of their own. The registers that two loops share
+# beside sums of 64 x 512 spill: 100 on sm_90 with blocks of 64 keys.
+ONE_LOOP_ROWS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaShape(PlanShape):
+    """Everything besides the lengths that a schedule of `paged_mla_attention` depends on.
+
+    kind: see `latent_kind`. chosen: whether each query chooses its keys.
+    """
+
+    chosen: bool = False
+
+    def tiles(self, arch: str, rows: int) -> dict[str, AttentionTile]:
+        """Return the tiles; if every query fills more than DECODE_MAX_ROWS rows, one is for all sequences.
+
+        All of them are then split as decodes are, whose partial results are few beside a read of 512 numbers a key.
+        """
+        options: dict[str, Any] = {"kind": self.kind, "chosen": self.chosen}
+
+        def tile(most_rows: int) -> AttentionTile:
+            return mla_tile(self.v_head_dim, self.element_size, arch, rows=most_rows, **options)
+
+        if rows <= DECODE_MAX_ROWS or self.group > DECODE_MAX_ROWS:
+            return {"decode": tile(rows)}
+        return {"decode": tile(DECODE_MAX_ROWS), "prefill": tile(rows)}
+
+
+def mla_tile(
+    v_head_dim: int, element_size: int, arch: str, *, rows: int, kind: str = "", chosen: bool = False
+) -> AttentionTile:
+    """Return the tile for sequences with at most `rows` rows, queries times heads.
+
+    The sums of 64 rows of 512 are 128 registers of a thread in 8 warps, and their queries 72 KB of shared memory, so
+    one program fills an SM. On sm_90 64 rows of 512 + 64 meet 64 keys, 221 KB with two stages: 1,171 instructions a
+    warp are 2,342 cycles of a scheduler, the matrix units take 2,176. Blocks of 32 keys take 1.4 times the
+    instructions a key. sm_80 has room for 32 keys (115 KB of 163 KB), consumer chips for 32 rows and 16 keys (56 KB of
+    99 KB), where 64 rows would take 106 KB. tcgen05 needs a copy of the latents, so sm_100 takes blocks of 32 keys
+    (214 KB; 353 KB for 64).
+    """
+    is_gfx = arch.startswith("gfx")
+    if element_size == 4:
+        return AttentionTile(16, 16, 4, 1) if is_gfx else AttentionTile(16, 16, 8, 2)
+    if kind == "packed":  # scaled codes pass through registers in float32: 32 rows spill 226 on sm_90
+        return AttentionTile(16, 16, 4, 1) if is_gfx else AttentionTile(16, 16, 8, 2)
+    few = 32 if kind or arch in SMALL_SHARED_MEMORY else 64  # e4m3 with 64 rows spills 75 on sm_90
+    block_m = 16 if rows <= 16 else min(32 if rows <= 32 else 64, few)
+    if is_gfx:
+        return AttentionTile(block_m, 32 if block_m == 16 else 16, 4, 1)
+    if arch in SMALL_SHARED_MEMORY:
+        return AttentionTile(block_m, 32 if block_m == 16 else 16, 8, 2)
+    if block_m == 16:  # 4 warps over e4m3 spill 32, 8 take 176 registers
+        return AttentionTile(16, 32, 8, 2) if kind else AttentionTile(16, 32, 4, 2, 2)
+    if block_m == 32:
+        return AttentionTile(32, 64 if arch in LARGE_SHARED_MEMORY and not kind else 32, 8, 2)
+    # Chosen keys' positions take registers: 64 of them spill 9.
+    return AttentionTile(64, 64 if arch == "sm_90" and not chosen else 32, 8, 2)

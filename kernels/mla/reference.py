@@ -1,0 +1,62 @@
+"""Latent attention in float64; see `kernels.common.reference` for what references are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paged.kernels.common.reference import f64
+
+
+def numbers(kv_cache: torch.Tensor, k_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The numbers that a latent cache stands for; uint8 is the published fp8 form."""
+    if kv_cache.dtype != torch.uint8:
+        return f64(kv_cache) * (1.0 if k_scale is None else f64(k_scale))
+    rows = kv_cache.cpu().contiguous()
+    codes, scales = rows[..., :512].view(torch.float8_e4m3fn), rows[..., 512:528].view(torch.float32)
+    scale_of = torch.arange(512) // 128
+    return torch.cat([f64(codes) * f64(scales)[..., scale_of], f64(rows[..., 528:].view(torch.bfloat16))], -1)
+
+
+def paged_mla_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    v_head_dim: int,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    causal: bool = True,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_mla_attention`'s out and lse, one row and one head at a time.
+
+    values: [num_blocks, block_size, v_head_dim] in place of the cache's latents.
+    """
+    q, cache, block_size = f64(q), numbers(kv_cache, k_scale), kv_cache.shape[1]
+    values = cache[..., :v_head_dim] if values is None else f64(values)
+    num_tokens, num_heads, _ = q.shape
+    out = q.new_zeros(num_tokens, num_heads, v_head_dim)
+    lse = torch.full((num_heads, num_tokens), -math.inf, dtype=torch.float64)
+    offsets, lengths, table = cu_seqlens_q.tolist(), seq_lens.tolist(), block_table.tolist()
+    for seq, seq_len in enumerate(lengths):
+        for row in range(offsets[seq], offsets[seq + 1]):
+            position = seq_len - offsets[seq + 1] + row
+            end = min(position + 1, seq_len) if causal else seq_len
+            chosen = range(seq_len) if indices is None else indices[row].tolist()
+            keys = [key for key in chosen if 0 <= key < end]
+            slots = [(table[seq][key // block_size], key % block_size) for key in keys]
+            places = tuple(torch.tensor(slots, dtype=torch.int64).view(-1, 2).T)
+            for head in range(num_heads):
+                scores = cache[places] @ q[row, head] * softmax_scale
+                if sinks is not None:
+                    scores = torch.cat([scores, f64(sinks)[head : head + 1]])
+                if len(scores):
+                    lse[head, row] = torch.logsumexp(scores, 0)
+                    out[row, head] = torch.exp(scores[: len(keys)] - lse[head, row]) @ values[places]
+    return out, lse
