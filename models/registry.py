@@ -19,6 +19,7 @@ from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
 from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.families.cohere import Cohere2
+from paged.models.families.deepseek import DEEPSEEK
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
 from paged.models.families.experts import EXPERT_PARTS, EXPERTS
@@ -39,6 +40,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
     **DENSE,
     **EXPERTS,
+    **DEEPSEEK,
     "Cohere2ForCausalLM": Cohere2,
     "Gemma4ForCausalLM": Gemma4,
 }
@@ -172,11 +174,11 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
 
     fields: other fields of PagedKvCacheConfig.
     """
-    kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
+    kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None:
             kinds.setdefault(layer.cache_kind, []).append(index)
-    sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0])
+    sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0], False)
     if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
         fields["sliding_window"] = config.windows[0]
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class AttentionMetadata:
         lora: rows that adapters change; None if there are none.
         embeds: rows in place of token embeddings; None if there are none.
         others: `(block_table, slot_mapping)` of further tables, if layers differ in kind. Use `table` to choose.
+        host: the same on the host; None if another step may reuse the device's work, as in a captured one.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -67,6 +68,7 @@ class AttentionMetadata:
     lora: LoraBatch | None = None
     embeds: EmbeddedRows | None = None
     others: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    host: HostMetadata | None = None
 
     @classmethod
     def over(cls, tensors: Sequence[torch.Tensor], *, max_seqlen_q: int, max_seqlen_k: int) -> AttentionMetadata:
@@ -129,7 +131,8 @@ class HostMetadata:
 
     def over(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
         """Return the metadata on the device, from `tensors` with the values of `arrays`."""
-        return AttentionMetadata.over(tensors, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)
+        over = AttentionMetadata.over(tensors, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)
+        return replace(over, host=self)
 
 
 def make_host_metadata(

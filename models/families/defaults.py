@@ -21,6 +21,8 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "apertus": (131_072, 4096, 14_336, 32, 32, None, None, 65_536, 1e-5, 1.2e7),
     "arcee": (32_000, 2560, 18_432, 32, 32, None, None, 4096, 1e-5, 1e4),
     "cohere2": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 1e4),
+    "deepseek_v2": (102_400, 4096, 11_008, 32, 32, None, None, 2048, 1e-6, 1e4),
+    "deepseek_v3": (129_280, 7168, 18_432, 61, 128, 128, None, 4096, 1e-6, 1e4),
     "dots1": (152_064, 4608, 10_944, 62, 32, 32, None, 2048, 1e-6, 1e4),
     "ernie4_5": (103_424, 1024, 3072, 18, 16, 2, 128, 131_072, 1e-5, 5e5),
     "ernie4_5_moe": (103_424, 2560, 12_288, 28, 20, 4, None, 131_072, 1e-5, 5e5),
@@ -31,6 +33,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "gemma4_text": (262_144, 2304, 9216, 30, 8, 4, 256, 131_072, 1e-6, 1e4),
     "glm": _GLM,
     "glm4": _GLM,
+    "glm4_moe_lite": (154_880, 2048, 10_240, 47, 20, 20, None, 202_752, 1e-5, 1e4),
     "glm4_moe": (151_552, 4096, 10_944, 46, 96, 8, None, 131_072, 1e-5, 1e4),
     "glm4v_moe_text": (151_424, 4096, 10_944, 46, 96, 8, None, 65_536, 1e-5, 1e4),
     "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2, None, 32_768, 1e-5, 1e4),
@@ -88,6 +91,10 @@ _GLM4_MOE = {
     **_GROUPS, "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,
     "norm_topk_prob": True, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "num_experts_per_tok": 8, "rope_interleave": True,
+}  # fmt: skip
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 # model_type -> other keys, except those whose default is null, false or empty.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
@@ -96,6 +103,15 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {
         "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "sliding_window": 4096,
         "sliding_window_pattern": 4,
+    },
+    "deepseek_v2": {
+        **_LATENT, "first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2, "topk_method": "greedy",
+        "routed_scaling_factor": 1.0, "moe_intermediate_size": 1407,
+    },
+    "deepseek_v3": {
+        **_LATENT, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8,
+        "topk_group": 4, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "norm_topk_prob": True,
+        "num_mtp_layers": 1,
     },
     "dots1": {
         **_GROUPS, "moe_intermediate_size": 1408, "first_k_dense_replace": 0, "sliding_window": 4096,
@@ -122,6 +138,11 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "glm": _HALF_ROTATES,
     "glm4": _HALF_ROTATES,
+    "glm4_moe_lite": {
+        **_LATENT, **_GROUPS, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
+        "n_shared_experts": 1, "num_experts_per_tok": 4, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+        "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
+    },
     "glm4_moe": {**_GLM4_MOE, "num_nextn_predict_layers": 1},
     "glm4v_moe_text": {**_GLM4_MOE, "attention_bias": True},
     "gpt_oss": {

@@ -50,7 +50,7 @@ def _dots1(hf: HfConfig) -> dict[str, Any]:
     return {
         "window": layer_windows(hf, window, lambda layer: window is not None and layer >= first),
         "qk_norm": "head",
-        "moe": _after_dense(hf, _sigmoid_experts(hf)),
+        "moe": after_dense(hf, sigmoid_experts(hf)),
     }
 
 
@@ -87,12 +87,12 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
         "rope": rope_config(hf, is_partial=True),
         "o_bias": False,
         "qk_norm": "head" if hf.flag("use_qk_norm") else None,
-        "moe": _after_dense(hf, _sigmoid_experts(hf)),
+        "moe": after_dense(hf, sigmoid_experts(hf)),
         "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, least=0),
     }
 
 
-def _sigmoid_experts(hf: HfConfig) -> MoeConfig:
+def sigmoid_experts(hf: HfConfig) -> MoeConfig:
     """Return experts with the routing of DeepSeek-V3."""
     size = hf.integer("moe_intermediate_size")
     return moe_config(
@@ -110,7 +110,7 @@ def _sigmoid_experts(hf: HfConfig) -> MoeConfig:
     )
 
 
-def _after_dense(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
+def after_dense(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
     """Return experts for all layers except the first `first_k_dense_replace`."""
     num_dense = hf.integer("first_k_dense_replace", least=0)
     return tuple(None if layer < num_dense else moe for layer in range(count_layers(hf)))
@@ -298,7 +298,7 @@ def _qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
 
 def _solar_open(hf: HfConfig) -> dict[str, Any]:
     """Solar Open (Upstage, 2025): experts as in GLM-4.5 in every layer."""
-    experts = _sigmoid_experts(hf)
+    experts = sigmoid_experts(hf)
     return {"o_bias": False, "moe": experts, "intermediate_size": experts.intermediate_size}
 
 

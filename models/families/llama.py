@@ -19,9 +19,10 @@ from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.moe.weights import ExpertLinear
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.attention import Attention, HeldCaches
-from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
+from paged.models.layers.config import AttentionConfig, DecoderConfig, LatentConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
+from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
@@ -31,7 +32,7 @@ from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
 
 # Properties other than tensors that tell layers apart.
-_CONSTANT = (bool, int, float, str, type(None), AttentionConfig, MoeConfig)
+_CONSTANT = (bool, int, float, str, type(None), AttentionConfig, LatentConfig, MoeConfig)
 
 # Modules of Gemma 4 whose names do not appear in a checkpoint.
 _OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?)\b")
@@ -49,7 +50,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         norms = config.norms
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
-        self.self_attn = Attention(config, index)
+        is_latent = config.attention[index].latent is not None
+        self.self_attn = LatentAttention(config, index) if is_latent else Attention(config, index)
         moe, size = config.moe[index], config.intermediate_size[index]
         mlp = GatedMlp if config.gated else PlainMlp
         self.add_module(self.mlp_name, mlp(config, size) if moe is None else SparseMoe(config, moe))
@@ -197,7 +199,7 @@ class Llama(nn.Module):
             if isinstance(module, (PackedWeights, SparseMoe)):
                 module.bind()
         config, device = self.config, self.embed_tokens.device
-        rotations = [(layer.rope, layer.head_dim) for layer in config.attention]
+        rotations = [(layer.rope, layer.rotated_dim) for layer in config.attention]
         tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
         held = HeldCaches()
         for layer, source, rotation in zip(self.layers, config.cache_layers, rotations, strict=True):

@@ -20,11 +20,32 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Sizes of latent attention.
+
+    Attributes:
+        rank: size of a token's latent.
+        q_rank: size of the queries' latent; None if queries are projected at once.
+        nope_dim, rope_dim: parts of a query head that do not rotate and that do.
+        v_head_dim: size of a head's value.
+        eps: of the norms of both latents.
+    """
+
+    rank: int
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    v_head_dim: int
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Attention of one layer: grouped queries over a KV cache.
 
     Attributes:
-        head_dim, v_head_dim: head sizes of queries and keys, and of values.
+        head_dim, v_head_dim: head sizes of queries and keys, and of values, as the cache holds them.
+        latent: sizes of latent attention, whose cache has one head, the latent and its rotated part; None for others.
         rope: rotation of queries and keys; None for none.
         window: number of visible tokens, the token itself included; None for all.
         shares_kv_with: index of an earlier layer whose keys and values are read; None for own ones.
@@ -61,11 +82,17 @@ class AttentionConfig:
     chunk_size: int | None = None
     fused: bool = False
     sinks: bool = False
+    latent: LatentConfig | None = None
 
     @property
-    def cache_kind(self) -> tuple[int, int, int, int | None]:
+    def cache_kind(self) -> tuple[int, int, int, int | None, bool]:
         """Properties that layers of one cache group share, in the order of CacheGroup's fields."""
-        return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window
+        return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window, self.latent is not None
+
+    @property
+    def rotated_dim(self) -> int:
+        """Dimensions of a head that `rope` is about."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)

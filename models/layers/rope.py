@@ -160,11 +160,9 @@ def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions:
     is_null = "factor" in section.values and section.value("factor") is None
     factor = hf.integer("max_position_embeddings") / original_max_positions if is_null else section.number("factor")
 
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     weights = [section.number(key, 0.0, may_be_zero=True) for key in ("mscale", "mscale_all_dim")]
-    default = magnitude(weights[0]) / magnitude(weights[1]) if all(weights) else magnitude(1.0)
+    first, second = (yarn_magnitude(factor, weight) for weight in weights)
+    default = first / second if all(weights) else yarn_magnitude(factor)
     return RopeConfig(
         theta,
         factor,
@@ -176,6 +174,11 @@ def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions:
         low_turns=section.number("beta_slow", 1.0, may_be_zero=True) or 1.0,
         truncate=section.flag("truncate", "truncate" not in section.values),  # transformers treats null like false
     )
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Return what yarn multiplies queries or keys by, 0.1 weight ln(factor) + 1 (Peng et al., 2023, section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: str) -> None:

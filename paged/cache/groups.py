@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.common.scalars import as_bool, as_int, shown
 
 # A step's metadata and the look-up of a prefix grow with the number of tables; Gemma 3 27B has 7.
 _MAX_TABLES = 16
@@ -25,9 +25,11 @@ class CacheGroup:
         num_kv_heads, head_dim: None takes the cache's.
         v_head_dim: head size of the values; None takes head_dim.
         sliding_window: number of tokens that a token sees, itself included; None for all.
+        latent: whether a value is the first v_head_dim elements of its key (latent attention), stored once.
 
     Raises:
-        InvalidInputError: layers are empty, repeated or not indices, or a size is not a positive integer.
+        InvalidInputError: layers are empty, repeated or not indices, a size is not a positive integer, or latent is no
+            bool.
     """
 
     layers: tuple[int, ...]
@@ -35,6 +37,7 @@ class CacheGroup:
     head_dim: int | None = None
     v_head_dim: int | None = None
     sliding_window: int | None = None
+    latent: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -48,20 +51,28 @@ class CacheGroup:
         for name in ("num_kv_heads", "head_dim", "v_head_dim", "sliding_window"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_int(name, getattr(self, name), low=1))
+        object.__setattr__(self, "latent", as_bool("latent", self.latent))
 
     def with_defaults(self, num_kv_heads: int, head_dim: int) -> CacheGroup:
-        """Return a copy with every size set."""
+        """Return a copy with every size set.
+
+        Raises:
+            InvalidInputError: the values of a latent group are wider than its keys.
+        """
         head_dim = self.head_dim or head_dim
         v_head_dim = self.v_head_dim or head_dim
+        if self.latent and v_head_dim > head_dim:
+            raise InvalidInputError(f"v_head_dim: {v_head_dim}, expected at most head_dim {head_dim} of latents")
         return replace(self, num_kv_heads=self.num_kv_heads or num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Elements of a token's key and of its value in one layer; every size must be set."""
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of a token's key and, unless it is in the key, of its value in one layer; every size must be set."""
         assert self.num_kv_heads is not None
         assert self.head_dim is not None
         assert self.v_head_dim is not None
-        return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
+        key, value = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
+        return (key,) if self.latent else (key, value)
 
     def num_slots(self, width: int, num_layers: int) -> int:
         """Return the slots of `width` elements for keys and values of `num_layers`; small layers share a slot."""

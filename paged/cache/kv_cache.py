@@ -151,7 +151,7 @@ class PagedKvCacheConfig:
     def slots(self) -> tuple[int, int]:
         """Number of slots in a block, and elements of a token in each.
 
-        A slot holds the keys or the values of one layer, or of several small layers.
+        A slot holds the keys or the values of one layer, or its latents, or those of several small layers.
         """
         size = max(max(table.sizes) for table in self.tables)
         return max(table.num_slots(size, len(table.layers)) for table in self.tables), size

@@ -38,6 +38,8 @@ class KvCacheTensors:
             raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point dtype or int8")
         if dtype is torch.float4_e2m1fn_x2:
             raise InvalidInputError(f"dtype: {dtype}, expected a dtype with one value per element")
+        if dtype == torch.int8 and any(table.latent for table in config.tables):
+            raise InvalidInputError("dtype: torch.int8, expected a floating point dtype for latents")
         self.block_size, self._num_tables = config.block_size, len(config.tables)
         num_slots, size = config.slots
         shape = num_slots, config.num_blocks + 1, config.block_size * size
@@ -56,7 +58,7 @@ class KvCacheTensors:
             where = "" if config.device is None else f" on {shown(config.device)}"
             raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
         self._copies = [BlockCopy(slots, slots) for slots in map(torch.Tensor.unbind, self.storages)]
-        self._num_layers = config.num_layers
+        self._num_layers, self._tables = config.num_layers, config.tables
         self._stacks = [self._views(table) for table in config.tables]
         # A layer's table, keys and values, and scales if it has them.
         self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {
@@ -94,14 +96,14 @@ class KvCacheTensors:
         return self._caches[self.layer(layer)][1][0]
 
     def v_cache(self, layer: int) -> torch.Tensor:
-        """Return the values of one layer, as `k_cache`."""
-        return self._caches[self.layer(layer)][1][1]
+        """Return the values of one layer, as `k_cache`; those of latents are a view of the keys."""
+        return self._keys_and_values(self.layer(layer))[1]
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return k_scale and v_scale of an int8 layer, float32 views [num_blocks + 1, block_size, num_kv_heads]; (None,
         None) for other dtypes. Errors are those of `k_cache`.
         """
-        _, _, *scales = self._caches[self.layer(layer)][1]
+        scales = self._caches[self.layer(layer)][1][2:]
         return (scales[0], scales[1]) if scales else (None, None)
 
     def table_of(self, layer: int) -> int:
@@ -161,9 +163,11 @@ class KvCacheTensors:
                 raise InvalidInputError(f"{name}: {shown(rows)}, expected a tensor of real numbers")
         if key.dim() == 2 and value.dim() == 2:
             key, value = key[None], value[None]
-        k_cache, v_cache = self._caches[layer][1][:2]
+        k_cache, v_cache = self._keys_and_values(layer)
         check_shape("key", key, ("num_tokens", *k_cache.shape[2:]))
         check_shape("value", value, (len(key), *v_cache.shape[2:]))
+        if self._is_latent(layer) and not torch.equal(key[..., : value.shape[-1]], value):
+            raise InvalidInputError(f"value: not the first {value.shape[-1]} elements of the key, as latents have it")
         return key, value
 
     def write(
@@ -174,7 +178,11 @@ class KvCacheTensors:
         """
         table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, start + len(key))
-        stored = [cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype) for rows in (key, value)]
+        # The value of a latent is in its key: there is one cache to write.
+        stored = [
+            cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype)
+            for rows in (key, value)[: len(caches)]
+        ]
         written = [rows for both in zip(*stored, strict=True) for rows in both if rows is not None]
         for cache, rows in zip(map(_bytes, caches), written, strict=True):
             # Expanded rows without elements keep their strides in contiguous(), and view refuses those.
@@ -188,10 +196,20 @@ class KvCacheTensors:
         """
         table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, end)
+        caches = self._keys_and_values(layer) + caches[2:]
         key, value, *scales = (_bytes(cache)[index].view(cache.dtype) for cache in caches)
         if scales:
             key, value = (rows * scale.unsqueeze(-1) for rows, scale in zip((key, value), scales, strict=True))
         return key, value
+
+    def _is_latent(self, layer: int) -> bool:
+        return self._tables[self._caches[layer][0]].latent
+
+    def _keys_and_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        table, caches = self._caches[layer]
+        if self._is_latent(layer):
+            return caches[0], caches[0][..., : self._tables[table].v_head_dim]
+        return caches[0], caches[1]
 
     def _tell(self, name: str, *arguments: Any) -> None:
         if self.listener is not None:

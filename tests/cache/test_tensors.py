@@ -101,3 +101,51 @@ def test_rows_and_their_scales_stay_together(dtype: torch.dtype, device: torch.d
     manager.extend(found, 3)  # positions that nothing was written to
     for got in manager.read_kv(found, 1, 4, 3):
         assert not got.float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_latents_are_stored_once_and_stay_what_they_are(dtype: torch.dtype, device: torch.device) -> None:
+    """Beside keys and values of other layers: shared, copied, swapped out and back, found as a prefix, rolled back."""
+    groups = [CacheGroup((0, 2), 1, 24, 16, latent=True), CacheGroup((1,), 1, 8)]
+    manager = make_manager(num_layers=3, dtype=dtype, device=device, num_swap_blocks=8, num_blocks=12, groups=groups)
+    k_cache, v_cache = manager.k_cache(2), manager.v_cache(2)
+    assert k_cache.shape[2:] == (1, 24)
+    assert v_cache.shape[2:] == (1, 16)
+    assert v_cache.data_ptr() == k_cache.data_ptr()
+    one = make_manager(num_layers=61, dtype=dtype, groups=[CacheGroup(tuple(range(61)), 1, 576, 512, latent=True)])
+    assert one.stats().bytes_per_block == 61 * 576 * 4 * dtype.itemsize
+    latents = {layer: torch.randn(7, 1, 24) for layer in (0, 2)}
+
+    def write(handle: KvCacheHandle, layer: int, position: int, rows: torch.Tensor) -> None:
+        manager.write_kv(handle, layer, position, rows, rows[..., :16])
+
+    def check(handle: KvCacheHandle, count: int) -> None:
+        for layer, rows in latents.items():
+            key, value = manager.read_kv(handle, layer, 0, count)
+            assert torch.equal(key.cpu().double(), stored(rows, dtype)[:count])
+            assert torch.equal(value.cpu().double(), stored(rows[..., :16], dtype)[:count])
+
+    parent = manager.allocate("a", token_ids=list(range(7)))
+    for layer, rows in latents.items():
+        write(parent, layer, 0, rows)
+    manager.advance(parent, 7)
+    manager.commit(parent, list(range(7)))
+    child = manager.fork(parent, "b")
+    write(child, 0, 6, torch.ones(1, 1, 24))
+    check(parent, 7)
+    check(child, 6)
+    manager.swap_out(parent)
+    manager.swap_in(parent)
+    check(parent, 7)
+    manager.truncate(parent, 5)
+    check(parent, 5)
+    found = manager.allocate("c", token_ids=list(range(7)))
+    assert found.num_cached_tokens == 4
+    check(found, 4)
+    with pytest.raises(InvalidInputError, match="value: not the first 16 elements of the key"):
+        manager.write_kv(parent, 0, 0, torch.ones(1, 1, 24), torch.zeros(1, 1, 16))
+    with pytest.raises(InvalidInputError, match="expected a floating point dtype for latents"):
+        make_manager(num_layers=3, dtype=torch.int8, groups=groups)
+    with pytest.raises(InvalidInputError, match="v_head_dim: 30, expected at most head_dim 24"):
+        make_manager(num_layers=1, groups=[CacheGroup((0,), 1, 24, 30, latent=True)])
+    manager.check_integrity()

@@ -41,6 +41,16 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Words of the tables below that stand for several options, or for long ones.
 _WORDS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
+    "latent": {
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    },
+    "yarn_mla": _yarn(mscale=0.7, mscale_all_dim=1.2),
     "untied": {"tie_word_embeddings": False},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "window": {"sliding_window": WINDOW},
@@ -105,6 +115,10 @@ FAMILIES = Families(
     apertus="Apertus llama3_rope head_dim=16 pad_token_id=0",
     arcee="Arcee biases head_dim=16",
     cohere2="Cohere2 head_dim=16 window_first",
+    deepseek_v2="""DeepseekV2 latent routed_experts n_group=4 topk_group=2 topk_method='group_limited_greedy' yarn_mla
+        n_shared_experts=2 first_k_dense_replace=1 routed_scaling_factor=2.0""",
+    deepseek_v3="""DeepseekV3 latent routed_experts n_group=4 topk_group=2 n_shared_experts=1 first_k_dense_replace=1
+        yarn_mla""",
     dots1="""Dots1 routed_experts window n_group=4 topk_group=2 n_shared_experts=2 norm_topk_prob=True
         routed_scaling_factor=2.5 first_k_dense_replace=1 max_window_layers=1""",
     ernie4_5="Ernie4_5 use_bias=True pad_token_id=0",
@@ -123,6 +137,8 @@ FAMILIES = Families(
     glm4="Glm4 pad_token_id=0",
     glm4_moe="""Glm4Moe routed_experts n_group=4 topk_group=2 routed_scaling_factor=2.5 n_shared_experts=2
         first_k_dense_replace=1 use_qk_norm=True attention_bias=True""",
+    glm4_moe_lite="""Glm4MoeLite latent routed_experts n_shared_experts=1 norm_topk_prob=True
+        mlp_layer_types=['dense','sparse'] rms_norm_eps=1e-5 pad_token_id=0""",
     gpt_oss="GptOss local_experts window yarn_gpt_oss",
     granite="Granite multipliers",
     granite_moe_shared="GraniteMoeShared multipliers local_experts shared_intermediate_size=48",
@@ -165,6 +181,10 @@ VARIANTS = Families(
     exaone4_without_windows="Exaone4 whole head_dim=16 tied sliding_window=None",
     starcoder2_without_biases="Starcoder2 untied head_dim=16 use_bias=False hidden_act='relu2'",
     gemma4_one_head_size="Gemma4Text untied global_head_dim=32 hidden_size_per_layer_input=0 attention_bias=True",
+    deepseek_v2_lite="""DeepseekV2 latent routed_experts q_lora_rank=None first_k_dense_replace=0 n_shared_experts=2
+        attention_bias=True""",
+    deepseek_v3_halves="""DeepseekV3 latent routed_experts rope_interleave=False q_lora_rank=None norm_topk_prob=False
+        n_group=1 topk_group=1 first_k_dense_replace=1 tied""",
     cohere2_biases_untied="""Cohere2 window_last untied llama3_rope head_dim=16 attention_bias=True logit_scale=0.5
         sliding_window=4096""",
     gemma2_without_soft_caps="""Gemma2 window_last untied attention_bias=True attn_logit_softcapping=None

@@ -1,0 +1,196 @@
+"""Attention of prompts to latents that are expanded to keys and values of heads, a piece of the context at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged.kernels.attention.merge_attn_states import merge_attn_states
+from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.common.attention.latent_cache import dequantized
+from paged.kernels.common.attention.plan import AttentionPlan
+from paged.metadata import HostMetadata
+from paged.models.layers.config import LatentConfig
+from paged.staging import to_device
+
+# Keys and values of a piece: 256 MB are 3,276 tokens of 128 heads of 192 + 128 in bfloat16.
+PIECE_BYTES = 1 << 28
+
+
+def expands(q_len: int, seq_len: int, sizes: LatentConfig) -> bool:
+    """Return whether `q_len` queries at the end of `seq_len` tokens take fewer operations with expanded latents.
+
+    A query and a key that it sees take 2 (2 rank + rope) operations a head over latents, and 2 (nope + rope + v) over
+    heads' own keys and values. Expanding a token takes 2 rank (nope + v), and so does a query that absorbs: its keys'
+    projection before, its values' after. DeepSeek-V3: 2,176 against 640, and 262,144. So a whole prompt always
+    expands, and a chunk over a long context from 171 queries on, 262,144 / (2,176 - 640).
+    """
+    pairs = q_len * (seq_len - q_len) + q_len * (q_len + 1) // 2
+    saved = 2 * (2 * sizes.rank - sizes.nope_dim - sizes.v_head_dim)
+    projection = 2 * sizes.rank * (sizes.nope_dim + sizes.v_head_dim)
+    return q_len > 1 and pairs * saved + q_len * projection >= seq_len * projection
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Cache blocks whose latents are expanded together, as a cache of their own.
+
+    Attributes:
+        blocks: int64 [num_blocks], in the cache.
+        arguments: of `paged_attention` over them.
+    """
+
+    blocks: torch.Tensor
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AbsorbedPart:
+    """Sequences of a step that absorb, beside some that expand: as `AttentionMetadata` for them alone.
+
+    Attributes:
+        rows, seqs: int64, their query rows and their indices in the step.
+    """
+
+    rows: torch.Tensor
+    seqs: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_q: int
+    plan: AttentionPlan
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a step's sequences are divided.
+
+    Attributes:
+        rows: int64, query rows of the sequences that expand; None for all.
+        pieces: what they see, in order: pieces of contexts, then the rest of every sequence with its own queries.
+        others: the sequences that absorb; None if there are none.
+    """
+
+    rows: torch.Tensor | None
+    pieces: tuple[Piece, ...]
+    others: AbsorbedPart | None
+
+
+def split_step(
+    host: HostMetadata, table: int, block_size: int, sizes: LatentConfig, num_heads: int, itemsize: int, device: Any
+) -> Split | None:
+    """Return how to compute a step, or None if no sequence expands."""
+    offsets, seq_lens = host.cu_seqlens_q.astype(np.int64), host.seq_lens.astype(np.int64)
+    q_lens = np.diff(offsets)
+    chosen = np.array([expands(*pair, sizes) for pair in zip(q_lens.tolist(), seq_lens.tolist(), strict=True)], bool)
+    if not chosen.any():
+        return None
+    token_bytes = num_heads * (sizes.nope_dim + sizes.rope_dim + sizes.v_head_dim) * itemsize
+    at_once = max(1, PIECE_BYTES // (token_bytes * block_size))
+    own = np.flatnonzero(chosen)
+    pieces = [
+        _piece(blocks, counts, lengths, q_lens[own], is_last, device)
+        for blocks, counts, lengths, is_last in _parts(
+            host.block_tables[table][own], seq_lens[own], q_lens[own], block_size, at_once
+        )
+    ]
+    if chosen.all():
+        return Split(None, tuple(pieces), None)
+    rest = np.flatnonzero(~chosen)
+    row_of = np.repeat(chosen, q_lens)
+    arrays = np.flatnonzero(row_of), np.flatnonzero(~row_of), rest, _offsets(q_lens[rest]), host.seq_lens[rest]
+    rows, other_rows, seqs, cu_seqlens_q, lengths = to_device(arrays, device)
+    longest = int(q_lens[rest].max())
+    plan = AttentionPlan(cu_seqlens_q, lengths, max_seqlen_q=longest, max_seqlen_k=int(seq_lens[rest].max()))
+    others = AbsorbedPart(other_rows, seqs, cu_seqlens_q, lengths, longest, plan)
+    return Split(rows, tuple(pieces), others)
+
+
+def _offsets(q_lens: NDArray[np.int64]) -> NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+
+
+def _parts(
+    tables: NDArray[np.int32],
+    seq_lens: NDArray[np.int64],
+    q_lens: NDArray[np.int64],
+    block_size: int,
+    at_once: int,
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], bool]]:
+    """Yield blocks, their number and the tokens in them of each sequence, and whether they are the last ones.
+
+    The last part begins with the block of a sequence's first query, so that only it needs the causal mask.
+    """
+    whole = (seq_lens - q_lens) // block_size  # blocks before the queries
+    owners = np.repeat(np.arange(len(whole)), whole)
+    indices = np.arange(len(owners)) - np.repeat(np.cumsum(whole) - whole, whole)
+    for start in range(0, len(owners), at_once):
+        seqs = owners[start : start + at_once]
+        counts = np.bincount(seqs, minlength=len(whole))
+        yield tables[seqs, indices[start : start + at_once]], counts, counts * block_size, False
+    counts = -(-seq_lens // block_size) - whole
+    spans = zip(tables, whole, whole + counts, strict=True)
+    blocks = np.concatenate([row[first:end] for row, first, end in spans])
+    yield blocks, counts, seq_lens - whole * block_size, True
+
+
+def _piece(
+    blocks: NDArray[np.int32],
+    counts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    q_lens: NDArray[np.int64],
+    is_last: bool,
+    device: Any,
+) -> Piece:
+    starts = np.cumsum(counts) - counts
+    table = starts[:, None] + np.minimum(np.arange(max(counts.max(), 1)), np.maximum(counts - 1, 0)[:, None])
+    table = np.minimum(table, max(len(blocks) - 1, 0)).astype(np.int32)
+    arrays = blocks.astype(np.int64), table, _offsets(q_lens), lengths.astype(np.int32)
+    on_device, block_table, cu_seqlens_q, seq_lens = to_device(arrays, device)
+    longest = int(q_lens.max())
+    plan = AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=longest, max_seqlen_k=int(lengths.max()))
+    return Piece(
+        on_device,
+        {
+            "block_table": block_table,
+            "cu_seqlens_q": cu_seqlens_q,
+            "seq_lens": seq_lens,
+            "max_seqlen_q": longest,
+            "causal": is_last,
+            "plan": plan,
+        },
+    )
+
+
+def attend_expanded(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    pieces: tuple[Piece, ...],
+    expand: Callable[[torch.Tensor], torch.Tensor],
+    sizes: LatentConfig,
+    softmax_scale: float,
+    k_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return attention of q [num_tokens, num_heads, nope + rope] to pieces, [num_tokens, num_heads, v_head_dim].
+
+    expand: latents [num_tokens, rank] to what heads have of them, [num_tokens, num_heads, nope + v].
+    """
+    state: tuple[torch.Tensor, torch.Tensor] | None = None
+    for piece in pieces:
+        stored = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
+        rows = stored[piece.blocks].view(kv_cache.dtype)
+        if rows.dtype != q.dtype:
+            rows = dequantized(rows, sizes.rank, k_scale).to(q.dtype)
+        heads = expand(rows[..., : sizes.rank].flatten(0, 1)).unflatten(0, rows.shape[:2])
+        nope, values = heads.split((sizes.nope_dim, sizes.v_head_dim), -1)
+        rope = rows[..., None, sizes.rank :].expand(*nope.shape[:-1], sizes.rope_dim)
+        found: Any = paged_attention(
+            q, torch.cat([nope, rope], -1), values, softmax_scale=softmax_scale, return_lse=True, **piece.arguments
+        )
+        state = found if state is None else merge_attn_states(*state, *found)
+    assert state is not None
+    return state[0]

@@ -1,0 +1,193 @@
+"""A decoder layer's latent attention (MLA) over a paged cache of latents."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from paged.kernels.cache.concat_and_cache_mla import mla_norm_rope_and_cache
+from paged.kernels.common.numba_ops.recording import recording
+from paged.kernels.common.operation import Bound
+from paged.kernels.common.torch_ops.linear import linear
+from paged.kernels.mla.paged_mla_attention import paged_mla_attention
+from paged.metadata import AttentionMetadata, OutputRows
+from paged.models.layers.config import DecoderConfig, NormConfig
+from paged.models.layers.decoder import Linear, RmsNorm
+from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
+from paged.models.loading.weights import WeightSlots
+
+Queries = AttentionMetadata | OutputRows | AbsorbedPart
+
+
+class UpProjection(Linear):
+    """The projection from latents to keys and values of all heads, whose weights attention reads as matrices."""
+
+    def pack(self) -> None:
+        """Keep the order of the weights."""
+
+    def matrices(self, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights, [num_heads, rows of a head, latent]; packed ones are multiplied by the identity."""
+        weight = self.weight if self.packed is None else None
+        if weight is None:
+            weight = self(torch.eye(self.in_features, dtype=dtype, device=self._device())).T.contiguous()
+        return weight.view(num_heads, -1, self.in_features)
+
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+class LatentAttention(nn.Module):
+    """Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): a token's latent is the key and value of all heads.
+
+    A head's key is its up-projection of the latent beside dimensions that rotate, which all heads share. Queries absorb
+    the up-projection of keys, so that they meet latents directly, and the result gets that of values.
+    """
+
+    kv_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None  # of a checkpoint's cache; a latent has one scale, that of keys
+    table: int
+    cos_sin_cache: torch.Tensor
+    up: torch.Tensor
+    mean_of_ranks: object = None
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.config = layer = config.attention[index]
+        assert layer.latent is not None
+        self.sizes = sizes = layer.latent
+        norms = NormConfig(eps=sizes.eps)
+        hidden, q_size = config.hidden_size, layer.num_heads * (sizes.nope_dim + sizes.rope_dim)
+        down = {"kv_a_proj_with_mqa": sizes.rank + sizes.rope_dim}
+        self.q_b_proj: Linear | None = None
+        if sizes.q_rank is None:
+            self.q_proj = Linear(hidden, {"q_proj": q_size})
+            self.down_proj = Linear(hidden, down, bias=layer.qkv_bias)
+        else:
+            self.down_proj = Linear(hidden, {"q_a_proj": sizes.q_rank, **down}, bias=layer.qkv_bias)
+            self.q_b_proj = Linear(sizes.q_rank, {"q_b_proj": q_size})
+            self.q_norm = RmsNorm(sizes.q_rank, norms)
+        self.kv_norm = RmsNorm(sizes.rank, norms)
+        of_a_head = sizes.nope_dim + sizes.v_head_dim
+        self.kv_b_proj = UpProjection(sizes.rank, {"kv_b_proj": layer.num_heads * of_a_head})
+        self.o_proj = Linear(layer.num_heads * sizes.v_head_dim, {"o_proj": hidden}, bias=layer.o_bias)
+        self.interleaved = layer.rope is not None and layer.rope.interleaved
+        self.write, self.attend = Bound(mla_norm_rope_and_cache), Bound(paged_mla_attention)
+
+    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
+        """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
+        self.kv_cache, self.table, self.cos_sin_cache = k_cache.squeeze(2), table, cos_sin_cache
+        self.up = self.kv_b_proj.matrices(self.config.num_heads, self.kv_norm.weight.dtype)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> torch.Tensor:
+        """Return [num_tokens, hidden_size], or the rows of `outputs`; write latents of all tokens to the cache."""
+        sizes, queries = self.sizes, metadata if outputs is None else outputs
+        _, slot_mapping = metadata.table(self.table)
+        down = self.down_proj(hidden)
+        if self.q_b_proj is None:
+            q = self.q_proj(hidden, metadata.lora)
+        else:
+            q_latent, down = down.split((sizes.q_rank, down.shape[1] - sizes.q_rank), -1)
+            q = self.q_b_proj(self.q_norm(q_latent)[0])
+        latent, k_rope = down.split((sizes.rank, sizes.rope_dim), -1)
+        q = q.unflatten(-1, (self.config.num_heads, -1))
+        self.write(
+            q[..., sizes.nope_dim :],
+            latent,
+            k_rope,
+            self.kv_cache,
+            slot_mapping,
+            positions,
+            self.cos_sin_cache,
+            self.kv_norm.weight,
+            eps=sizes.eps,
+            interleaved=self.interleaved,
+            scale=self.k_scale,
+        )
+        if outputs is None:
+            out = self._attend(q, metadata)
+        else:
+            out = self._absorbed(q[outputs.rows], metadata.table(self.table)[0], metadata.seq_lens, outputs)
+        projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)
+        return projected
+
+    def _attend(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Attention of all rows, [num_tokens, num_heads, nope + rope] -> [num_tokens, num_heads, v_head_dim]."""
+        block_table, split = metadata.table(self.table)[0], self._split(metadata)
+        if split is None:
+            return self._absorbed(q, block_table, metadata.seq_lens, metadata)
+        expanded = attend_expanded(
+            q if split.rows is None else q[split.rows],
+            self.kv_cache,
+            split.pieces,
+            lambda latents: linear(latents, self.up.flatten(0, 1)).unflatten(-1, (self.config.num_heads, -1)),
+            self.sizes,
+            self.config.softmax_scale,
+            self.k_scale,
+        )
+        if split.others is None:
+            return expanded
+        out, others = expanded.new_empty(*q.shape[:2], self.sizes.v_head_dim), split.others
+        out[split.rows] = expanded
+        table = block_table[others.seqs]
+        out[others.rows] = self._absorbed(q[others.rows], table, others.seq_lens, others)
+        return out
+
+    def _split(self, metadata: AttentionMetadata) -> Split | None:
+        """Return how the step is divided, made once a step; None to absorb everywhere.
+
+        A step that is captured, compiled or recorded runs again with other lengths, so it cannot choose by them.
+        """
+        host = metadata.host
+        if host is None or host.max_seqlen_q == 1 or torch.compiler.is_dynamo_compiling() or recording() is not None:
+            return None
+        made = metadata.plan.runs.setdefault("expanded latents", {})
+        key = self.table, self.config
+        if key not in made:
+            block_size, device = self.kv_cache.shape[1], self.kv_cache.device
+            made[key] = split_step(
+                host, self.table, block_size, self.sizes, self.config.num_heads, self.up.itemsize, device
+            )
+        found: Split | None = made[key]
+        return found
+
+    def _absorbed(
+        self, q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, queries: Queries
+    ) -> torch.Tensor:
+        """Attention to latents; q [num_tokens, num_heads, nope + rope] -> [num_tokens, num_heads, v_head_dim]."""
+        sizes = self.sizes
+        nope, rope = q.split((sizes.nope_dim, sizes.rope_dim), -1)
+        keys, values = self.up.split((sizes.nope_dim, sizes.v_head_dim), 1)
+        latent_q = torch.bmm(nope.transpose(0, 1), keys).transpose(0, 1)
+        attended = latent_q.new_empty(*q.shape[:2], sizes.rank)
+        self.attend(
+            torch.cat([latent_q, rope], -1),
+            self.kv_cache,
+            v_head_dim=sizes.rank,
+            block_table=block_table,
+            cu_seqlens_q=queries.cu_seqlens_q,
+            seq_lens=seq_lens,
+            max_seqlen_q=queries.max_seqlen_q,
+            softmax_scale=self.config.softmax_scale,
+            k_scale=self.k_scale,
+            plan=queries.plan,
+            out=attended,
+        )
+        return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        linears = [self.down_proj, self.kv_b_proj, self.o_proj]
+        linears.append(self.q_proj if self.q_b_proj is None else self.q_b_proj)
+        slots: WeightSlots = {}
+        for each in linears:
+            slots |= each.weight_slots(prefix)
+        slots |= self.kv_norm.weight_slots(f"{prefix}.kv_a_layernorm")
+        if self.q_b_proj is not None:
+            slots |= self.q_norm.weight_slots(f"{prefix}.q_a_layernorm")
+        return slots
