@@ -70,8 +70,8 @@ _E4M3 = partial(work.quantized_linear, form="e4m3", group_size=128)
 # Latents of DeepSeek-V3 (DeepSeek-AI, 2024) at 64 decodes of 8k.
 _LATENT = {"sizes": ((512, 64),) * 3}
 _LATENT_HEADS = (128, 16, 4)
-_DECODES = ([(1, 8192)] * 64, [(1, 512)] * 4, [(1, 200), (1, 33)])
-_LATENT_STEP = {"lengths": _DECODES, "heads": _LATENT_HEADS, **_LATENT}
+_LATENT_LENGTHS = ([(1, 8192)] * 64, [(1, 512)] * 4, [(1, 200), (1, 33)])
+_LATENT_STEP = {"lengths": _LATENT_LENGTHS, "heads": _LATENT_HEADS, **_LATENT}
 _CHOSEN = partial(work.paged_mla_attention, chosen=2048)
 _PACKED = partial(work.concat_and_cache_mla, is_packed=True)
 
