@@ -19,7 +19,7 @@ def rotary_embedding(
     half = cos_sin_cache.shape[1] // 2
     try:
         rows = cos_sin_cache.index_select(0, positions)  # a CPU checks every index anyway
-    except IndexError:
+    except (IndexError, RuntimeError):  # the latter of a table without rows
         check_ids_on_host("positions", positions, 0, len(cos_sin_cache) - 1)
         raise
     cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
