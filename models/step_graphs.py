@@ -23,7 +23,7 @@ from paged.metadata import AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
-from paged.staging import staged_size, to_device
+from paged.staging import FixedCopy, Staging, to_device
 
 Begin = Callable[[], Callable[[], None]]
 """Plans a step over tensors at fixed addresses, and returns a function that runs it."""
@@ -136,10 +136,7 @@ class StepGraphs:
         self._device = next(network.parameters()).device
         self.longest = min(max_seq_len, cache.longest_sequence or max_seq_len)
         self._num_tables = len(cache.tables)
-        # Token ids, positions, slots, lengths and query offsets.
-        none = np.empty(0, np.int64)
-        slots = np.empty((self._num_tables, 0), np.int64)
-        self._no_sequences: tuple[NDArray[Any], ...] = none, none, slots, np.empty(0, np.int32), np.zeros(1, np.int32)
+        self._staging = Staging(self._device)
         self._table_width = -(-self.longest // (cache.block_size * _TABLE_LINE)) * _TABLE_LINE
         self._sizes, self._recorded_only = tuple(sizes), recorded_only
         self.clear()
@@ -149,7 +146,9 @@ class StepGraphs:
         self._record: Record | None = None
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._num_adapted_layers = 0
-        self._inputs = self._table = self._product = torch.empty(0)
+        self._inputs: dict[GraphShape, FixedCopy] = {}
+        self._table = self._product = torch.empty(0)
+        self._sent_table: NDArray[np.int32] | None = None
         self.num_unrecorded = 0
 
     def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
@@ -161,11 +160,8 @@ class StepGraphs:
         if not self._sizes or (self._recorded_only and not records_loops(self._device)):
             return
         most, dtype = self._sizes[-1], next(self._network.parameters()).dtype
-        table = np.empty((self._num_tables, most, self._table_width), np.int32)
-        largest = GraphShape(most, most, is_adapted=True)
-        num_bytes = staged_size((*self._padded(self._no_sequences, largest, None), table))
-        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        self._table = torch.zeros(table.shape, dtype=torch.int32, device=self._device)
+        table_shape = self._num_tables, most, self._table_width
+        self._table = torch.zeros(table_shape, dtype=torch.int32, device=self._device)
         self._product = torch.empty(most, self._network.num_logits, dtype=dtype, device=self._device)
         self._record = graph_recorder(self._device)
         try:
@@ -204,12 +200,11 @@ class StepGraphs:
 
         adapters: from `LoraAdapters.row_slots`.
         """
-        tables = step.host.block_tables[:, :, : self._table_width]
-        # Copy only the batch's rows of the table: all 256 rows for 40,000 tokens are 2.6 MB per step.
-        rows = self._padded((step.token_ids, *step.host.arrays[:-1]), shape, adapters)
-        input_ids, *_, there = to_device((*rows, tables), self._device, out=self._inputs)
-        step.copy_device_ids(input_ids)
-        self._table[:, : tables.shape[1], : tables.shape[2]].copy_(there)
+        inputs = self._inputs[shape]
+        rows = [step.token_ids, *step.host.arrays[:-1], *self._adapter_rows(shape, adapters)]
+        inputs.send(rows, (0, 0, -1, 0, len(step.token_ids), -1, -1)[: len(rows)])
+        step.copy_device_ids(inputs.tensors[0])
+        self._send_table(step.host.block_tables[:, :, : self._table_width])
         self._replays[shape]()
         product = self._product[: len(step.token_ids)]
         if len(step.row_ids) < len(product):
@@ -232,8 +227,14 @@ class StepGraphs:
 
     def _forward(self, shape: GraphShape) -> Begin:
         """Return the planned forward of one shape over the static inputs, which hold padding."""
-        padding = self._padded(self._no_sequences, shape, None)
-        input_ids, *rest = to_device(padding, self._device, out=self._inputs)
+        size, num_tables = shape.num_tokens, self._num_tables
+        # Token ids, positions, slots, lengths and query offsets. Padding has no query, no key and no slot for K/V.
+        padding: list[NDArray[Any]] = [np.zeros(size, np.int64), np.zeros(size, np.int64)]
+        padding += [np.full((num_tables, size), -1), np.zeros(size, np.int32), np.zeros(size + 1, np.int32)]
+        padding += self._adapter_rows(shape, None)
+        inputs = self._inputs[shape] = FixedCopy(self._staging, padding)
+        inputs.send(padding, [0] * len(padding))
+        input_ids, *rest = inputs.tensors
         tensors, lora = (*rest[:4], self._table[:, : shape.num_tokens]), rest[4:]
         product = self._product[: shape.num_tokens]
 
@@ -248,28 +249,21 @@ class StepGraphs:
 
         return begin
 
-    def _padded(
-        self, arrays: Sequence[NDArray[Any]], shape: GraphShape, adapters: NDArray[np.int32] | None
-    ) -> list[NDArray[Any]]:
-        """Pad token ids, positions, slots, lengths and query offsets to the graph's tokens and sequences.
+    def _send_table(self, tables: NDArray[np.int32]) -> None:
+        """Copy the rows of the batch, unless they are the last ones: all 256 rows for 40,000 tokens are 2.6 MB."""
+        if self._sent_table is None or not np.array_equal(tables, self._sent_table):
+            (there,) = to_device((tables,), self._device)
+            self._table[:, : tables.shape[1], : tables.shape[2]].copy_(there)
+            self._sent_table = tables
 
-        Padding has no query, no key and no slot for K/V. With adapters, the rows that they change are appended.
-        """
-        *rows, offsets = arrays
-        size = shape.num_tokens
-        padded = [_extended(row, size, fill) for row, fill in zip(rows, (0, 0, -1, 0), strict=True)]
-        padded.append(_extended(offsets, size + 1, offsets[-1]))
-        if shape.is_adapted:
-            row_slots = _extended(np.empty(0, np.int32) if adapters is None else adapters, size, -1)
-            batch = LoraBatch.group(torch.from_numpy(row_slots), most_adapters=self._adapters.max_loras)
-            padded += [batch.rows.numpy(), batch.slots.numpy()]
-        return padded
-
-
-def _extended(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
-    result = np.full((*array.shape[:-1], length), fill, array.dtype)
-    result[..., : array.shape[-1]] = array
-    return result
+    def _adapter_rows(self, shape: GraphShape, adapters: NDArray[np.int32] | None) -> list[NDArray[np.int32]]:
+        """Return the rows that adapters change, as `LoraBatch`, in the shapes of the graph; [] if it has none."""
+        if not shape.is_adapted:
+            return []
+        slots = np.full(shape.num_tokens, -1, np.int32)
+        slots[: 0 if adapters is None else len(adapters)] = -1 if adapters is None else adapters
+        batch = LoraBatch.group(torch.from_numpy(slots), most_adapters=self._adapters.max_loras)
+        return [batch.rows.numpy(), batch.slots.numpy()]
 
 
 class CudaGraphRecorder:

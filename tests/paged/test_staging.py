@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paged.staging import _NUM_BUFFERS, Staging
+from paged.staging import _NUM_BUFFERS, FixedCopy, Staging
 
 
 def step(seed: int, size: int) -> list[np.ndarray]:
@@ -42,6 +42,26 @@ def test_earlier_tensors_keep_their_values(device: torch.device) -> None:
     for arrays, tensors in zip(steps, sent, strict=True):
         for array, tensor in zip(arrays, tensors, strict=True):
             np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_fixed_copies_arrive_in_the_same_memory(size: int, device: torch.device) -> None:
+    """Also when another copy has made a buffer grow, and fewer rows than before leave fills behind them."""
+    staging = Staging(device)
+    arrays = [np.empty(size, np.int64), np.empty((2, size + 1), np.int32)]
+    fixed, later = FixedCopy(staging, arrays), FixedCopy(staging, arrays)
+    addresses = [tensor.data_ptr() for tensor in fixed.tensors]
+    for seed in range(3 * _NUM_BUFFERS):
+        rng, count = np.random.default_rng(seed), seed % (size + 1)
+        rows = [rng.integers(1, 99, count), rng.integers(1, 99, (2, count), dtype=np.int32)]
+        fixed.send(rows, (0, -1))
+        later.send([rows[0] + 1, rows[1]], (7, 7))
+        staging.to_device([np.empty(seed**3, np.int32)])
+        for tensor, row, fill in zip(fixed.tensors, rows, (0, -1), strict=True):
+            values = tensor.cpu().numpy()
+            np.testing.assert_array_equal(values[..., :count], row)
+            assert (values[..., count:] == fill).all()
+    assert [tensor.data_ptr() for tensor in fixed.tensors] == addresses
 
 
 @pytest.fixture

@@ -70,13 +70,15 @@ def test_logits_are_sent_only_where_a_few_candidates_do_not_decide(
     found = []
     for executor in executors:
         num_bytes = executor.model.ranks.num_bytes
-        before = num_bytes.copy()
         engine = Engine(executor, EngineConfig(overlap=True, chunk_size=7), eos_token_ids=())
+        prompts = [tokens(3 + 2 * i, i) for i in range(9)]
+        engine.generate(prompts, SamplingParams(max_tokens=1), progress=False)  # so that all begin in one step below
+        before = num_bytes.copy()
         params = [
             SamplingParams(**{"temperature": 0.5 + i / 9, "max_tokens": 7, "seed": i} | one)
             for i, one in enumerate(filters)
         ]
-        outputs = engine.generate([tokens(3 + 2 * i, i) for i in range(9)], params, progress=False)
+        outputs = engine.generate(prompts, params, progress=False)
         gathered = {kind: count for kind, count in (num_bytes - before).items() if kind.startswith("gather")}
         is_spread = executor.model.ranks.size > 1
         assert gathered == ({kind: 9 * 7 * size for kind, size in sent.items()} if is_spread else {})
