@@ -13,6 +13,7 @@ from paged.errors import UnsupportedError
 from paged.executors.command_line.generate import add_checkpoint_arguments, add_engine_arguments, make_engine
 from paged.executors.serving.config import ServeConfig
 from paged.models.loading.checkpoint_folder import checkpoint_folder
+from paged.printable import one_line
 
 DESCRIPTION = (
     "Serves a checkpoint by HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, a page at /, "
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("paged").setLevel(logging.INFO)
     folder = checkpoint_folder(args.model)
+    print(f"paged: loading {one_line(str(folder))}", file=sys.stderr, flush=True)
     tokenizer = ChatTokenizer.from_folder(folder)
     engine = make_engine(folder, args, MarkedTokenizer(tokenizer), max_waiting=args.max_waiting)
     info = engine.executor.info()

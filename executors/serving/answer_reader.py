@@ -4,90 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal, NamedTuple
 
+from paged.executors.serving.tool_formats import PARAMETER, ToolFormat
+
 _THINK, _THOUGHT = "<think>", "</think>"
-
-
-class Call(NamedTuple):
-    """A call of a tool; arguments are JSON."""
-
-    id: str
-    name: str
-    arguments: str
+_BETWEEN_CALLS = " \t\r\n;,]"
+_CLOSING = re.compile("</(?:parameter|function|tool_call)>")
 
 
 class Delta(NamedTuple):
-    kind: Literal["content", "reasoning", "call"]
-    text: str = ""
-    call: Call | None = None
+    """Some content or reasoning; the name of a tool that is called; or the next piece of its arguments, in JSON."""
 
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a model writes calls.
-
-    Attributes:
-        begin: what a call begins with.
-        end: what it ends with; empty for the end of the text.
-        bare: whether a text that begins with a brace is a call, too.
-        hint: what the chat template of such a model holds.
-        parse: makes names and arguments of what lies between; raises ValueError, KeyError or TypeError.
-    """
-
-    begin: str
-    end: str
-    bare: bool
-    hint: str
-    parse: Callable[[str], list[tuple[str, Any]]]
-
-
-def _hermes(text: str) -> list[tuple[str, Any]]:
-    """JSON with name and arguments; or, of Qwen3-Coder, an element for each argument, with JSON or plain text in it."""
-    function = re.fullmatch(r"\s*<function=([^>\s]+)>(.*?)\s*(?:</function>)?\s*", text, re.DOTALL)
-    if function is None:
-        call = json.loads(text)
-        return [(call["name"], call["arguments"])]
-    parameters = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", function[2], re.DOTALL)
-    return [(function[1], {name: _json_or_text(value) for name, value in parameters})]
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _mistral(text: str) -> list[tuple[str, Any]]:
-    """A list of calls; or, of later models, a name and its arguments, with or without [ARGS] between."""
-    if text.lstrip().startswith("["):
-        return [(call["name"], call["arguments"]) for call in json.loads(text)]
-    calls = []
-    for one in text.split("[TOOL_CALLS]"):
-        name, _, arguments = one.strip().partition("{")
-        calls.append((name.removesuffix("[ARGS]").strip(), json.loads("{" + arguments)))
-    return calls
-
-
-def _llama3(text: str) -> list[tuple[str, Any]]:
-    """Objects with name and parameters, one after the other, perhaps with ; between."""
-    calls, rest = [], text.strip()
-    while rest:
-        call, end = json.JSONDecoder().raw_decode(rest)
-        calls.append((call["name"], call["parameters"] if "parameters" in call else call["arguments"]))
-        rest = rest[end:].lstrip("; \n")
-    return calls
-
-
-TOOL_FORMATS = {
-    "hermes": ToolFormat("<tool_call>", "</tool_call>", False, "<tool_call>", _hermes),  # and Qwen
-    "mistral": ToolFormat("[TOOL_CALLS]", "", False, "[TOOL_CALLS]", _mistral),
-    "llama3": ToolFormat("<|python_tag|>", "", True, '{"name": function name', _llama3),
-}
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
 
 
 class AnswerReader:
@@ -100,75 +31,134 @@ class AnswerReader:
     """
 
     def __init__(self, tools: ToolFormat | None, *, has_thoughts: bool, thinks: bool) -> None:
-        self._tools, self._has_thoughts = tools, has_thoughts
-        self._state: Literal["start", "reasoning", "content", "call"] = "reasoning" if thinks else "start"
-        self._held, self._has_passed = "", thinks
-        self.num_calls = 0
+        self._tools, self._held, self._is_last, self.num_calls = tools, "", False, 0
+        self._deltas: list[Delta] = []
+        self._run = self._answer(has_thoughts=has_thoughts, thinks=thinks)
+        next(self._run)
 
     def read(self, text: str, *, is_last: bool = False) -> list[Delta]:
         """Return what `text` adds; with `is_last` everything that still waits, too."""
         self._held += text
-        deltas: list[Delta] = []
-        while self._advance(deltas, is_last=is_last):
-            pass
-        return deltas
+        self._is_last, self._deltas = is_last, []
+        next(self._run, None)
+        return self._deltas
 
-    def _advance(self, deltas: list[Delta], *, is_last: bool) -> bool:
-        """Read up to the next change of state; return whether there was one."""
-        if self._state == "start":
-            return self._begin(is_last=is_last)
-        if self._state == "reasoning":
-            return self._pass_up_to(_THOUGHT, "reasoning", "start", deltas, is_last=is_last)
-        if self._state == "content":
-            marker = self._tools.begin if self._tools is not None else ""
-            return self._pass_up_to(marker, "content", "call", deltas, is_last=is_last)
-        return self._end_call(deltas, is_last=is_last)
+    # The parts of an answer, one after the other; each `yield` waits for more text.
 
-    def _begin(self, *, is_last: bool) -> bool:
-        """At the beginning of an answer, or behind reasoning or a call, where newlines separate."""
-        if self._has_passed:
-            self._held = self._held.lstrip("\n")
-        text = self._held.lstrip()
-        may_think = self._has_thoughts and not self._has_passed
-        if may_think and text.startswith(_THINK):
-            self._held, self._state = text.removeprefix(_THINK), "reasoning"
-        elif not self._held or (may_think and not is_last and _THINK.startswith(text)):
-            return False
+    def _answer(self, *, has_thoughts: bool, thinks: bool) -> Iterator[None]:
+        yield
+        if has_thoughts and not thinks:
+            yield from self._wait_while(lambda text: _THINK.startswith(text.lstrip()) and text.lstrip() != _THINK)
+            if thinks := self._held.lstrip().startswith(_THINK):
+                self._held = self._held.lstrip().removeprefix(_THINK)
+        if thinks:
+            yield from self._pass_up_to(_THOUGHT, "reasoning")
+            yield from self._drop("\n")
+        if self._tools is None:
+            yield from self._pass_up_to("", "content")
+            return
+        while self._held or not self._is_last:
+            if self._tools.bare:
+                yield from self._wait_while(lambda text: not text.strip())
+            if self._tools.bare and self._held.lstrip().startswith("{"):
+                yield from self._call(self._tools, "")
+            elif (yield from self._pass_up_to(self._tools.begin, "content")):
+                yield from self._call(self._tools, self._tools.begin)
+
+    def _call(self, form: ToolFormat, opened: str) -> Iterator[None]:
+        """Pass on what is called behind a marker, its arguments as they come; what is no call is content."""
+        yield from self._wait_while(lambda text: not (form.head.match(text) or (form.end and form.end in text)))
+        head = form.head.match(self._held)
+        if head is None or head.lastgroup is None:
+            body, found, self._held = self._held.partition(form.end) if form.end else (self._held, "", "")
+            if not (calls := form.whole(body)):
+                return self._put("content", f"{opened}{body}{found}")
+            for name, arguments in calls:
+                self._begin(name, arguments)
         else:
-            is_bare = self._tools is not None and self._tools.bare and text.startswith("{")
-            self._state = "call" if is_bare else "content"
-        return True
+            self._held = self._held[head.end() :]
+            self._begin(head[head.lastgroup])
+            yield from self._elements() if head.lastgroup == "xml" else self._object()
+            if head.lastgroup == "json":  # the object around name and arguments
+                yield from self._wait_while(lambda text: "}" not in text)
+                self._held = self._held.partition("}")[2]
+        yield from self._drop(_BETWEEN_CALLS)
+        yield from self._wait_while(lambda text: form.end.startswith(text) and text != form.end)
+        if form.end and self._held.startswith(form.end):
+            self._held = self._held.removeprefix(form.end)
+            yield from self._drop("\n")
 
-    def _pass_up_to(self, marker: str, kind: Any, then: Any, deltas: list[Delta], *, is_last: bool) -> bool:
-        """Pass on the text before `marker`, or all that cannot be the beginning of it."""
-        at = self._held.find(marker) if marker else -1
-        end = at if at >= 0 else len(self._held) if is_last else len(self._held) - _overlap(self._held, marker)
-        if end:
-            deltas.append(Delta(kind, self._held[:end]))
-        self._held = self._held[end:]
-        if at >= 0:
-            self._held, self._state = self._held.removeprefix(marker), then
-            self._has_passed = True
-        return at >= 0
+    def _object(self) -> Iterator[None]:
+        """Pass on a JSON object, up to the brace that closes it."""
+        depth, is_quoted, is_escaped = 0, False, False
+        while True:
+            for index, letter in enumerate(self._held):
+                if is_escaped or (is_quoted and letter not in '"\\'):
+                    is_escaped = False
+                elif letter == "\\":
+                    is_escaped = True
+                elif letter == '"':
+                    is_quoted = not is_quoted
+                else:
+                    depth += (letter in "{[") - (letter in "}]")
+                    if not depth:
+                        self._put("arguments", self._held[: index + 1])
+                        self._held = self._held[index + 1 :]
+                        return
+            self._put("arguments", self._held)
+            self._held = ""
+            if self._is_last:
+                return
+            yield
 
-    def _end_call(self, deltas: list[Delta], *, is_last: bool) -> bool:
-        """Pass on calls once they are whole; what is no call is content, with its markers."""
-        assert self._tools is not None
-        begin, end = self._tools.begin, self._tools.end
-        body, found, rest = self._held.partition(end) if end else (self._held, "", "")
-        if not found and not is_last:
-            return False
-        try:
-            calls = [(name, json.dumps(given, ensure_ascii=False)) for name, given in self._tools.parse(body) if name]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            calls = []
-            deltas.append(
-                Delta("content", f"{begin}{body}{found}" if not body.lstrip().startswith("{") or end else body)
-            )
-        deltas += [Delta("call", call=Call(f"call_{secrets.token_hex(12)}", *call)) for call in calls]
-        self.num_calls += len(calls)
-        self._held, self._state = rest, "start" if calls else "content"
-        return bool(rest)
+    def _elements(self) -> Iterator[None]:
+        """Pass on an element for each argument as a JSON object."""
+        before = "{"
+        while True:
+            yield from self._wait_while(lambda text: not (_CLOSING.search(text) and PARAMETER.match(text)))
+            found = PARAMETER.match(self._held)
+            self._held = self._held[found.end() if found else 0 :]
+            if found is None or found[1] is None:
+                self._put("arguments", "{}" if before == "{" else "}")
+                return
+            self._put("arguments", f"{before}{json.dumps(found[1])}: {_as_json(found[2])}")
+            before = ", "
+
+    def _pass_up_to(self, marker: str, kind: Literal["content", "reasoning"]) -> Generator[None, None, bool]:
+        """Pass on the text before `marker`; return whether the marker came."""
+        while True:
+            at = self._held.find(marker) if marker else -1
+            keep = 0 if self._is_last or at >= 0 else _overlap(self._held, marker)
+            end = at if at >= 0 else len(self._held) - keep
+            self._put(kind, self._held[:end])
+            self._held = self._held[end + len(marker) if at >= 0 else end :]
+            if at >= 0 or self._is_last:
+                return at >= 0
+            yield
+
+    def _wait_while(self, condition: Callable[[str], bool]) -> Iterator[None]:
+        while not self._is_last and condition(self._held):
+            yield
+
+    def _drop(self, characters: str) -> Iterator[None]:
+        yield from self._wait_while(lambda text: not text.lstrip(characters))
+        self._held = self._held.lstrip(characters)
+
+    def _begin(self, name: str, arguments: str = "") -> None:
+        self._deltas.append(Delta("call", name))
+        self._put("arguments", arguments)
+        self.num_calls += 1
+
+    def _put(self, kind: Any, text: str) -> None:
+        if text:
+            self._deltas.append(Delta(kind, text))
+
+
+def _as_json(text: str) -> str:
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -51,11 +51,39 @@ def usage(record: Record) -> Event:
     }
 
 
-async def respond(head: Head, events: AsyncGenerator[Event, None], whole: Callable[[list[Event]], Event]) -> Response:
-    """Stream events in OpenAI's form, or join them; the last one bears the usage and no choice."""
+async def respond(
+    head: Head, events: AsyncGenerator[Event, None], whole: Callable[[Event], Event] = lambda choice: choice
+) -> Response:
+    """Stream events in OpenAI's form, or join their choices; the last one bears the usage and no choice."""
     if head.is_streamed:
         return EventStream(events if head.has_usage else _without_last(events), "data: [DONE]\n\n")
-    return reply(whole([event async for event in events]))
+    choices: dict[int, Event] = {}
+    last: Event = {}
+    async for last in events:
+        for part in last["choices"]:
+            _join(choices.setdefault(part["index"], {}), part)
+    return reply(last | {"choices": [whole(choices[index]) for index in sorted(choices)]})
+
+
+def _join(whole: Event, part: Event) -> None:
+    """Add a chunk: texts and lists grow, but an entry of a list with an index adds to the one of that index."""
+    for name, value in part.items():
+        old = whole.get(name)
+        if old is None or value is None:
+            whole[name] = value if old is None else old
+        elif isinstance(value, str):
+            whole[name] = old + value
+        elif isinstance(value, dict):
+            _join(old, value)
+        elif isinstance(value, list):
+            for one in value:
+                index = one.get("index") if isinstance(one, dict) else None
+                if type(index) is int and index < len(old):
+                    _join(old[index], one)
+                else:
+                    old.append(one)
+        else:
+            whole[name] = value
 
 
 async def _without_last(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:

@@ -26,7 +26,6 @@ from paged.executors.serving.completions import complete, embed
 from paged.executors.serving.errors import ApiError, as_api_error, reply
 from paged.executors.serving.gate import LOG, Gate
 from paged.executors.serving.messages import answer_messages
-from paged.executors.serving.metrics import ServerMetrics
 from paged.executors.serving.responses import respond_to_input
 from paged.executors.serving.service import Service
 
@@ -36,13 +35,12 @@ _MOST_CELLS = 4096  # blocks that the page draws one by one
 def make_app(service: Service) -> Gate:
     """Return the ASGI app of a service."""
     app = FastAPI(title="paged", version=paged.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    metrics = ServerMetrics(service)
     for error in (PagedError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, _answer_error)
     _add_text_routes(app, service)
     _add_model_routes(app, service)
-    _add_state_routes(app, service, metrics)
-    return Gate(app, service.config, metrics.observe)
+    _add_state_routes(app, service)
+    return Gate(app, service.config, service.metrics.end)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -128,7 +126,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         return reply({"id": body.lora_name})
 
 
-def _add_state_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
+def _add_state_routes(app: FastAPI, service: Service) -> None:
     manager = service.engine.engine.executor.kv_manager
 
     @app.get("/health")
@@ -142,7 +140,7 @@ def _add_state_routes(app: FastAPI, service: Service, metrics: ServerMetrics) ->
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        page = await service.engine.prometheus_text() + await metrics.text()
+        page = await service.engine.prometheus_text() + await service.metrics.text()
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/paged/blocks")

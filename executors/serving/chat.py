@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,19 +13,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.executors.serving.answer_reader import AnswerReader, Delta, ToolFormat
+from paged.executors.serving.answer_reader import AnswerReader, Delta
 from paged.executors.serving.answers import Event, Head, finite, respond, usage
 from paged.executors.serving.errors import ApiError
 from paged.executors.serving.schemas import ChatBody, Message, Part
 from paged.executors.serving.service import Piece, Service
+from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 
 _TAIL = 8  # tokens that "<think>" and the line around it take at most
 
 
 @dataclass
 class Conversation:
-    """An encoded conversation, and what runs it."""
+    """An encoded conversation, and what runs it. thinks: whether the prompt ends within reasoning."""
 
     service: Service
     request: Request
@@ -31,6 +35,7 @@ class Conversation:
     params: SamplingParams
     options: dict[str, Any]
     tools: ToolFormat | None
+    thinks: bool
 
     @classmethod
     async def begin(
@@ -40,31 +45,58 @@ class Conversation:
         messages: list[dict[str, Any]],
         params: SamplingParams,
         options: dict[str, Any],
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools | None = None,
         variables: dict[str, Any] | None = None,
     ) -> Conversation:
         """Render and encode the messages, and check the limits."""
-        named = {"tools": tools, **(variables or {})}
+        listed = [{"type": "function", "function": one} for one in tools.functions] if tools else None
+        named: dict[str, Any] = {"tools": listed, **(variables or {})}
         prompt = await service.in_thread(service.tokenizer.encode_chat, messages, **named)
         params = service.check_prompts([prompt], params)
-        return cls(service, request, prompt, params, options, service.tool_format if tools else None)
+        tail = service.tokenizer.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+        thinks, form = service.has_thoughts and tail.endswith("<think>"), service.tool_format if tools else None
+        if tools and (called := tools.forced()):
+            form = form or TOOL_FORMATS["llama3"]
+            grammar = form.grammar(called, is_one=tools.is_one, thinks=thinks)
+            options |= {"token_mask": await service.compiled("structural_tag", grammar)}
+        return cls(service, request, prompt, params, options, form, thinks)
 
     async def deltas(self) -> AsyncGenerator[tuple[Piece, list[Delta], str | None], None]:
         """Yield pieces with the parts of their texts, and the finish reason with the last piece of a choice."""
-        service = self.service
-        tail = service.tokenizer.tokenizer.decode(self.prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-        thinks = service.has_thoughts and tail.endswith("<think>")
-        readers: dict[int, AnswerReader] = {}
-        pieces = service.pieces(self.request, [self.prompt], self.params, **self.options)
-        async with aclosing(pieces):
+        options = {"has_thoughts": self.service.has_thoughts, "thinks": self.thinks}
+        readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(self.tools, **options))
+        async with aclosing(self.service.pieces(self.request, [self.prompt], self.params, **self.options)) as pieces:
             async for piece in pieces:
-                reader = readers.get(piece.choice)
-                if reader is None:
-                    reader = AnswerReader(self.tools, has_thoughts=service.has_thoughts, thinks=thinks)
-                    readers[piece.choice] = reader
-                reason = piece.finish_reason
-                deltas = reader.read(piece.text, is_last=reason is not None)
+                reader, reason = readers[piece.choice], piece.part.finish_reason
+                deltas = reader.read(piece.part.text, is_last=reason is not None)
                 yield piece, deltas, "tool_calls" if reason == "stop" and reader.num_calls else reason
+
+
+@dataclass
+class Tools:
+    """Tools of a request.
+
+    Attributes:
+        functions: name, description and parameters of each, as OpenAI has them.
+        choice: "auto", "none", "required" or the name of a function.
+        is_one: whether one call is all that is wanted.
+    """
+
+    functions: list[dict[str, Any]]
+    choice: str = "auto"
+    is_one: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.functions) and self.choice != "none"
+
+    def forced(self) -> dict[str, Any]:
+        """Return the parameters' schemas of the functions one of which must be called; none if text will do, too."""
+        if self.choice in ("auto", "none"):
+            return {}
+        wanted = [one for one in self.functions if self.choice in ("required", one["name"])]
+        if not wanted:
+            raise ApiError(400, f"tool_choice: {self.choice!r} is none of the tools", "tool_choice")
+        return {one["name"]: one.get("parameters") or {"type": "object"} for one in wanted}
 
 
 def as_template(message: Message) -> dict[str, Any]:
@@ -93,12 +125,15 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     adapter = await service.adapter(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service.params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
-    tools = None if body.tool_choice == "none" or not body.tools else [tool.model_dump() for tool in body.tools]
     messages = [as_template(message) for message in body.messages]
+    asked = body.tool_choice or "auto"
+    choice = asked if isinstance(asked, str) else asked.function.name
+    is_one = body.parallel_tool_calls is False or not isinstance(asked, str)
+    tools = Tools([tool.function.model_dump() for tool in body.tools or ()], choice, is_one)
     options, variables = await service.options(body, adapter), body.chat_template_kwargs
     run = await Conversation.begin(service, request, messages, params, options, tools, variables)
     head = Head(service, request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
-    return await respond(head, _events(head, run), _whole)
+    return await respond(head, _events(head, run), _as_message)
 
 
 async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
@@ -109,15 +144,14 @@ async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
             if piece.choice not in num_calls:
                 num_calls[piece.choice] = 0
                 entries.append({"role": "assistant", "content": ""})
-            for delta in deltas:
-                if delta.call is None:
-                    entries.append({delta.kind: delta.text})
-                    continue
-                function = {"name": delta.call.name, "arguments": delta.call.arguments}
-                call = {"id": delta.call.id, "type": "function", "function": function}
-                entries.append({"tool_calls": [{"index": num_calls[piece.choice], **call}]})
-                num_calls[piece.choice] += 1
-            logprobs = None if piece.logprobs is None else _logprobs(run.service, piece)
+            for kind, text in deltas:
+                call: dict[str, Any] = {"index": num_calls[piece.choice] - 1, "function": {"arguments": text}}
+                if kind == "call":
+                    num_calls[piece.choice] += 1
+                    identity = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+                    call = {"index": call["index"] + 1, **identity, "function": {"name": text, "arguments": ""}}
+                entries.append({"tool_calls": [call]} if kind in ("call", "arguments") else {kind: text})
+            logprobs = None if piece.part.logprobs is None else _logprobs(run.service, piece.part)
             entries = entries or ([{}] if reason or logprobs else [])
             for number, entry in enumerate(entries):
                 is_last = number == len(entries) - 1
@@ -126,33 +160,22 @@ async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
     yield head.body(choices=[], usage=usage(head.record))
 
 
-def _whole(events: list[Event]) -> Event:
-    choices: dict[int, dict[str, Any]] = {}
-    for event in events:
-        for part in event["choices"]:
-            whole = choices.setdefault(
-                part["index"], {"index": part["index"], "message": {}, "logprobs": None, "finish_reason": None}
-            )
-            for name, value in part["delta"].items():
-                if name == "tool_calls":
-                    value = [{key: one[key] for key in ("id", "type", "function")} for one in value]
-                whole["message"][name] = whole["message"][name] + value if name in whole["message"] else value
-            if part["logprobs"] is not None:
-                whole["logprobs"] = whole["logprobs"] or {"content": []}
-                whole["logprobs"]["content"] += part["logprobs"]["content"]
-            whole["finish_reason"] = part["finish_reason"]
-    for one in choices.values():
-        one["message"]["content"] = one["message"]["content"] or (None if "tool_calls" in one["message"] else "")
-    return events[-1] | {"choices": [choices[index] for index in sorted(choices)]}
+def _as_message(choice: Event) -> Event:
+    """Return a joined choice as OpenAI has it without a stream."""
+    message = choice.pop("delta")
+    for call in message.get("tool_calls", ()):
+        del call["index"]
+    message["content"] = message["content"] or (None if "tool_calls" in message else "")
+    return {"index": choice["index"], "message": message, **choice}
 
 
-def _logprobs(service: Service, piece: Piece) -> dict[str, Any]:
+def _logprobs(service: Service, part: CompletionOutput) -> dict[str, Any]:
     def entry(token: int, value: float) -> dict[str, Any]:
         text = service.token_text(token)
         return {"token": text, "logprob": finite(value), "bytes": list(text.encode())}
 
     content = []
-    for token, row in zip(piece.token_ids, piece.logprobs or (), strict=True):
+    for token, row in zip(part.token_ids, part.logprobs or (), strict=True):
         top = [entry(*pair) for pair in row.items()]
         content.append(entry(token, row[token]) | {"top_logprobs": top})
     return {"content": content}

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from paged.executors.serving.tool_formats import TOOL_FORMATS
+
 
 def _option(default: Any, text: str, **arguments: Any) -> Any:
     return field(default=default, metadata={"help": text, **arguments})
@@ -37,7 +39,7 @@ class ServeConfig:
     tool_parser: str = _option(
         "auto",
         "form of tool calls; auto: by the chat template",
-        choices=["auto", "none", "hermes", "llama3", "mistral"],
+        choices=["auto", "none", *TOOL_FORMATS],
     )
     reasoning_parser: str = _option(
         "auto", "part before </think> as reasoning; auto: by the chat template", choices=["auto", "none", "think"]

@@ -25,7 +25,10 @@ LOG = logging.getLogger("paged.serve")
 
 @dataclass
 class Record:
-    """What the log says of a request. Times are in seconds; end: finish reasons, or why there is none."""
+    """What the log says of a request.
+
+    Times are in seconds; most_tokens: new ones of the longest choice; end: finish reasons, or why there is none.
+    """
 
     id: str
     method: str
@@ -34,6 +37,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    most_tokens: int = 0
     queued_s: float | None = None
     first_token_s: float | None = None
     seconds: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -12,12 +13,17 @@ from starlette.responses import Response
 
 from paged.executors.serving.answer_reader import Delta
 from paged.executors.serving.answers import Event, EventStream, Head, record_of
-from paged.executors.serving.chat import Conversation, text_of
+from paged.executors.serving.chat import Conversation, Tools, text_of
 from paged.executors.serving.errors import ApiError, reply
 from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Part
 from paged.executors.serving.service import Service
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_PIECES = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "arguments": ("input_json_delta", "partial_json"),
+}
 
 
 async def answer_messages(service: Service, body: MessagesBody, request: Request) -> Response:
@@ -26,16 +32,25 @@ async def answer_messages(service: Service, body: MessagesBody, request: Request
     params = service.params(body, body.max_tokens, stop=body.stop_sequences)
     system = [{"role": "system", "content": text_of(body.system)}] if body.system else []
     messages = [*system, *(one for message in body.messages for one in _as_template(message))]
-    schemas = [
+    given = [
         {"name": tool.name, "parameters": tool.input_schema, **(tool.model_extra or {})} for tool in body.tools or ()
     ]
-    tools = [{"type": "function", "function": schema} for schema in schemas] or None
+    tools = Tools(given, *_choice(body))
     run = await Conversation.begin(service, request, messages, params, await service.options(body, adapter), tools)
     head = Head(service, request, body, "msg", "message")
     events = _events(head, run)
     if body.stream:
         return EventStream(events, named=True)
     return reply(_whole([event async for event in events]))
+
+
+def _choice(body: MessagesBody) -> tuple[str, bool]:
+    """Return what `Tools` calls choice and is_one."""
+    if (asked := body.tool_choice) is None:
+        return "auto", False
+    if asked.type == "tool":
+        return asked.name or "", True
+    return {"any": "required"}.get(asked.type, asked.type), asked.disable_parallel_tool_use
 
 
 def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
@@ -77,17 +92,20 @@ async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
                 yield {"type": "message_start", "message": {"id": head.id, **fields, "content": [], "usage": usage}}
                 index = 0
             for delta in deltas:
-                if delta.kind != kind or delta.call is not None:
+                if delta.kind == "call" or delta.kind not in (kind, "arguments"):
                     if kind:
                         yield {"type": "content_block_stop", "index": index}
                         index += 1
                     kind = delta.kind
                     yield {"type": "content_block_start", "index": index, "content_block": _begin(delta)}
-                yield {"type": "content_block_delta", "index": index, "delta": _delta(delta)}
+                if delta.kind != "call":
+                    name, field = _PIECES[delta.kind]
+                    piece_of = {"type": name, field: delta.text}
+                    yield {"type": "content_block_delta", "index": index, "delta": piece_of}
             if ending is not None:
                 reason = _REASONS.get(ending, "end_turn")
-                if isinstance(piece.stop_reason, str):
-                    reason, stopped_by = "stop_sequence", piece.stop_reason
+                if isinstance(piece.part.stop_reason, str):
+                    reason, stopped_by = "stop_sequence", piece.part.stop_reason
     if kind:
         yield {"type": "content_block_stop", "index": index}
     ended = {"stop_reason": reason, "stop_sequence": stopped_by}
@@ -95,22 +113,12 @@ async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
     yield {"type": "message_stop"}
 
 
-def _begin(delta: Delta) -> dict[str, Any]:
-    if delta.call is not None:
-        return {"type": "tool_use", "id": delta.call.id, "name": delta.call.name, "input": {}}
-    return (
-        {"type": "thinking", "thinking": "", "signature": ""}
-        if delta.kind == "reasoning"
-        else {"type": "text", "text": ""}
+def _begin(delta: Delta) -> Event:
+    if delta.kind == "call":
+        return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": delta.text, "input": {}}
+    return {"reasoning": {"type": "thinking", "thinking": "", "signature": ""}}.get(
+        delta.kind, {"type": "text", "text": ""}
     )
-
-
-def _delta(delta: Delta) -> dict[str, Any]:
-    if delta.call is not None:
-        return {"type": "input_json_delta", "partial_json": delta.call.arguments}
-    if delta.kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": delta.text}
-    return {"type": "text_delta", "text": delta.text}
 
 
 def _whole(events: list[Event]) -> Event:
@@ -118,14 +126,22 @@ def _whole(events: list[Event]) -> Event:
     for event in events:
         if event["type"] == "content_block_start":
             message["content"].append(event["content_block"])
+            given = ""
         elif event["type"] == "content_block_delta":
             block, delta = message["content"][-1], event["delta"]
-            if delta["type"] == "input_json_delta":
-                block["input"] = json.loads(delta["partial_json"])
-            else:
-                block[block["type"] if block["type"] == "thinking" else "text"] += delta.get(
-                    "text", delta.get("thinking")
-                )
+            given += delta.get("partial_json", "")
+            for name in block.keys() & delta.keys() - {"type"}:
+                block[name] += delta[name]
+        elif event["type"] == "content_block_stop" and given:
+            message["content"][-1]["input"] = _as_object(given)
         elif event["type"] == "message_delta":
             message |= event["delta"] | {"usage": event["usage"]}
     return message
+
+
+def _as_object(text: str) -> Any:
+    """Return arguments; where the answer was cut off, the text under the name that Anthropic gives it."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"INVALID_JSON": text}

@@ -45,8 +45,7 @@ def _format(body: ResponsesBody) -> OpenAiSampling:
 
 async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
     """Every event has its number; all but those of the whole response name the one item and its one part."""
-    texts = {"reasoning": "", "content": "", "call": ""}
-    number, ending, started = 0, "stop", int(head.request.state.began)
+    said, number, ending, started = "", 0, "stop", int(head.request.state.began)
 
     def event(kind: str, **fields: Any) -> Event:
         nonlocal number
@@ -54,7 +53,7 @@ async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
         return {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
 
     def item(status: str) -> Event:
-        parts = [_part(texts["content"])] if status != "in_progress" else []
+        parts = [_part(said)] if status != "in_progress" else []
         identity = {"id": head.id.replace("resp", "msg"), "type": "message", "role": "assistant"}
         return {**identity, "status": status, "content": parts}
 
@@ -73,13 +72,13 @@ async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
                 yield event("output_item.added", output_index=0, item=item("in_progress"))
                 yield event("content_part.added", **place, part=_part(""))
             for delta in deltas:
-                texts[delta.kind] += delta.text
                 if delta.kind == "content":
+                    said += delta.text
                     yield event("output_text.delta", **place, delta=delta.text, logprobs=[])
             ending = reason or ending
     status = "incomplete" if ending == "length" else "completed"
-    yield event("output_text.done", **place, text=texts["content"], logprobs=[])
-    yield event("content_part.done", **place, part=_part(texts["content"]))
+    yield event("output_text.done", **place, text=said, logprobs=[])
+    yield event("content_part.done", **place, part=_part(said))
     yield event("output_item.done", output_index=0, item=item(status))
     record = head.record
     usage = {

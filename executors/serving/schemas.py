@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from paged.interop.structured import Kind
+
 Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -32,7 +34,7 @@ class Part(Open):
 
 
 class Function(Open):
-    name: Name
+    name: Annotated[str, Field(pattern=r"^[\w.:/-]+$", max_length=256)]
 
 
 class Tool(Body):
@@ -83,7 +85,7 @@ class Sampling(Body):
 
 
 class OpenAiSampling(Sampling):
-    """structured_outputs: vLLM's, one of json, regex, choice and grammar."""
+    """structured_outputs: vLLM's, one of json, regex, choice, grammar and structural_tag."""
 
     min_p: Number | None = None
     repetition_penalty: Number | None = None
@@ -101,7 +103,7 @@ class OpenAiSampling(Sampling):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[Literal["json", "regex", "choice", "grammar"], Any] | None = None
+    structured_outputs: dict[Kind, Any] | None = None
 
 
 class CompletionBody(OpenAiSampling):
@@ -126,7 +128,7 @@ class ChatBody(OpenAiSampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -163,12 +165,19 @@ class MessagesTool(Function):
     input_schema: dict[str, Any]
 
 
+class MessagesChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
 class MessagesBody(Sampling):
     messages: list[MessagesMessage] = Field(min_length=1)
     max_tokens: Count
     system: str | list[Part] | None = None
     stop_sequences: list[str] | None = None
     tools: list[MessagesTool] | None = None
+    tool_choice: MessagesChoice | None = None
 
 
 class TokenizeBody(Body):

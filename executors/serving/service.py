@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -14,15 +15,16 @@ from starlette.requests import Request
 
 from paged.errors import UnsupportedError
 from paged.executors.engine.async_engine import AsyncEngine
-from paged.executors.requests.output import RequestOutput
+from paged.executors.requests.output import CompletionOutput, RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.executors.serving.answer_reader import TOOL_FORMATS, ToolFormat
 from paged.executors.serving.config import ServeConfig
 from paged.executors.serving.errors import ApiError
 from paged.executors.serving.gate import Record
+from paged.executors.serving.metrics import ServerMetrics
 from paged.executors.serving.schemas import OpenAiSampling, Sampling
+from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 from paged.executors.text.chat_tokenizer import ChatTokenizer
-from paged.interop.structured import GrammarCompiler
+from paged.interop.structured import GrammarCompiler, Kind
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,14 +32,11 @@ _SAME_NAME = frozenset(SamplingParams.__dataclass_fields__) - {"n", "max_tokens"
 
 
 class Piece(NamedTuple):
-    """What a choice has gained. finish_reason: "stop" or "length" with its last piece."""
+    """What a choice has gained, and the output of its prompt. part.finish_reason: "stop" or "length" with its last."""
 
     choice: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, float]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
+    output: RequestOutput
+    part: CompletionOutput
 
 
 class Service:
@@ -48,7 +47,7 @@ class Service:
     ) -> None:
         """defaults: what the checkpoint says of sampling."""
         self.engine, self.tokenizer, self.config, self.defaults = engine, tokenizer, config, defaults
-        self.created = int(time.time())
+        self.created, self.metrics = int(time.time()), ServerMetrics(engine, config.model_name)
         executor = engine.engine.executor
         self.info = executor.info()
         capacity = executor.kv_capacity()
@@ -66,6 +65,11 @@ class Service:
 
     async def in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
+
+    async def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return token ids of prompts that are texts or token ids."""
+        encode = self.tokenizer.encode
+        return [await self.in_thread(encode, one) if isinstance(one, str) else one for one in prompts]
 
     async def adapters(self) -> tuple[str, ...]:
         with suppress(UnsupportedError):  # the executor takes none
@@ -138,6 +142,10 @@ class Service:
         if len(asked) != 1:
             raise ApiError(400, "structured_outputs: expected one of its forms", "structured_outputs")
         ((kind, grammar),) = asked.items()
+        return await self.compiled(kind, grammar)
+
+    async def compiled(self, kind: Kind, grammar: Any) -> Any:
+        """Return a fresh matcher of a grammar, within the limit of time."""
         return await self.grammars.compile(kind, grammar, seconds=self.config.compile_seconds)
 
     async def pieces(
@@ -150,6 +158,8 @@ class Service:
         record: Record = request.state.record
         record.prompt_tokens = sum(map(len, prompts))
         ended: dict[int, str] = {}
+        lengths: Counter[int] = Counter()
+        times: dict[int, float] = {}  # of the last tokens of a prompt
         mask = options.get("token_mask")
         own = [{} if mask is None else {"token_mask": mask.fork()} for _ in prompts]
         runs: list[Any] = [
@@ -158,6 +168,10 @@ class Service:
         try:
             async with aclosing(_merged(runs)) as outputs:
                 async for prompt, output in outputs:
+                    now = time.perf_counter()
+                    if prompt in times:
+                        self.metrics.observe(inter_token_latency_seconds=now - times[prompt])
+                    times[prompt] = now
                     if not (options["deltas"] or output.finished):
                         continue
                     for one in output.outputs:
@@ -167,13 +181,14 @@ class Service:
                         if reason is not None:
                             ended[choice] = reason
                             self._check_end(reason, output)
-                        record.new_tokens += len(one.token_ids)
-                        yield Piece(choice, one.text, one.token_ids, one.logprobs, reason, one.stop_reason)
+                        lengths[choice] += len(one.token_ids)
+                        yield Piece(choice, output, one)
                     if output.finished:
                         record.cached_tokens += output.num_cached_tokens
                     record.queued_s = output.metrics.queued_s
                     record.first_token_s = record.first_token_s or output.metrics.first_token_s
         finally:
+            record.new_tokens, record.most_tokens = lengths.total(), max(lengths.values(), default=0)
             record.end = record.end or ",".join(dict.fromkeys(ended.values()))
 
     def _check_end(self, reason: str, output: RequestOutput) -> None:

@@ -7,7 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
@@ -16,7 +16,7 @@ from paged.printable import one_line
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Kind = Literal["json", "regex", "grammar", "choice"]
+Kind = Literal["json", "regex", "grammar", "choice", "structural_tag"]
 # xgrammar's time grows with the cube of a schema's properties: 1,000 take 1.6 s over 288 tokens, 3,000 more than 25 s.
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 16, 2048, 64
 _NUM_THREADS = 4  # so that a hostile grammar, which nothing can end, leaves the others
@@ -58,7 +58,7 @@ class GrammarCompiler:
 
         Args:
             kind: "json" for a JSON schema, as a mapping or text; "regex"; "grammar" for EBNF as xgrammar reads it, or
-                Lark's with llguidance; "choice" for a list of texts.
+                Lark's with llguidance; "choice" for a list of texts; "structural_tag" for xgrammar's own.
 
         Raises:
             InvalidInputError: it is malformed, larger than 65,536 characters or 2,048 JSON values, deeper than 64, or
@@ -110,6 +110,8 @@ class GrammarCompiler:
         def compiled(kind: str, text: str) -> Callable[[], Any]:
             if kind == "json":
                 grammar = compiler.compile_json_schema(json.dumps(_plain_texts(json.loads(text))), any_whitespace=False)
+            elif kind == "structural_tag":
+                grammar = compiler.compile_structural_tag(json.dumps(_plain_texts(json.loads(text))))
             elif kind == "regex":
                 grammar = compiler.compile_regex(text)
             else:
@@ -130,6 +132,8 @@ class GrammarCompiler:
                 grammar = matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
             elif kind == "regex":
                 grammar = matcher.grammar_from_regex(text)
+            elif kind == "structural_tag":
+                raise InvalidInputError("structural_tag: not with llguidance, expected xgrammar")
             else:
                 grammar = matcher.grammar_from_lark(
                     f"start: {' | '.join(map(json.dumps, json.loads(text)))}" if kind == "choice" else text
@@ -173,15 +177,15 @@ class _LlguidanceMatcher:
 
 def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
     """Return the kind, and the grammar as text of a bounded size and depth."""
-    if kind not in ("json", "regex", "grammar", "choice"):
-        raise InvalidInputError(f"kind: {shown(kind)}, expected 'json', 'regex', 'grammar' or 'choice'")
+    if kind not in get_args(Kind):
+        raise InvalidInputError(f"kind: {shown(kind)}, expected one of {', '.join(get_args(Kind))}")
     if kind == "choice" and not (
         isinstance(grammar, list) and grammar and all(isinstance(x, str) and x for x in grammar)
     ):
         raise InvalidInputError(f"choice: {shown(grammar)}, expected texts")
     try:
         text = grammar if isinstance(grammar, str) else json.dumps(grammar)
-        value = json.loads(text) if kind == "json" else None
+        value = json.loads(text) if kind in ("json", "structural_tag") else None
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{kind}: {one_line(error, 200)}") from error
     if len(text) > _MAX_CHARACTERS or not _is_small(value):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paged import AsyncEngine, ChatTokenizer, Engine, EngineConfig, LlmExecutor
+from paged import AsyncEngine, ChatTokenizer, Engine, EngineConfig, LlmExecutor, ModelExecutor, SamplingParams
 from paged.executors.command_line.cli import RECALL
 from paged.executors.serving.app import make_app
 from paged.executors.serving.config import ServeConfig
@@ -45,10 +45,17 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, engine_config: EngineConfig | None = None, **options: Any) -> Iterator[Served]:
-    """Serve a folder; at the end the engine holds nothing."""
-    tokenizer = ChatTokenizer.from_folder(folder)
-    executor = LlmExecutor.from_pretrained(folder, num_blocks=256, max_loras=2)
+def serving(
+    folder: Path | ModelExecutor,
+    engine_config: EngineConfig | None = None,
+    tokenizer: ChatTokenizer | None = None,
+    **options: Any,
+) -> Iterator[Served]:
+    """Serve a folder, or an executor with a tokenizer; at the end the engine holds nothing."""
+    executor: Any = folder
+    if tokenizer is None:
+        tokenizer = ChatTokenizer.from_folder(executor)
+        executor = LlmExecutor.from_pretrained(executor, num_blocks=256, max_loras=2)
     engine = Engine(
         executor, engine_config, tokenizer=MarkedTokenizer(tokenizer), eos_token_ids=tokenizer.eos_token_ids
     )
@@ -58,7 +65,9 @@ def serving(folder: Path, engine_config: EngineConfig | None = None, **options: 
 
     async def serve() -> None:
         async with AsyncEngine(engine) as running:
-            service = Service(running, tokenizer, config, executor.default_sampling_params)
+            service = Service(
+                running, tokenizer, config, getattr(executor, "default_sampling_params", SamplingParams())
+            )
             gate = make_app(service)
             server, port = Server(gate, config), listener.getsockname()[1]
             found.append(Served(port, engine, service, server, gate.app, asyncio.get_running_loop()))

@@ -9,12 +9,15 @@ import anthropic
 import openai
 import pytest
 import tokenizers
+import torch
 
 from paged import ChatTokenizer
 from paged.executors.serving.marked_tokenizer import MarkedTokenizer
 from paged.executors.text.chat_template import ChatTemplate
-from tests.executors.serving.conftest import Served, serving
+from tests.executors.oracle import make_executor
+from tests.executors.serving.conftest import TEMPLATE, Served, serving
 from tests.executors.serving.test_openai import MESSAGES
+from tests.interop.test_structured import END, VOCABULARY, byte_tokenizer
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 SAID = '<think>Hm.</think>Yes. <tool_call>{"name": "look", "arguments": {"a": [1]}}</tool_call>'
@@ -52,7 +55,7 @@ def test_calls_and_reasoning(talking: Served) -> None:
     said = [*MESSAGES, message.message.model_dump(exclude_none=True), {"role": "tool", "content": "a"}]
     assert client.chat.completions.create(**given | {"messages": said}).usage is not None
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
-        client.chat.completions.create(**given | {"tool_choice": "required"})
+        client.chat.completions.create(**given | {"tool_choice": {"type": "function", "function": {"name": "run"}}})
 
     claude = anthropic.Anthropic(base_url=talking.url, api_key="none", max_retries=0)
     tools: Any = [{"name": "look", "input_schema": {"type": "object"}}]
@@ -65,6 +68,56 @@ def test_calls_and_reasoning(talking: Served) -> None:
         assert [block.type for block in blocks] == ["thinking", "text", "tool_use"]
         assert (blocks[0].thinking, blocks[1].text, blocks[2].input) == ("Hm.", "Yes. ", {"a": [1]})
         assert answer.stop_reason == "tool_use"
+
+
+@pytest.fixture(scope="module")
+def untrained() -> Iterator[Served]:
+    """A server of a model that writes any bytes unless a grammar stops it."""
+    template = ChatTemplate({"default": TEMPLATE}, {}, "here")
+    executor = make_executor(torch.device("cpu"), vocab_size=VOCABULARY, num_blocks=512)
+    with serving(executor, tokenizer=ChatTokenizer(byte_tokenizer(), template, [END]), tool_parser="hermes") as served:
+        yield served
+
+
+@pytest.mark.thorough  # six seconds
+def test_required_and_named_calls(untrained: Served) -> None:
+    """Every choice calls, with arguments that validate; a stream joined by OpenAI's client is the same."""
+    client = openai.OpenAI(base_url=f"{untrained.url}/v1", api_key="none", max_retries=0)
+    number = {"type": "integer", "minimum": 1, "maximum": 99}
+    schema = {"type": "object", "properties": {"day": number}, "required": ["day"], "additionalProperties": False}
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("look", "stop")]
+    given: Any = {"model": "recall", "messages": [{"role": "user", "content": "a"}], "tools": tools, "n": 2, "seed": 3}
+    given |= {"temperature": 2, "max_tokens": 300}
+    named = {"type": "function", "function": {"name": "stop"}}
+    for choice, expected in (("required", {"look", "stop"}), (named, {"stop"})):
+        whole = client.chat.completions.create(tool_choice=choice, parallel_tool_calls=False, **given)
+        assert {one.finish_reason for one in whole.choices} == {"tool_calls"}
+        calls = [one.message.tool_calls[0].function for one in whole.choices]
+        assert {call.name for call in calls} == expected
+        assert all(1 <= json.loads(call.arguments)["day"] <= 99 for call in calls)
+        assert {one.message.content for one in whole.choices} == {None}
+    pieces = 0
+    with client.chat.completions.stream(tool_choice=named, **given) as stream:
+        for event in stream:
+            if event.type == "tool_calls.function.arguments.delta":
+                pieces += 1
+        streamed = stream.get_final_completion().choices
+    assert [one.message.tool_calls[0].function.arguments for one in streamed] == [call.arguments for call in calls]
+    assert pieces >= 2 * len('{"day":1}'), "a piece for each byte"
+    claude = anthropic.Anthropic(base_url=untrained.url, api_key="none", max_retries=0)
+    asked: Any = {"model": "recall", "messages": given["messages"], "max_tokens": 300}
+    look: Any = [{"name": "look", "input_schema": schema}]
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "look"}):
+        block = claude.messages.create(tools=look, tool_choice=choice, **asked).content[0]
+        assert (block.type, block.name) == ("tool_use", "look")
+        assert 1 <= block.input["day"] <= 99
+    with claude.messages.stream(tools=look, tool_choice=choice, **asked) as events:
+        assert events.get_final_message().content[0].input["day"] >= 1
+    # Cut off, the arguments are what came of them, in Anthropic's form under a name of their own.
+    cut = client.chat.completions.create(tool_choice="required", **given | {"max_tokens": 45}).choices[0]
+    assert (cut.finish_reason, cut.message.tool_calls[0].function.arguments[0]) == ("length", "{")
+    block = claude.messages.create(tools=look, tool_choice=choice, **asked | {"max_tokens": 45}).content[0]
+    assert block.input["INVALID_JSON"].startswith("{")
 
 
 def test_special_tokens_around_calls_are_kept() -> None:

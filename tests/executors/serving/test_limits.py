@@ -192,6 +192,8 @@ def test_drain(signals: int) -> None:
     else:
         assert answer.read().endswith(b"data: [DONE]\n\n")
     assert process.wait(30) == 0
-    record = json.loads(process.stderr.read().splitlines()[-1])
+    lines = process.stderr.read().splitlines()
+    assert lines[0].startswith("paged: loading "), "off a terminal too"
+    record = json.loads(lines[-1])
     assert record["end"] == ("length" if signals == 1 else "left")
     assert record["new_tokens"] == 900 or signals == 2

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from paged.executors.command_line.cli import RECALL
 from tests.executors.serving.conftest import Served, serving
@@ -55,6 +57,50 @@ def test_metrics_count_what_was_done(chat_folder: Path) -> None:
     assert counts["time_to_first_token_seconds_count"] == 3
     assert found["num_requests_running"] == found["num_requests_waiting"] == "0.0"
     assert "paged_requests_total 3.0" in page
+
+
+# What the panels of vLLM's dashboard ask for (examples/observability/prometheus_grafana/grafana.json), and its type.
+DASHBOARD = {
+    "e2e_request_latency_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "time_to_first_token_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+    "request_max_num_generation_tokens": "histogram",
+    "request_queue_time_seconds": "histogram",
+    "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram",
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "request_success": "counter",
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+}
+
+
+def test_dashboard_of_vllm_finds_its_metrics(chat_folder: Path) -> None:
+    """Each with its type, and with the label that every panel chooses by; times add up."""
+    with serving(chat_folder) as served:
+        for given in ({}, {"n": 2, "max_tokens": 9, "ignore_eos": True}):
+            assert ask(served, "/v1/completions", BODY | given)[0] == 200
+        ask(served, "/metrics")
+        page = ask(served, "/metrics")[2]
+    families = {one.name: one for one in text_string_to_metric_families(page)}
+    values: dict[str, float] = {}
+    for name, kind in DASHBOARD.items():
+        family = families[f"vllm:{name}"]
+        assert family.type == kind, name
+        assert {sample.labels["model_name"] for sample in family.samples} == {"recall"}, name
+        values |= {
+            sample.name.removeprefix("vllm:"): sample.value for sample in family.samples if len(sample.labels) == 2
+        }
+    assert {one.labels["finished_reason"] for one in families["vllm:request_success"].samples} == {"stop", "length"}
+    assert values["request_max_num_generation_tokens_sum"] == 3 + 9
+    assert values["request_generation_tokens_sum"] == values["generation_tokens_total"] == 3 + 18
+    assert values["inter_token_latency_seconds_count"] == 2 + 8
+    parts = sum(values[f"request_{one}_time_seconds_sum"] for one in ("queue", "prefill", "decode"))
+    assert parts == pytest.approx(values["e2e_request_latency_seconds_sum"])
 
 
 def test_embeddings(served: Served) -> None:

@@ -76,6 +76,25 @@ def test_streams_join_to_the_whole(client: openai.OpenAI) -> None:
     assert {len(one.top_logprobs) for one in first.content or ()} <= {2, 3}
 
 
+def test_echo_has_the_prompts_logprobs(served: Served, client: openai.OpenAI) -> None:
+    """Of every prompt and choice, whole and streamed: the engine's own, with none for the first token."""
+    given: Any = {"model": "recall", "prompt": [PROMPT, "wren: kite; wren:"], "n": 2, "echo": True, "logprobs": 2}
+    whole = client.completions.create(**given, temperature=0)
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=2, prompt_logprobs=2)
+    for index, prompt in enumerate(given["prompt"]):
+        output = own(served, prompt, params)
+        rows = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+        for choice in whole.choices[2 * index : 2 * index + 2]:
+            found: Any = choice.logprobs
+            assert found.token_logprobs == [row and pytest.approx(next(iter(row.values()))) for row in rows]
+            assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+            assert len(found.tokens) == len(found.text_offset) == len(rows)
+    joined: list[list[float | None]] = [[], [], [], []]
+    for event in client.completions.create(**given, temperature=0, stream=True):
+        joined[event.choices[0].index] += event.choices[0].logprobs.token_logprobs  # type: ignore[union-attr,operator]
+    assert joined == [pytest.approx(choice.logprobs.token_logprobs) for choice in whole.choices]  # type: ignore[union-attr]
+
+
 def own_length(answer: Any, index: int) -> int:
     """Tokens of a choice: all of them but the other's."""
     return answer.usage.completion_tokens - len(answer.choices[1 - index].logprobs.content)

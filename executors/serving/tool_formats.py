@@ -1,0 +1,116 @@
+"""How known models write calls of tools: to read them, and as a grammar that makes a model write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_JSON = (
+    r'[\s\[]*\{(?:\s*"type"\s*:\s*"function"\s*,)?\s*"name"\s*:\s*"(?P<json>[^"\\]+)"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_NAMED = r"\s*(?P<named>[^\s{}\[\]]+)\s*(?:\[CALL_ID\][^\s{}\[\]]*)?\s*(?:\[ARGS\])?\s*(?=\{)"
+_XML = r"\s*<function=(?P<xml>[^>\s]+)>"
+# An argument of Qwen3-Coder, or what ends them.
+PARAMETER = re.compile(r"\s*(?:<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>|</function>|(?=</tool_call>))", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    Attributes:
+        begin: what a call begins with.
+        end: what it ends with; empty for nothing.
+        bare: whether a brace at the beginning of an answer, or behind a call, begins one, too.
+        hint: what the chat template of such a model holds.
+        head: matches a call up to its arguments. Its group of the name says how those follow: `json`, in an object with
+            the name; `named`, an object of their own; `xml`, as elements.
+        call: text before and after the arguments, with NAME for the name.
+        separator: text between calls; None if there is one call only.
+        style: xgrammar's, of the arguments.
+    """
+
+    begin: str
+    end: str
+    bare: bool
+    hint: str
+    head: re.Pattern[str]
+    call: tuple[str, str]
+    separator: str | None
+    style: str = "json"
+
+    def whole(self, text: str) -> list[tuple[str, str]]:
+        """Return names and arguments of whole calls that `head` does not match, such as ones whose name comes last."""
+        calls, rest = [], text.strip("[] \t\r\n")
+        try:
+            while rest:
+                call, end = json.JSONDecoder().raw_decode(rest)
+                arguments = call["parameters"] if "parameters" in call else call["arguments"]
+                calls.append((str(call["name"]), json.dumps(arguments, ensure_ascii=False)))
+                rest = rest[end:].lstrip(";, \t\r\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return []
+        return calls
+
+    def grammar(self, parameters: Mapping[str, Any], *, is_one: bool, thinks: bool) -> dict[str, Any]:
+        """Return xgrammar's structural tag for one or more calls.
+
+        Args:
+            parameters: a JSON schema by the name of a tool.
+            is_one: whether to end after the first call.
+            thinks: whether reasoning comes first, up to </think>.
+        """
+        before, after = self.call
+        tags = [
+            {
+                "type": "tag",
+                "begin": before.replace("NAME", name),
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": schema,
+                    "style": self.style,
+                    "max_whitespace_cnt": 1,  # else a weak model writes nothing else
+                },
+                "end": after,
+            }
+            for name, schema in parameters.items()
+        ]
+        form: dict[str, Any] = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": self.separator or "",
+            "at_least_one": True,
+            "stop_after_first": is_one or self.separator is None,
+        }
+        if thinks:
+            thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>\n\n"}
+            form = {"type": "sequence", "elements": [thought, form]}
+        return {"type": "structural_tag", "format": form}
+
+
+_ARGUMENTS, _PARAMETERS = '{"name": "NAME", "arguments": ', '{"name": "NAME", "parameters": '
+_XML_CALL = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>"
+_IN_TAGS, _IN_LIST = re.compile(f"{_JSON}|{_XML}"), re.compile(f"{_JSON}|{_NAMED}")
+_MARK = "[TOOL_CALLS]"
+# By the option's name; of those whose hint a template holds, the first.
+TOOL_FORMATS = {
+    "qwen_xml": ToolFormat("<tool_call>", "</tool_call>", False, "<function=", _IN_TAGS, _XML_CALL, "\n", "qwen_xml"),
+    "hermes": ToolFormat(
+        "<tool_call>",
+        "</tool_call>",
+        False,
+        "<tool_call>",
+        _IN_TAGS,
+        (f"<tool_call>\n{_ARGUMENTS}", "}\n</tool_call>"),
+        "\n",
+    ),
+    "mistral": ToolFormat(_MARK, "", True, "[ARGS]", _IN_LIST, (f"{_MARK}NAME[ARGS]", ""), ""),
+    "mistral_list": ToolFormat(_MARK, "", True, _MARK, _IN_LIST, (f"{_MARK} [{_ARGUMENTS}", "}]"), None),
+    "llama3": ToolFormat(
+        "<|python_tag|>", "", True, '{"name": function name', re.compile(_JSON), (_PARAMETERS, "}"), "; "
+    ),
+}
