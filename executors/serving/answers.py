@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from paged.executors.serving.errors import as_api_error, reply
 from paged.executors.serving.gate import LOG, Record
 from paged.executors.serving.schemas import OpenAiSampling, Sampling
-from paged.executors.serving.service import Service
+from paged.executors.serving.service import service_of
 
 Event = dict[str, Any]
 
@@ -23,23 +23,18 @@ Event = dict[str, Any]
 class Head:
     """The fields that all chunks of an answer share. is_streamed: what the request says."""
 
-    def __init__(self, service: Service, request: Request, body: Sampling, prefix: str, kind: str) -> None:
-        self.request, self.record = request, record_of(request)
+    def __init__(self, request: Request, body: Sampling, prefix: str, kind: str) -> None:
+        self.service, self.request = service_of(request), request
+        self.record: Record = request.state.record
         self.is_streamed = bool(body.stream)
         options = body.stream_options if isinstance(body, OpenAiSampling) else None
         self.has_usage = not self.is_streamed or (options is not None and options.include_usage)
         self.id = f"{prefix}-{self.record.id.removeprefix('req-')}"
-        self.model = body.model or service.config.model_name
+        self.model = body.model or self.service.config.model_name
         self._kind, self._created = kind, int(request.state.began)
 
     def body(self, **fields: Any) -> Event:
         return {"id": self.id, "object": self._kind, "created": self._created, "model": self.model, **fields}
-
-
-def record_of(request: Request) -> Record:
-    """Return what the log is to say of a request."""
-    record: Record = request.state.record
-    return record
 
 
 def usage(record: Record) -> Event:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from paged.executors.serving.errors import ApiError, as_api_error, reply
 from paged.executors.serving.gate import LOG, Gate
 from paged.executors.serving.messages import answer_messages
 from paged.executors.serving.responses import respond_to_input
-from paged.executors.serving.service import Service
+from paged.executors.serving.service import Service, service_of
 
 _MOST_CELLS = 4096  # blocks that the page draws one by one
 
@@ -37,7 +38,9 @@ def make_app(service: Service) -> Gate:
     app = FastAPI(title="paged", version=paged.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for error in (PagedError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, _answer_error)
-    _add_text_routes(app, service)
+    app.state.service = service
+    for path, answer in _TEXT_ROUTES.items():
+        app.post(path)(answer)
     _add_model_routes(app, service)
     _add_state_routes(app, service)
     return Gate(app, service.config, service.metrics.end)
@@ -51,40 +54,33 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return found.response()
 
 
-def _add_text_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
-    async def completions(body: schemas.CompletionBody, request: Request) -> Response:
-        return await complete(service, body, request)
+async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
+    """Answer with the token ids of a text or a conversation."""
+    service = service_of(request)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: expected it or messages", "prompt")
+    encode: Any = partial(service.tokenizer.encode_chat, list(map(as_template, body.messages or ())))
+    if body.prompt is not None:
+        encode = partial(service.tokenizer.encode, body.prompt)
+    tokens = await service.in_thread(encode)
+    return reply({"tokens": tokens, "count": len(tokens), "max_model_len": service.longest})
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: schemas.ChatBody, request: Request) -> Response:
-        return await chat(service, body, request)
 
-    @app.post("/v1/embeddings")
-    async def embeddings(body: schemas.EmbeddingsBody, request: Request) -> Response:
-        return await embed(service, body, request)
+async def detokenize(body: schemas.DetokenizeBody, request: Request) -> Response:
+    """Answer with the text of token ids."""
+    service = service_of(request)
+    return reply({"prompt": await service.in_thread(service.tokenizer.decode, body.tokens)})
 
-    @app.post("/v1/responses")
-    async def responses(body: schemas.ResponsesBody, request: Request) -> Response:
-        return await respond_to_input(service, body, request)
 
-    @app.post("/v1/messages")
-    async def messages(body: schemas.MessagesBody, request: Request) -> Response:
-        return await answer_messages(service, body, request)
-
-    @app.post("/tokenize")
-    async def tokenize(body: schemas.TokenizeBody) -> Response:
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "prompt: expected it or messages", "prompt")
-        encode: Any = partial(service.tokenizer.encode_chat, list(map(as_template, body.messages or ())))
-        if body.prompt is not None:
-            encode = partial(service.tokenizer.encode, body.prompt)
-        tokens = await service.in_thread(encode)
-        return reply({"tokens": tokens, "count": len(tokens), "max_model_len": service.longest})
-
-    @app.post("/detokenize")
-    async def detokenize(body: schemas.DetokenizeBody) -> Response:
-        return reply({"prompt": await service.in_thread(service.tokenizer.decode, body.tokens)})
+_TEXT_ROUTES: dict[str, Callable[..., Awaitable[Response]]] = {
+    "/v1/completions": complete,
+    "/v1/chat/completions": chat,
+    "/v1/embeddings": embed,
+    "/v1/responses": respond_to_input,
+    "/v1/messages": answer_messages,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+}
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:

@@ -19,7 +19,7 @@ from paged.executors.serving.answer_reader import AnswerReader, Delta
 from paged.executors.serving.answers import Event, Head, finite, respond, usage
 from paged.executors.serving.errors import ApiError
 from paged.executors.serving.schemas import ChatBody, Message, Part
-from paged.executors.serving.service import Piece, Service
+from paged.executors.serving.service import Piece, Service, service_of
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 
 _TAIL = 8  # tokens that "<think>" and the line around it take at most
@@ -40,7 +40,6 @@ class Conversation:
     @classmethod
     async def begin(
         cls,
-        service: Service,
         request: Request,
         messages: list[dict[str, Any]],
         params: SamplingParams,
@@ -49,6 +48,7 @@ class Conversation:
         variables: dict[str, Any] | None = None,
     ) -> Conversation:
         """Render and encode the messages, and check the limits."""
+        service = service_of(request)
         listed = [{"type": "function", "function": one} for one in tools.functions] if tools else None
         named: dict[str, Any] = {"tools": listed, **(variables or {})}
         prompt = await service.in_thread(service.tokenizer.encode_chat, messages, **named)
@@ -118,8 +118,9 @@ def text_of(content: str | list[Part] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
-async def chat(service: Service, body: ChatBody, request: Request) -> Response:
+async def chat(body: ChatBody, request: Request) -> Response:
     """Answer a conversation with n choices."""
+    service = service_of(request)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: only with logprobs", "top_logprobs")
     adapter = await service.adapter(body.model)
@@ -131,8 +132,8 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     is_one = body.parallel_tool_calls is False or not isinstance(asked, str)
     tools = Tools([tool.function.model_dump() for tool in body.tools or ()], choice, is_one)
     options, variables = await service.options(body, adapter), body.chat_template_kwargs
-    run = await Conversation.begin(service, request, messages, params, options, tools, variables)
-    head = Head(service, request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
+    run = await Conversation.begin(request, messages, params, options, tools, variables)
+    head = Head(request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     return await respond(head, _events(head, run), _as_message)
 
 

@@ -13,11 +13,12 @@ from starlette.responses import Response
 from paged.executors.serving.answers import Head, finite, respond, usage
 from paged.executors.serving.errors import ApiError, reply
 from paged.executors.serving.schemas import CompletionBody, EmbeddingsBody
-from paged.executors.serving.service import Piece, Service
+from paged.executors.serving.service import Piece, Service, service_of
 
 
-async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
+async def complete(body: CompletionBody, request: Request) -> Response:
     """Answer every prompt with n choices; those of a prompt have consecutive indices."""
+    service = service_of(request)
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, f"best_of: {body.best_of}, expected n", "best_of")
     adapter = await service.adapter(body.model)
@@ -30,12 +31,12 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     params = service.check_prompts(prompts, params)
     echoes = [one if isinstance(one, str) else service.tokenizer.decode(one) for one in given] if body.echo else []
     pieces = service.pieces(request, prompts, params, **await service.options(body, adapter))
-    head = Head(service, request, body, "cmpl", "text_completion")
-    return await respond(head, _events(head, service, pieces, echoes, params.n))
+    head = Head(request, body, "cmpl", "text_completion")
+    return await respond(head, _events(head, pieces, echoes, params.n))
 
 
 async def _events(
-    head: Head, service: Service, pieces: AsyncGenerator[Piece, None], echoes: Sequence[str], n: int
+    head: Head, pieces: AsyncGenerator[Piece, None], echoes: Sequence[str], n: int
 ) -> AsyncGenerator[dict[str, Any], None]:
     offsets: dict[int, int] = {}
     async with aclosing(pieces):
@@ -47,7 +48,7 @@ async def _events(
                 if (prompt := output.prompt_logprobs) is not None:
                     tokens, rows = [*output.prompt, *tokens], [*prompt, *(rows or ())]
             begin = offsets.setdefault(choice, 0)
-            logprobs = None if rows is None else _logprobs(service, tokens, rows, begin)
+            logprobs = None if rows is None else _logprobs(head.service, tokens, rows, begin)
             offsets[choice] += len(text)
             fields = {"text": text, "logprobs": logprobs, "finish_reason": part.finish_reason}
             yield head.body(choices=[{"index": choice, **fields}])
@@ -68,8 +69,9 @@ def _logprobs(
     return found
 
 
-async def embed(service: Service, body: EmbeddingsBody, request: Request) -> Response:
+async def embed(body: EmbeddingsBody, request: Request) -> Response:
     """Answer each text with the hidden state of its last token, of length 1."""
+    service = service_of(request)
     if await service.adapter(body.model) is not None:
         raise ApiError(400, "model: embeddings take no adapter", "model")
     given: list[Any] = [body.input] if isinstance(body.input, str) or isinstance(body.input[0], int) else [*body.input]

@@ -63,7 +63,9 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         record = Record(f"req-{secrets.token_hex(12)}", scope["method"], scope["path"])
-        scope["state"] |= {"record": record, "began": time.time()}
+        state = scope.setdefault("state", {})  # other servers than ours have none, and no abort
+        abort = state.get("abort", lambda: None)
+        state |= {"record": record, "began": time.time()}
         begun = time.perf_counter()
 
         async def send_soon(message: Message) -> None:
@@ -76,7 +78,7 @@ class Gate:
                     await send(message)
             except TimeoutError:  # it does not read; that it has gone then ends the app
                 record.end = "slow"
-                scope["state"]["abort"]()
+                abort()
 
         try:
             try:
@@ -92,7 +94,7 @@ class Gate:
             record.end = record.end or "left"
         except asyncio.CancelledError:
             record.end = "shutdown"
-            scope["state"]["abort"]()
+            abort()
         except Exception:
             if not record.end:  # else it was logged where it was answered
                 record.end = "error"

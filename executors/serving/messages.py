@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.serving.answer_reader import Delta
-from paged.executors.serving.answers import Event, EventStream, Head, record_of
+from paged.executors.serving.answers import Event, EventStream, Head
 from paged.executors.serving.chat import Conversation, Tools, text_of
 from paged.executors.serving.errors import ApiError, reply
 from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Part
-from paged.executors.serving.service import Service
+from paged.executors.serving.service import service_of
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _PIECES = {
@@ -26,8 +26,9 @@ _PIECES = {
 }
 
 
-async def answer_messages(service: Service, body: MessagesBody, request: Request) -> Response:
+async def answer_messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
+    service = service_of(request)
     adapter = await service.adapter(body.model)
     params = service.params(body, body.max_tokens, stop=body.stop_sequences)
     system = [{"role": "system", "content": text_of(body.system)}] if body.system else []
@@ -36,8 +37,8 @@ async def answer_messages(service: Service, body: MessagesBody, request: Request
         {"name": tool.name, "parameters": tool.input_schema, **(tool.model_extra or {})} for tool in body.tools or ()
     ]
     tools = Tools(given, *_choice(body))
-    run = await Conversation.begin(service, request, messages, params, await service.options(body, adapter), tools)
-    head = Head(service, request, body, "msg", "message")
+    run = await Conversation.begin(request, messages, params, await service.options(body, adapter), tools)
+    head = Head(request, body, "msg", "message")
     events = _events(head, run)
     if body.stream:
         return EventStream(events, named=True)
@@ -82,7 +83,7 @@ def _result(content: Any) -> str:
 
 
 async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
-    record, index, kind = record_of(head.request), -1, ""
+    index, kind = -1, ""
     fields = {"type": "message", "role": "assistant", "model": head.model, "stop_reason": None, "stop_sequence": None}
     usage = {"input_tokens": len(run.prompt), "output_tokens": 0}
     reason, stopped_by = "end_turn", None
@@ -109,7 +110,7 @@ async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
     if kind:
         yield {"type": "content_block_stop", "index": index}
     ended = {"stop_reason": reason, "stop_sequence": stopped_by}
-    yield {"type": "message_delta", "delta": ended, "usage": usage | {"output_tokens": record.new_tokens}}
+    yield {"type": "message_delta", "delta": ended, "usage": usage | {"output_tokens": head.record.new_tokens}}
     yield {"type": "message_stop"}
 
 

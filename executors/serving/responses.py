@@ -14,19 +14,20 @@ from paged.executors.serving.answers import Event, EventStream, Head
 from paged.executors.serving.chat import Conversation, as_template
 from paged.executors.serving.errors import ApiError, reply
 from paged.executors.serving.schemas import OpenAiSampling, ResponsesBody, ResponsesItem
-from paged.executors.serving.service import Service
+from paged.executors.serving.service import service_of
 
 
-async def respond_to_input(service: Service, body: ResponsesBody, request: Request) -> Response:
+async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
     """Answer an input. Nothing is stored, so there is no previous_response_id."""
+    service = service_of(request)
     adapter = await service.adapter(body.model)
     params = service.params(body, body.max_output_tokens)
     items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = [*system, *({**as_template(item), "type": None} for item in items)]
     options = await service.options(_format(body), adapter)
-    run = await Conversation.begin(service, request, messages, params, options)
-    head = Head(service, request, body, "resp", "response")
+    run = await Conversation.begin(request, messages, params, options)
+    head = Head(request, body, "resp", "response")
     events = _events(head, run)
     if body.stream:
         return EventStream(events, named=True)

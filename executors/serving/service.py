@@ -39,6 +39,12 @@ class Piece(NamedTuple):
     part: CompletionOutput
 
 
+def service_of(request: Request) -> Service:
+    """Return the service behind an app."""
+    service: Service = request.app.state.service
+    return service
+
+
 class Service:
     """An engine with the server's limits. Texts are encoded, rendered and compiled in threads of its own."""
 
@@ -203,39 +209,26 @@ class Service:
 
 
 async def _merged(runs: Sequence[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield what any of several generators yields, with its number. Each waits until its last output was taken."""
+    """Yield what any of several generators yields, with its number."""
     if len(runs) == 1:
         async with aclosing(runs[0]) as only:
             async for one in only:
                 yield 0, one
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
-
-    async def read(number: int) -> None:
-        ending: BaseException | None = None
-        try:
-            async with aclosing(runs[number]) as run:
-                async for output in run:
-                    await queue.put((number, output))
-        except Exception as error:
-            ending = error
-        await queue.put((number, ending))
-
-    tasks = [asyncio.create_task(read(number)) for number in range(len(runs))]
+    waiting = {asyncio.ensure_future(anext(run, None)): number for number, run in enumerate(runs)}
     try:
-        left = len(runs)
-        while left:
-            number, output = await queue.get()
-            if isinstance(output, BaseException):
-                raise output
-            if output is None:
-                left -= 1
-            else:
-                yield number, output
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                if (output := task.result()) is not None:
+                    yield number, output
+                    waiting[asyncio.ensure_future(anext(runs[number], None))] = number
     finally:
-        for task in tasks:
+        for task in waiting:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*(run.aclose() for run in runs))
 
 
 def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:

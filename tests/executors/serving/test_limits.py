@@ -170,6 +170,7 @@ async def openapi(served: Served) -> Any:
 def test_drain(signals: int) -> None:
     """SIGTERM lets a stream end, and refuses new ones; a second one does not. Both exit with 0."""
     command = [sys.executable, "-m", "paged", "serve", "--port", "0", "--num-blocks", "256", "--log-format", "json"]
+    command += ["--drain-seconds", "300"]  # a busy machine needs more than the default for 900 tokens
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
