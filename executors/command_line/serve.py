@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
         raise UnsupportedError(f"paged serve needs {error.name}: pip install 'paged[serve]'") from error
     from paged.executors.command_line.info import backend_of
     from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
-    from paged.executors.serving.marked_tokenizer import MarkedTokenizer
     from paged.executors.serving.run import serve
+    from paged.executors.serving.tool_formats import MarkedTokenizer
     from paged.executors.text.chat_tokenizer import ChatTokenizer
     from paged.models.loading.hf_config import HfConfig
 

@@ -1,4 +1,4 @@
-"""How known models write calls of tools: to read them, and as a grammar that makes a model write them."""
+"""How known models write calls of tools: to read them, as a grammar that makes a model write them, and their markers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from paged.executors.text.chat_tokenizer import ChatTokenizer
 
 _JSON = (
     r'[\s\[]*\{(?:\s*"type"\s*:\s*"function"\s*,)?\s*"name"\s*:\s*"(?P<json>[^"\\]+)"\s*,'
@@ -114,3 +116,22 @@ TOOL_FORMATS = {
         "<|python_tag|>", "", True, '{"name": function name', re.compile(_JSON), (_PARAMETERS, "}"), "; "
     ),
 }
+
+_MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+
+
+class MarkedTokenizer:
+    """Decodes as `ChatTokenizer`, which leaves special tokens out, but keeps those that `AnswerReader` looks for."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._markers = {tokenizer.tokenizer.token_to_id(marker): marker for marker in _MARKERS}
+
+    def decode(self, token_ids: list[int], /) -> str:
+        """Return the text of token ids."""
+        parts, begin = [], 0
+        for index, token in enumerate(token_ids):
+            if token in self._markers:
+                parts += [self._tokenizer.decode(token_ids[begin:index]), self._markers[token]]
+                begin = index + 1
+        return "".join((*parts, self._tokenizer.decode(token_ids[begin:])))

@@ -17,9 +17,9 @@ from paged import AsyncEngine, ChatTokenizer, Engine, EngineConfig, LlmExecutor,
 from paged.executors.command_line.cli import RECALL
 from paged.executors.serving.app import make_app
 from paged.executors.serving.config import ServeConfig
-from paged.executors.serving.marked_tokenizer import MarkedTokenizer
 from paged.executors.serving.protocol import Server
 from paged.executors.serving.service import Service
+from paged.executors.serving.tool_formats import MarkedTokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 

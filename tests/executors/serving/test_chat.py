@@ -12,7 +12,7 @@ import tokenizers
 import torch
 
 from paged import ChatTokenizer
-from paged.executors.serving.marked_tokenizer import MarkedTokenizer
+from paged.executors.serving.tool_formats import MarkedTokenizer
 from paged.executors.text.chat_template import ChatTemplate
 from tests.executors.oracle import make_executor
 from tests.executors.serving.conftest import TEMPLATE, Served, serving
