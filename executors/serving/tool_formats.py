@@ -1,4 +1,4 @@
-"""How known models write calls of tools: to read them, as a grammar that makes a model write them, and their markers."""
+"""How known models write calls of tools: to read them, to force them by a grammar, and to keep their markers."""
 
 from __future__ import annotations
 
