@@ -129,9 +129,11 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
     dtype = given.dtype or config.dtype
     kv_cache_dtype = given.kv_cache_dtype or dtype
-    if kv_cache_dtype not in (dtype, *NARROW_DTYPES):
-        expected = " or ".join(map(str, (dtype, *NARROW_DTYPES)))
-        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}")
+    has_latents = any(layer.latent is not None for layer in config.attention)
+    allowed = dtype, *((torch.float8_e4m3fn,) if has_latents else NARROW_DTYPES)
+    if kv_cache_dtype not in allowed:
+        what = " for latents" if has_latents else ""
+        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {' or '.join(map(str, allowed))}{what}")
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     with ranks.apart():

@@ -93,7 +93,7 @@ _GLM4_MOE = {
 }  # fmt: skip
 _LATENT = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "num_experts_per_tok": 8, "rope_interleave": True,
+    "rope_interleave": True,
 }  # fmt: skip
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 # model_type -> other keys, except those whose default is null, false or empty.
@@ -111,7 +111,7 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {
         **_LATENT, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8,
         "topk_group": 4, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "norm_topk_prob": True,
-        "num_mtp_layers": 1,
+        "num_experts_per_tok": 8, "num_mtp_layers": 1,
     },
     "dots1": {
         **_GROUPS, "moe_intermediate_size": 1408, "first_k_dense_replace": 0, "sliding_window": 4096,

@@ -100,7 +100,7 @@ class LoadOptions:
         enable_prefix_cache: whether prompts share the K/V of equal prefixes.
         kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise an 8-bit dtype, as torch.dtype or a name
             in KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the checkpoint's scales (1 if it has none), or int8
-            with a scale for each head and token.
+            with a scale for each head and token. Latents take float8_e4m3fn alone.
         max_loras: number of adapters that can be loaded at once.
         max_lora_rank: largest rank of an adapter. The first adapter of a layer allocates memory for max_loras of this
             rank.

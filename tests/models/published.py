@@ -31,6 +31,11 @@ def _per_layer(key: str, count: int, *values: Any) -> dict[str, Any]:
     return {key: list(islice(cycle(values), count))}
 
 
+def _mla_yarn(factor: float, mscale: float, beta_fast: float) -> dict[str, Any]:
+    own = {"beta_fast": beta_fast, "beta_slow": type(beta_fast)(1), "mscale": mscale, "mscale_all_dim": mscale}
+    return {"rope_scaling": {"factor": factor, "original_max_position_embeddings": 4096, "type": "yarn", **own}}
+
+
 _MINISTRAL3 = options(
     """beta_fast=32.0 beta_slow=1.0 factor=16.0 llama_4_scaling_beta=0.1 mscale=1.0 mscale_all_dim=1.0
     original_max_position_embeddings=16384 rope_theta=1000000.0 rope_type='yarn' type='yarn'"""
@@ -107,6 +112,13 @@ _WORDS: dict[str, dict[str, Any]] = {
         num_nextn_predict_layers=1 rms_norm_eps=1e-05 partial_rotary_factor=0.5 rope_scaling=None
         rope_theta=1000000 tie_word_embeddings=False vocab_size=151552"""
     ),
+    "deepseek": options(
+        """aux_loss_alpha=0.001 first_k_dense_replace=1 kv_lora_rank=512 moe_layer_freq=1 qk_nope_head_dim=128
+        qk_rope_head_dim=64 rms_norm_eps=1e-06 seq_aux=True tie_word_embeddings=False v_head_dim=128"""
+    ),
+    "yarn_v2_lite": _mla_yarn(40, 0.707, 32),
+    "yarn_v3": _mla_yarn(40, 1.0, 32),
+    "yarn_k2": _mla_yarn(32.0, 1.0, 1.0),
     "granite": options(
         """attention_bias=False attention_dropout=0.1 embedding_multiplier=12.0 hidden_act='silu'
         residual_multiplier=0.22 rms_norm_eps=1e-05 rope_scaling=None tie_word_embeddings=True
@@ -307,6 +319,25 @@ _ROWS = {
         first_k_dense_replace=1 routed_scaling_factor=1.0 use_qk_norm=False""",
     "zai-org/GLM-4.6": """Glm4Moe glm45 h=5120 i=12288 l=92 max=202752 moe=1536 n_routed_experts=160
         first_k_dense_replace=3 routed_scaling_factor=2.5 use_qk_norm=True""",
+    "zai-org/GLM-4.7-Flash": """Glm4MoeLite no_bias hidden_act='silu' attention_dropout=0.0 h=2048 i=10240 l=47 q=20
+        kv=20 max=202752 moe=1536 top=4 first_k_dense_replace=1 kv_lora_rank=512 n_group=1 n_routed_experts=64
+        n_shared_experts=1 norm_topk_prob=True num_nextn_predict_layers=1 partial_rotary_factor=1.0 q_lora_rank=768
+        topk_group=1 qk_nope_head_dim=192 qk_rope_head_dim=64 eps=1e-5 no_rope_scaling theta=1000000
+        routed_scaling_factor=1.8 topk_method='noaux_tc' untied v_head_dim=256 v=154880""",
+    # DeepSeek, Kimi
+    "deepseek-ai/DeepSeek-V2-Lite": """DeepseekV2 silu no_bias deepseek h=2048 i=10944 l=27 q=16 kv=16 max=163840
+        moe=1408 top=6 n_group=1 n_routed_experts=64 n_shared_experts=2 norm_topk_prob=False pretraining_tp=1
+        q_lora_rank=None yarn_v2_lite theta=10000 routed_scaling_factor=1.0 scoring_func='softmax' topk_group=1
+        topk_method='greedy' v=102400""",
+    "deepseek-ai/DeepSeek-V3": """DeepseekV3 silu no_bias deepseek h=7168 i=18432 l=61 q=128 kv=128 max=163840 moe=2048
+        top=8 ep_size=1 first_k_dense_replace=3 n_group=8 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=True
+        num_nextn_predict_layers=1 q_lora_rank=1536 yarn_v3 theta=10000 routed_scaling_factor=2.5
+        scoring_func='sigmoid' topk_group=4 topk_method='noaux_tc' v=129280""",
+    "moonshotai/Kimi-K2-Instruct": """DeepseekV3 silu no_bias deepseek h=7168 i=18432 l=61 q=64 kv=64 max=131072
+        moe=2048 top=8 ep_size=1 model_type='kimi_k2' n_group=1 n_routed_experts=384 n_shared_experts=1
+        norm_topk_prob=True num_nextn_predict_layers=0 pretraining_tp=1 q_lora_rank=1536 yarn_k2 theta=50000.0
+        routed_scaling_factor=2.827
+        scoring_func='sigmoid' topk_group=1 topk_method='noaux_tc' v=163840""",
     "MiniMaxAI/MiniMax-M2": """MiniMaxM2 silu minimax h=3072 i=1536 l=62 q=48 kv=8 d=128 max=196608 experts=256 top=8
         eps=1e-6 theta=5000000 window=None untied output_router_logits=False v=200064""",
     "zai-org/GLM-4.1V-9B-Thinking": """Glm4v:glm4v_text silu bias h=4096 i=13696 l=40 q=32 kv=2 max=65536 eps=1e-5

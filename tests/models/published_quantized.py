@@ -79,6 +79,10 @@ _W4A16 = _compressed("pack-quantized", _INT4)
 _ROUTERS = {"ignore": ["lm_head", "re:.*mlp.gate$"]}
 # Their weights beside projections are what transformers saves.
 BASES = {
+    # Each token takes every expert, so that rounding changes no choice.
+    "deepseek_v3": """DeepseekV3 hidden_size=256 intermediate_size=384 moe_intermediate_size=128 n_routed_experts=4
+        n_group=1 topk_group=1 num_experts_per_tok=4 n_shared_experts=1 first_k_dense_replace=1 num_key_value_heads=4
+        head_dim=64 kv_lora_rank=128 q_lora_rank=128 qk_nope_head_dim=32 qk_rope_head_dim=64 v_head_dim=32""",
     "gpt_oss": "GptOss hidden_size=256 head_dim=64 intermediate_size=128 local_experts window yarn_gpt_oss",
     "nemotron": "Nemotron hidden_size=256 head_dim=64 intermediate_size=384",
     "minimax_m2": """MiniMaxM2 hidden_size=256 head_dim=64 intermediate_size=128 num_local_experts=4
@@ -113,6 +117,7 @@ PUBLISHED = {
         "e4m3 groups",
         base="experts",
     ),
+    "deepseek-ai/DeepSeek-V3": Published(_BLOCKS, e4m3_blocks, "e4m3 groups", base="deepseek_v3"),
     "MiniMaxAI/MiniMax-M2": Published(
         _BLOCKS | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
         e4m3_blocks,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paged.errors import InvalidInputError
 from paged.models.layers import expanded_latents, latent_attention
 from paged.models.layers.config import LatentConfig
 from paged.models.layers.expanded_latents import expands
@@ -124,3 +125,11 @@ def test_a_cache_in_e4m3_has_the_checkpoints_scale(case: Case, tmp_path: Path) -
     assert logits is not None
     want = case.expected(tokens(20))[-1]
     assert torch.nn.functional.cosine_similarity(logits, want, dim=0) > 0.97
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8"])
+def test_other_caches_of_8_bits_are_refused_before_weights_are_read(dtype: str, case: Case, tmp_path: Path) -> None:
+    case.theirs.config.save_pretrained(tmp_path)
+    expected = "expected torch.float32 or torch.float8_e4m3fn for latents"
+    with pytest.raises(InvalidInputError, match=rf"kv_cache_dtype: torch\.\w+, {expected}"):
+        load_model(tmp_path, kv_cache_dtype=dtype)

@@ -34,7 +34,7 @@ _MOST = options(
     moe_intermediate_size=32 shared_expert_intermediate_size=48 shared_intermediate_size=48 num_experts=8
     hidden_size_per_layer_input=16 num_global_key_value_heads=1 num_local_experts=8 n_routed_experts=8
     num_experts_per_tok=3 experts_per_token=3 top_k_experts=3 sliding_window=8 sliding_window_size=8
-    moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8"""
+    moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8 n_group=4 topk_group=2"""
 )
 
 # Families whose layers others have too.

@@ -28,7 +28,8 @@ CASES = _cases("llama 2, qwen3_moe 2 experts", thorough="gemma3 4, gpt_oss 4")
 OTHERS = _cases(
     "gemma4_moe 2 experts",
     thorough="apertus 2, ernie4_5_moe 2 experts, exaone4 2, hunyuan_moe 2, nemotron 4, starcoder2 2, "
-    "cohere2 2, gemma4_shared_kv 2, glm4_moe 4 experts, gpt_oss 2 experts, granite_moe_shared 2, olmo2 2, "
+    "cohere2 2, deepseek_v3 2, deepseek_v3 2 experts, "
+    "gemma4_shared_kv 2, glm4_moe 4 experts, gpt_oss 2 experts, granite_moe_shared 2, olmo2 2, "
     "llama4 2 experts, llama_biases_linear_rope 4, minimax_m2 4, minimax_m2 2 experts, olmo3 4, phi3 2, qwen2_moe 2, "
     "qwen3_moe 4",
 )

@@ -24,6 +24,7 @@ def test_matches_reference(width: int, options: dict[str, None], dtype: torch.dt
     check(name, arguments | options)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("backend")
 def test_every_length_from_1_to_130(device: torch.device) -> None:
     seqs = [Seq(tokens, start=tokens % 7, ring=tokens % 4 - 1) for tokens in range(1, 131)]

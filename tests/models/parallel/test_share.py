@@ -49,7 +49,8 @@ class _Counted:
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize(
-    "name", ["llama_biases_linear_rope", "phi3", "gpt_oss", "qwen2_moe", "glm4_moe", "gemma4_moe", "minimax_m2"]
+    "name",
+    ["llama_biases_linear_rope", "phi3", "gpt_oss", "qwen2_moe", "glm4_moe", "gemma4_moe", "minimax_m2", "deepseek_v3"],
 )
 def test_a_rank_reads_what_it_holds(
     name: str, expert_parallel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,7 +60,11 @@ def write(name: str, base: Path, folder: Path) -> Folders:
         plain |= compress(plain, FORMATS[name].config, folders.packed)
     else:
         packed = dict(plain)
-        ends = ("_proj.weight", "lm_head.weight") if FORMATS[name].config.get("lm_head") else "_proj.weight"
+        ends = (
+            "_proj.weight",
+            "_proj_with_mqa.weight",
+            *(["lm_head.weight"] * bool(FORMATS[name].config.get("lm_head"))),
+        )
         for path in [key.removesuffix("weight") for key in plain if key.endswith(ends)]:
             made, numbers = make(*packed.pop(f"{path}weight").shape)
             packed |= {path + end: tensor.contiguous() for end, tensor in made.items()}
