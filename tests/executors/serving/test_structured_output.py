@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from paged.models.recall.task import sample_prompts
 from tests.executors.serving.conftest import Served
 from tests.executors.serving.test_limits import ask
 from tests.executors.serving.test_openai import PROMPT, check_idle
@@ -27,6 +28,13 @@ def test_answers_follow_their_grammar(served: Served) -> None:
     assert len(found) == 4
     assert all(set(text.split()) <= {"acorn", "kite"} and len(text.split()) == 2 for text in found)
     check_idle(served)
+
+
+def test_right_answers_stay_right_under_a_pattern_of_their_form(served: Served) -> None:
+    """Up to three words, then the end: the model's own answers follow it, so it changes none."""
+    prompts = sample_prompts(7, 12, 16, 120)
+    given = {"prompt": [prompt.text for prompt in prompts], "structured_outputs": {"regex": "([a-z]+ ?){1,3}"}}
+    assert texts(served, **given) == [prompt.answer for prompt in prompts]
 
 
 @pytest.mark.parametrize(
