@@ -168,6 +168,7 @@ class LlmExecutor(UnifiedExecutor):
             supports_lora=model.set_lora_adapter_for_cache is not DecoderOnlyLLM.set_lora_adapter_for_cache,
             prefers_tokens=self._ranks.size > 1,
             supports_hidden_states=isinstance(self._lm, PagedCausalLM),
+            has_draft_head=isinstance(self._lm, PagedCausalLM) and self._lm.drafts is not None,
         )
 
     def supports_native_unified_decode(self) -> bool:

@@ -78,6 +78,7 @@ class ExecutorCapabilities:
         supports_prefix_cache: whether sequences share cached prefixes.
         supports_lora: whether items may name an adapter.
         prefers_tokens: whether choosing a token (`DrawToken`) is cheaper than returning logits.
+        has_draft_head: whether the model has a draft head, which needs the hidden state of the token before a step's.
         supports_device_ids, supports_hidden_states: whether `UnifiedBatch` may have `device_ids`, `returns_hidden`.
     """
 
@@ -89,6 +90,7 @@ class ExecutorCapabilities:
     supports_prefix_cache: bool
     supports_lora: bool
     prefers_tokens: bool = False
+    has_draft_head: bool = False
     supports_device_ids: bool = False
     supports_hidden_states: bool = False
     memory_requirements: MemoryRequirements

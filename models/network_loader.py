@@ -12,7 +12,7 @@ import torch
 
 from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.kernels.common.packed.packing import FP8_BLOCK
-from paged.models.families.llama import Llama
+from paged.models.families.llama import Llama, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.loading.weights import (
     Read,
@@ -56,10 +56,12 @@ def load_network(
     has_fp8_cache: bool,
     ranks: Ranks,
     track: Track = untracked,
+    draft_prefix: str | None = None,
 ) -> Llama:
     """Load a network with the weights of a folder; with several ranks, this rank's part.
 
-    Headers are compared with the configuration first, so that wrong sizes allocate no memory.
+    Headers are compared with the configuration first, so that wrong sizes allocate no memory. Tensors whose names begin
+    with `draft_prefix` are left to the draft head.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, stored twice, or has another shape or dtype; or a file is
@@ -67,7 +69,7 @@ def load_network(
         UnsupportedError: the network cannot be spread over this number of ranks.
     """
     share = ranks.share
-    stored = _tensors_of(network_class, config, folder)
+    stored = _tensors_of(network_class, config, folder, draft_prefix)
     config = replace(with_stored_experts(config, stored), quantization=as_stored(config.quantization, stored))
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
@@ -121,7 +123,7 @@ def meta_network(
     try:
         with torch.device("meta"):
             network = network_class(config, share)
-        network.set_dtype(dtype)
+        set_dtype(network, dtype)
     except PagedError:
         raise
     except RuntimeError as error:
@@ -155,7 +157,9 @@ def rank_network(
     return network, share.parts(config, whole.weight_slots(), network.weight_slots())
 
 
-def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path) -> StoredTensors:
+def _tensors_of(
+    network_class: type[Llama], config: DecoderConfig, folder: Path, draft_prefix: str | None = None
+) -> StoredTensors:
     """Return the tensors of a folder that the network uses, by the family's names.
 
     Left out are other parts of multimodal models, layers that predict tokens further ahead, and keys and values of
@@ -173,6 +177,8 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
             left.add(name)
             continue
         name = our_name(network_class, name)
+        if draft_prefix is not None and name.startswith(draft_prefix):
+            continue
         if _is_unused(name, config):
             left.add(tensor.name)
             continue
@@ -190,7 +196,7 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
     """Return whether a tensor belongs to a multi-token-prediction layer, or to unused keys and values."""
     match = _LAYER.match(name)
     if match is None:
-        return name.startswith("model.mtp_")  # ERNIE 4.5 keeps such layers apart
+        return name.startswith(("model.mtp_", "mtp."))  # ERNIE 4.5, MiMo and Qwen keep such layers apart
     layer = int(match[1])
     if layer >= config.num_layers:
         return layer < config.num_layers + config.num_mtp_layers

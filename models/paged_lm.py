@@ -21,6 +21,7 @@ from paged.kernels.common.compilation import compile_all
 from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
+from paged.models.draft_steps import DraftSteps
 from paged.models.families.llama import Llama
 from paged.models.loading.weights import Track, num_weights, untracked
 from paged.models.logits_policy import Draws, answer_batch, draws_of
@@ -45,6 +46,7 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     Attributes:
         lead: wraps each step if other ranks run it too; None on one rank.
+        drafts: steps of the network's draft head; None without one.
         num_graph_replays: number of forwards that ran as one of `graphs`.
 
     Raises, in every method that runs tokens:
@@ -94,6 +96,8 @@ class PagedCausalLM(DecoderOnlyLLM):
             sizes=sizes,
             recorded_only=cuda_graphs is None and self.device.type == "cpu",
         )
+        head = network.draft_head
+        self.drafts = None if head is None else DraftSteps(head, kv_manager)
         self.num_graph_replays = 0
         self.embeds_limits = self._embeds_limits()
 
@@ -266,7 +270,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         shape: shape of the graph that runs the step. row_slots: from `LoraAdapters.row_slots`.
         """
         if shape is not None:
-            logits = self.graphs.logits(step, shape, row_slots)
+            logits, features = self.graphs.run(step, shape, row_slots)
         else:
             lora = None if row_slots is None else self.adapters.batch(row_slots)
             metadata, outputs = replace(step.metadata, lora=lora), step.outputs
@@ -276,11 +280,13 @@ class PagedCausalLM(DecoderOnlyLLM):
             if outputs is not None and row_slots is not None:
                 own_slots = row_slots[step.row_ids]
                 outputs = replace(outputs, lora=self.adapters.batch(own_slots) if (own_slots >= 0).any() else None)
-            hidden: torch.Tensor = self.network(step.input_ids, metadata.positions, metadata, outputs)
+            hidden, features = self.network.run(step.input_ids, metadata, outputs)
             wanted = hidden if outputs is not None else hidden[step.sample_rows]
-            if step.returns_hidden:
-                return wanted.float()
-            logits = self.network.logits(wanted)
+            logits = wanted.float() if step.returns_hidden else self.network.logits(wanted)
+        if self.drafts is not None and features is not None:
+            self.drafts.follow(step, features)
+        if step.returns_hidden:
+            return logits
         if self.ranks.size == 1 or not len(logits):
             return logits
         if draws is not None:

@@ -18,6 +18,7 @@ from paged.kernels.common.checks import NARROW_DTYPES
 from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
 from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
+from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.cohere import Cohere2
 from paged.models.families.deepseek import DEEPSEEK
 from paged.models.families.defaults import DEFAULTS
@@ -44,6 +45,9 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Cohere2ForCausalLM": Cohere2,
     "Gemma4ForCausalLM": Gemma4,
 }
+
+# Architectures that transformers does not have, and those whose code they copy.
+ALIASES = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
 
 # Families that are only text parts of multimodal models, by model_type.
 TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS)}
@@ -135,6 +139,9 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         what = " for latents" if has_latents else ""
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {' or '.join(map(str, allowed))}{what}")
 
+    if given.draft is not None and ranks.size > 1:
+        raise UnsupportedError(f"draft: {given.draft}, expected None with several ranks")
+
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     with ranks.apart():
         network = load_network(
@@ -146,10 +153,13 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
             has_fp8_cache=has_fp8_cache,
             ranks=ranks,
             track=track,
+            draft_prefix=multi_token_prefix(config) if given.draft == MTP else None,
         )
+    if given.draft is not None:
+        network.draft_head = load_draft_head(given.draft, network, folder, dtype, given.device, track)
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
     kv_config = cache_config(
-        network.own_config,
+        with_draft_layer(network),
         block_size=block_size,
         enable_prefix_cache=given.enable_prefix_cache,
         dtype=kv_cache_dtype,
@@ -169,6 +179,12 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
             max_lora_rank=given.max_lora_rank,
             cuda_graphs=given.cuda_graphs,
         )
+
+
+def with_draft_layer(network: Llama) -> DecoderConfig:
+    """Return the configuration of a network's caches: its draft head has one more layer."""
+    config, head = network.own_config, network.draft_head
+    return config if head is None else replace(config, attention=(*config.attention, head.attention))
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
@@ -216,9 +232,9 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
 
 def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
     known_types = {one.model_type for one in ARCHITECTURES.values()}
-    name = next((name for name in names if name in ARCHITECTURES), None)
+    name = next((name for name in (ALIASES.get(name, name) for name in names) if name in ARCHITECTURES), None)
     if name is None:
-        known = ", ".join((*ARCHITECTURES, *WRAPPERS))
+        known = ", ".join((*ARCHITECTURES, *ALIASES, *WRAPPERS))
         raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known are {known}{_lacking(hf)}")
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:

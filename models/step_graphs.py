@@ -145,6 +145,7 @@ class StepGraphs:
         """Drop the graphs and free their memory."""
         self._record: Record | None = None
         self._replays: dict[GraphShape, Callable[[], None]] = {}
+        self._features: dict[GraphShape, torch.Tensor] = {}
         self._num_adapted_layers = 0
         self._inputs: dict[GraphShape, FixedCopy] = {}
         self._table = self._product = torch.empty(0)
@@ -195,8 +196,11 @@ class StepGraphs:
         )
         return next(fitting, None)
 
-    def logits(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> torch.Tensor:
-        """Run a step on the graph of `shape`; return the rows of `step.row_ids`, float32 [num_rows, num_logits].
+    def run(
+        self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a step on the graph of `shape`; return the rows of `step.row_ids`, float32 [num_rows, num_logits], and
+        the features of all tokens for a draft head, if there is one.
 
         adapters: from `LoraAdapters.row_slots`.
         """
@@ -206,10 +210,13 @@ class StepGraphs:
         step.copy_device_ids(inputs.tensors[0])
         self._send_table(step.host.block_tables[:, :, : self._table_width])
         self._replays[shape]()
+        features = self._features.get(shape)
+        if features is not None:
+            features = features[: len(step.token_ids)].clone()  # the next graph may overwrite them
         product = self._product[: len(step.token_ids)]
         if len(step.row_ids) < len(product):
             product = product[to_device((step.row_ids,), self._device)[0]]
-        return product.to(torch.float32, copy=True)
+        return product.to(torch.float32, copy=True), features
 
     def _capture(self, record: Record, shapes: Iterable[GraphShape]) -> None:
         with torch.no_grad():
@@ -243,7 +250,10 @@ class StepGraphs:
             metadata = replace(metadata, lora=LoraBatch(*lora) if lora else None)
 
             def run() -> None:
-                self._network.head(self._network(input_ids, metadata.positions, metadata), out=product)
+                hidden, features = self._network.run(input_ids, metadata)
+                self._network.head(hidden, out=product)
+                if features is not None:
+                    self._features[shape] = features
 
             return run
 

@@ -52,6 +52,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.executors.llm_executor": ("LlmExecutor",),
     "paged.executors.model_executor": ("ModelExecutor",),
     "paged.executors.paged_attention_executor": ("PagedAttentionExecutor", "PagedExecutorConfig"),
+    "paged.executors.speculation.head_proposer": ("HeadProposer",),
     "paged.executors.speculation.prompt_lookup": ("PromptLookup",),
     "paged.executors.requests.output": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "paged.executors.requests.sampling_params": ("SamplingParams",),

@@ -87,6 +87,11 @@ class AttentionMetadata:
             plan=AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
         )
 
+    def without_slots(self, rows: torch.Tensor) -> AttentionMetadata:
+        """Return a copy in which some tokens have no slot: their K/V are not written. rows: int64 [n]."""
+        others = tuple((table, mapping.index_fill(0, rows, -1)) for table, mapping in self.others)
+        return replace(self, slot_mapping=self.slot_mapping.index_fill(0, rows, -1), others=others)
+
     def table(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(block_table, slot_mapping)` of a table; `PagedKvCacheManager.table_of` gives a layer's index."""
         return self.others[index - 1] if index else (self.block_table, self.slot_mapping)

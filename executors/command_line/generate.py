@@ -15,7 +15,7 @@ from paged.errors import InvalidInputError, PagedError
 from paged.executors.command_line.cli import RECALL
 from paged.executors.command_line.safe_output import native_stderr_dropped, print_json
 from paged.executors.progress import progress_bar
-from paged.models.loading.checkpoint_folder import checkpoint_folder
+from paged.models.loading.checkpoint_folder import checkpoint_folder, local_folder
 from paged.printable import one_line
 
 if TYPE_CHECKING:
@@ -130,7 +130,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="first compile kernels and capture CUDA graphs; on a CPU, record decode steps",
     )
     engine.add_argument("--speculate", type=int, metavar="N", help="N drafts per step, from n-grams of the text")
-    engine.add_argument("--draft", metavar="MODEL", help="draft model; 4 drafts per step unless --speculate says N")
+    engine.add_argument(
+        "--draft",
+        metavar="mtp|MODEL",
+        help="drafts from the model's own multi-token head, or from a folder with an EAGLE-3 head or a draft model; 4 "
+        "per step unless --speculate says N",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -178,7 +183,7 @@ def make_engine(
     from paged.executors.engine.engine import Engine
     from paged.models.loading.hf_config import read_eos_token_ids
 
-    executor = _executor(folder, args)
+    executor = _executor(folder, args, _draft_head(args))
     for name, adapter in _lora_folders(args.lora).items():
         executor.load_lora(name, adapter)
     if args.warmup:
@@ -194,7 +199,7 @@ def make_engine(
         ),
         tokenizer=tokenizer,
         eos_token_ids=read_eos_token_ids(folder),
-        proposer=_proposer(args),
+        proposer=_proposer(executor, args),
         seed=args.seed,
     )
 
@@ -279,23 +284,37 @@ def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:
     return folders
 
 
-def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:
+def _executor(folder: Path, args: argparse.Namespace, head: str | None = None) -> LlmExecutor:
     from paged.executors.llm_executor import LlmExecutor
 
     names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype max_lora_rank".split()
     options = {name: getattr(args, name) for name in names}
-    return LlmExecutor.from_pretrained(folder, **options, max_loras=max(len(args.lora), args.max_loras))
+    return LlmExecutor.from_pretrained(folder, **options, draft=head, max_loras=max(len(args.lora), args.max_loras))
 
 
-def _proposer(args: argparse.Namespace) -> Proposer | None:
+def _draft_head(args: argparse.Namespace) -> str | None:
+    """Return what `--draft` names if it is a draft head, or None."""
+    from paged.models.draft_loader import MTP, is_eagle3
+
+    draft: str | None = args.draft
+    if draft is None or draft == str(MTP):
+        return draft
+    # A head needs no tokenizer of its own.
+    return str(local_folder(Path(draft))) if is_eagle3(checkpoint_folder(draft, is_run=False)) else None
+
+
+def _proposer(target: LlmExecutor, args: argparse.Namespace) -> Proposer | None:
     from paged.executors.speculation.draft_model import DraftModel
+    from paged.executors.speculation.head_proposer import HeadProposer
     from paged.executors.speculation.prompt_lookup import PromptLookup
 
     count = args.speculate
-    if args.draft is not None:
-        draft = _executor(checkpoint_folder(args.draft), args)
-        return DraftModel(draft, 4 if count is None else count, token_budget=args.token_budget)
-    return None if count is None else PromptLookup(count)
+    if args.draft is None:
+        return None if count is None else PromptLookup(count)
+    count = 4 if count is None else count
+    if target.capabilities().has_draft_head:
+        return HeadProposer(target, count)
+    return DraftModel(_executor(checkpoint_folder(args.draft), args), count, token_budget=args.token_budget)
 
 
 def _run(engine: Engine, outputs: Sequence[RequestOutput], *, is_streamed: bool, shows_bar: bool) -> tuple[int, float]:

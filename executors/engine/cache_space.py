@@ -17,6 +17,7 @@ class BlockSpace:
         self._executor = executor
         self._manager = manager
         self._admission_tokens = admission_tokens
+        self._has_draft_head = executor.capabilities().has_draft_head
         self._growth = 0
 
     def begin(self, running: Sequence[Completion]) -> None:
@@ -72,6 +73,9 @@ class BlockSpace:
                 tokens = request.embeds.ids(tokens, 0)
             ids = None if completion.wants_prompt_rows else tokens  # a cached prefix has no logits
             handle = self._manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
+            if self._has_draft_head and handle.num_tokens:
+                # The head needs the hidden state of the token before the first that runs: that token runs again.
+                self._manager.truncate(handle, handle.num_tokens - 1)
             completion.hold(handle)
             if request.first_token is None:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens

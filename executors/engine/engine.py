@@ -31,6 +31,7 @@ from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
 from paged.executors.speculation.draft_model import DraftModel
 from paged.executors.speculation.drafting import Proposer
+from paged.executors.speculation.head_proposer import HeadProposer
 from paged.executors.speculation.prompt_lookup import PromptLookup
 from paged.executors.text.chat_template import Message
 from paged.executors.text.detokenizer import PromptTokenizer, Tokenizer
@@ -489,7 +490,8 @@ class SpeculativeDecoder(Engine):
 
     Args:
         target: executor of the model whose output is wanted.
-        draft: executor of the draft model; None looks up n-grams of the text (`PromptLookup`).
+        draft: executor of the draft model. None takes the draft head that the target was loaded with, else looks up
+            n-grams of the text (`PromptLookup`).
         num_draft_tokens: most drafts for a sequence in a step.
         max_ngram: longest n-gram to look up.
 
@@ -510,8 +512,11 @@ class SpeculativeDecoder(Engine):
         eos_token_ids: Iterable[int] | None = None,
         seed: int | None = None,
     ) -> None:
-        if draft is None:
-            proposer: DraftModel | PromptLookup = PromptLookup(num_draft_tokens, max_ngram=max_ngram)
+        proposer: Proposer
+        if draft is None and target.capabilities().has_draft_head:
+            proposer = HeadProposer(target, num_draft_tokens)
+        elif draft is None:
+            proposer = PromptLookup(num_draft_tokens, max_ngram=max_ngram)
         else:
             proposer = DraftModel(draft, num_draft_tokens, token_budget=(config or EngineConfig()).token_budget)
         super().__init__(target, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, seed=seed)

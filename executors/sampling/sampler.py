@@ -69,7 +69,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self._device = self.device = device
         self._counts: TokenCounts | None = None
         self._last: SamplingRows | None = None
 

@@ -10,11 +10,12 @@ import torch
 from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, UnsupportedError
+from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
 from paged.executors.model_executor import ModelExecutor
-from paged.executors.requests.request import NO_TOKEN, Completion
-from paged.executors.sampling.rows import index_tensor, row_matrix
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.rows import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
+from paged.executors.speculation.drafting import draw
 from paged.seq_id import SeqId
 
 
@@ -66,48 +67,26 @@ class DraftModel:
             for one, limit in zip(completions, limits, strict=True)
         ]
         items, active = self._catch_up(completions, limits)
-        drafted = active  # each has at least one draft
-        drafts = torch.full((len(completions), self.num_tokens), NO_TOKEN, dtype=torch.int64, device=self._device)
-        probs: torch.Tensor | None = None
-        device_ids: torch.Tensor | None = None
-        index = index_tensor(active, self._device)
-        for position in range(self.num_tokens):
-            answers = self._executor.unified_decode(UnifiedBatch(items, device_ids)) if items else []
-            if not active:  # all are catching up
-                break
-            rows = row_matrix([row for row in answers if row is not None])
-            tokens, shares = self._sampler.propose(rows, [completions[i] for i in active], drafts[index, :position])
-            drafts[index, position] = tokens
-            if shares is not None:
-                if probs is None:
-                    probs = shares.new_zeros(len(completions), self.num_tokens, shares.shape[1])
-                probs[index, position] = shares
-            following = [i for i in active if position + 1 < limits[i]]
-            if not following:
-                break
-            if following != active:
-                active, index = following, index_tensor(following, self._device)
-            newest, followers = drafts[index, position], [completions[i] for i in active]
-            device_ids = newest if self._takes_device_ids else None  # `_read` sees a -1, which is no token
-            known = [0] * len(followers) if self._takes_device_ids else newest.tolist()
-            items = [self._item(one, [draft]) for one, draft in zip(followers, known, strict=True)]
-        return Drafts(self._read(drafts, completions, drafted, limits), probs)
 
-    def _read(
-        self, drafts: torch.Tensor, completions: Sequence[Completion], drafted: Sequence[int], limits: Sequence[int]
-    ) -> list[list[int]]:
-        """Copy the drafts of all completions to the host at once, and record them with their sequences."""
-        known: list[list[int]] = [[] for _ in completions]
-        table = drafts.tolist() if drafted else []
-        for row in drafted:
-            completion, ids = completions[row], table[row][: limits[row]]
-            if min(ids) < 0:
-                raise PagedError(f"the draft model returned no token for {completion!r}")
-            sequence = self._sequences[completion.seq_id]
-            sequence.length, sequence.drafts, known[row] = completion.num_tokens, ids, ids
-        ran = [self._sequences[completions[row].seq_id] for row in drafted]
+        def run(rows: Sequence[int], newest: torch.Tensor | None) -> torch.Tensor:
+            chosen, device_ids = items, None
+            if newest is not None:
+                device_ids = newest if self._takes_device_ids else None  # `draw` sees a -1, which is no token
+                known = [0] * len(rows) if self._takes_device_ids else newest.tolist()
+                chosen = [self._item(completions[row], [draft]) for row, draft in zip(rows, known, strict=True)]
+            answers = self._executor.unified_decode(UnifiedBatch(chosen, device_ids))
+            return row_matrix([row for row in answers if row is not None])
+
+        if not active:  # all are catching up
+            if items:
+                self._executor.unified_decode(UnifiedBatch(items))
+            return Drafts([[] for _ in completions])
+        drafts = draw(self._sampler, completions, limits, active, run)
+        ran = [self._sequences[completions[row].seq_id] for row in active]
+        for row, sequence in zip(active, ran, strict=True):
+            sequence.length, sequence.drafts = completions[row].num_tokens, drafts.token_ids[row]
         self._manager.append_tokens([(sequence.handle, sequence.drafts[:-1]) for sequence in ran])
-        return known
+        return drafts
 
     def forget(self, completion: Completion) -> None:
         self._sequences.pop(completion.seq_id, None)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import InvalidInputError
+from paged.errors import InvalidInputError, PagedError
 from paged.executors.isolation import attempt, quietly
-from paged.executors.requests.request import Completion
+from paged.executors.requests.request import NO_TOKEN, Completion
 from paged.executors.sampling.rows import index_tensor
-from paged.executors.sampling.sampler import Drafts
+from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.kernels.common.scalars import shown
 
 _LOG = logging.getLogger("paged")
@@ -66,6 +66,45 @@ def _propose(proposer: Proposer, decodes: Sequence[Completion], limits: Sequence
         if len(token_ids) > max(limit, 0) or not all(type(one) is int and 0 <= one < vocab_size for one in token_ids):
             raise InvalidInputError(f"drafts: {shown(token_ids)}, expected at most {limit} ids below {vocab_size}")
     return drafts
+
+
+def draw(
+    sampler: Sampler,
+    completions: Sequence[Completion],
+    limits: Sequence[int],
+    active: Sequence[int],
+    run: Callable[[Sequence[int], torch.Tensor | None], torch.Tensor],
+) -> Drafts:
+    """Draw `limits` drafts, one or more, for the completions with the indices `active`, one after the other.
+
+    run: returns the logits [n, V] of the next drafts of n completions, given their indices and their last drafts, int64
+    [n] on the device, or None before the first.
+
+    Raises:
+        PagedError: logits left no token to choose.
+    """
+    width, drawn, device = max(limits[row] for row in active), active, sampler.device
+    drafts = torch.full((len(completions), width), NO_TOKEN, dtype=torch.int64, device=device)
+    probs: torch.Tensor | None = None
+    index, newest = index_tensor(active, device), None
+    for position in range(width):
+        logits = run(active, newest)
+        tokens, shares = sampler.propose(logits, [completions[row] for row in active], drafts[index, :position])
+        drafts[index, position] = tokens
+        if shares is not None:
+            if probs is None:
+                probs = shares.new_zeros(len(completions), width, shares.shape[1])
+            probs[index, position] = shares
+        following = [row for row in active if position + 1 < limits[row]]
+        if following != active:
+            active, index = following, index_tensor(following, device)
+        newest = drafts[index, position]
+    table, known = drafts.tolist(), list[list[int]]([[] for _ in completions])
+    for row in drawn:
+        known[row] = table[row][: limits[row]]
+        if min(known[row]) < 0:
+            raise PagedError(f"the draft model returned no token for {completions[row]!r}")
+    return Drafts(known, probs)
 
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:

@@ -22,6 +22,7 @@ from paged.models.layers.attention import Attention, HeldCaches
 from paged.models.layers.config import AttentionConfig, DecoderConfig, LatentConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
+from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
@@ -29,6 +30,7 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Track, WeightSlots, untracked
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
+from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import PackedWeights
 
 # Properties other than tensors that tell layers apart.
@@ -45,13 +47,14 @@ class DecoderLayer(nn.Module):
     """
 
     ranks = Ranks()
+    attention_class: type[Attention] = Attention
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         norms = config.norms
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         is_latent = config.attention[index].latent is not None
-        self.self_attn = LatentAttention(config, index) if is_latent else Attention(config, index)
+        self.self_attn = LatentAttention(config, index) if is_latent else self.attention_class(config, index)
         moe, size = config.moe[index], config.intermediate_size[index]
         mlp = GatedMlp if config.gated else PlainMlp
         self.add_module(self.mlp_name, mlp(config, size) if moe is None else SparseMoe(config, moe))
@@ -112,6 +115,11 @@ def rows_of(tensor: torch.Tensor, outputs: OutputRows | None) -> torch.Tensor:
     return tensor if outputs is None else tensor[outputs.rows]
 
 
+def _stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy of the residual stream."""
+    return hidden.clone() if residual is None else hidden + residual
+
+
 def _enter(
     norm: RmsNorm | None, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,6 +141,7 @@ class Llama(nn.Module):
         num_weights: weights of the whole network, if this is a part of it.
         renames: patterns in tensor names of a checkpoint, and their replacements.
         layer_class: class of the decoder layers.
+        draft_head: its multi-token or EAGLE-3 head, if one is loaded.
     """
 
     model_type = "llama"
@@ -150,17 +159,13 @@ class Llama(nn.Module):
         layers = nn.ModuleList(self.layer_class(self.own_config, index) for index in range(config.num_layers))
         self.layers = cast("Sequence[DecoderLayer]", layers)
         self.norm = stream_norm(config)
+        self.draft_head: DraftHead | None = None
         self.num_weights: int | None = None
         self._packed_embedding: torch.Tensor | None = None
         sizes = config.hidden_size, {"lm_head": self.num_logits}
         self.lm_head = None if config.tie_word_embeddings else Linear(*sizes)
         if config.quantization is not None:
-            for path, module in list(self.named_modules()):
-                name = _OF_OURS.sub("", f"model.{path}").replace(".mlp", f".{config.mlp_name}")
-                if isinstance(module, SparseMoe):
-                    module.quantize(name, config.quantization)
-                elif isinstance(module, Linear):
-                    module.quantize("" if module is self.lm_head else name.rpartition(".")[0], config.quantization)
+            quantize(self, "model", config, config.quantization)
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
@@ -176,15 +181,6 @@ class Llama(nn.Module):
         """Return the number of all-reduces in a step: for the embeddings, and in every layer."""
         return 1 + sum(cls.layer_class.num_sums(config, index) for index in range(config.num_layers))
 
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Convert the weights, except for norms and routers that stay float32."""
-        self.to(dtype)
-        for module in self.modules():
-            if isinstance(module, SparseMoe):
-                module.keep_float32()
-            elif isinstance(module, RmsNorm) and module.is_zero_centred:
-                module.float()
-
     def join(self, ranks: Ranks) -> None:
         """Let the layers add up the results of all ranks; `ranks` must match `share`."""
         self.ranks = ranks
@@ -199,10 +195,15 @@ class Llama(nn.Module):
             if isinstance(module, (PackedWeights, SparseMoe)):
                 module.bind()
         config, device = self.config, self.embed_tokens.device
-        rotations = [(layer.rope, layer.rotated_dim) for layer in config.attention]
+        layers, sources, attention = list(self.layers), list(config.cache_layers), list(config.attention)
+        if self.draft_head is not None:
+            layers.append(cast("DecoderLayer", self.draft_head.layer))
+            sources.append(config.num_layers)
+            attention.append(self.draft_head.attention)
+        rotations = [(layer.rope, layer.rotated_dim) for layer in attention]
         tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
         held = HeldCaches()
-        for layer, source, rotation in zip(self.layers, config.cache_layers, rotations, strict=True):
+        for layer, source, rotation in zip(layers, sources, rotations, strict=True):
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
             layer.self_attn.bind(*caches, kv_manager.table_of(source), tables[rotation])
             k_scale, v_scale = kv_manager.scales(source)
@@ -251,23 +252,47 @@ class Llama(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         outputs: OutputRows | None = None,
+        boundaries: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return hidden states after the final norm, [num_tokens, hidden_size].
 
-        K and V of all tokens are written to the caches. With `outputs`, only those rows are returned.
+        K and V of all tokens are written to the caches. With `outputs`, only those rows are returned. Into
+        `boundaries` go the residual streams before the layers that `draft_head` reads.
         """
         hidden, embeds = self.embed(input_ids), metadata.embeds
         if embeds is not None:
             hidden.index_copy_(0, embeds.row_ids, embeds.rows)
         inputs = self.layer_inputs(input_ids, hidden)
         residual: torch.Tensor | None = None
+        taps = () if self.draft_head is None or boundaries is None else self.draft_head.taps
         for index, (layer, own) in enumerate(zip(self.layers, inputs, strict=True), 1):
+            if boundaries is not None and index - 1 in taps:
+                boundaries[index - 1] = _stream(hidden, residual)
             wanted = outputs if index == len(self.layers) else None
             hidden, residual = layer(hidden, residual, positions, metadata, wanted, *own)
             if embeds is not None:
                 embeds.add_deepstack(hidden, index - 1)
+        if boundaries is not None and len(self.layers) in taps:
+            boundaries[len(self.layers)] = _stream(hidden, residual)
         normed: torch.Tensor = self.norm(hidden, residual)[0]
         return normed
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `forward`, of the rows of `outputs`, and of all tokens the features that `draft_head` reads, if any.
+
+        Features are [num_tokens, hidden size of the head].
+        """
+        head = self.draft_head
+        if head is None:
+            return self(input_ids, metadata.positions, metadata, outputs), None
+        boundaries: dict[int, torch.Tensor] = {}
+        hidden = self(input_ids, metadata.positions, metadata, None, boundaries)
+        return hidden if outputs is None else hidden[outputs.rows], head.features(hidden, boundaries)
 
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         """Return each layer's inputs beside the residual stream. hidden: the embedded tokens."""
@@ -302,6 +327,29 @@ class Llama(nn.Module):
         if self.lm_head is not None:
             slots |= self.lm_head.weight_slots("")
         return slots
+
+
+def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights below `root`, except for norms and routers that stay float32."""
+    root.to(dtype)
+    for module in root.modules():
+        if isinstance(module, SparseMoe):
+            module.keep_float32()
+        elif isinstance(module, RmsNorm) and module.is_zero_centred:
+            module.float()
+
+
+def quantize(root: nn.Module, prefix: str, config: DecoderConfig, quantization: Quantization) -> None:
+    """Hold the weights below `root` packed, whose checkpoint names begin with `prefix`, if the checkpoint packs them.
+
+    A module `lm_head` has no prefix. Errors are those of `Linear.quantize`.
+    """
+    for path, module in list(root.named_modules()):
+        name = _OF_OURS.sub("", f"{prefix}.{path}").replace(".mlp", f".{config.mlp_name}")
+        if isinstance(module, SparseMoe):
+            module.quantize(name, quantization)
+        elif isinstance(module, Linear):
+            module.quantize("" if path == "lm_head" else name.rpartition(".")[0], quantization)
 
 
 def family(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,6 +65,7 @@ class Attention(nn.Module):
     unit_weight: torch.Tensor | None = None
     query_factors: torch.Tensor | None = None
     mean_of_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+    paged_attention: Callable[..., Any]
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()

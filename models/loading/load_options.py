@@ -108,6 +108,8 @@ class LoadOptions:
             True for 1 to 256 in 23 sizes, False for none. `warmup` of the executor or `prepare` of the model captures
             them. None is True on a GPU; on a CPU with numba kernels it records decode steps, see `RECORDED_SIZES`.
             Steps that cannot be recorded run without a recording.
+        draft: "mtp" for the multi-token head in the checkpoint, or the folder of an EAGLE-3 head, to draft with
+            `HeadProposer`; None for neither.
 
     Raises:
         InvalidInputError: a value has another type or is out of range, or the device does not exist.
@@ -124,25 +126,11 @@ class LoadOptions:
     max_loras: int = 8
     max_lora_rank: int = 64
     cuda_graphs: bool | tuple[int, ...] | None = None
+    draft: Path | None = None
 
     def __post_init__(self) -> None:
         for name, convert in _CONVERSIONS.items():
             object.__setattr__(self, name, convert(name, getattr(self, name)))
-
-
-_CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
-    "device": as_device,
-    "dtype": as_dtype,
-    "num_blocks": _as_optional_size,
-    "block_size": _as_optional_size,
-    "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # the model's limit is checked later
-    "num_swap_blocks": partial(as_int, high=_LARGEST),
-    "enable_prefix_cache": as_bool,
-    "kv_cache_dtype": partial(as_dtype, others=KV_CACHE_DTYPES),
-    "max_loras": _as_size,
-    "max_lora_rank": _as_size,
-    "cuda_graphs": as_graphs,
-}
 
 
 def as_folder(name: str, value: object) -> Path:
@@ -158,3 +146,19 @@ def as_folder(name: str, value: object) -> Path:
     if not isinstance(path, str) or "\0" in path:
         raise InvalidInputError(f"{name}: {shown(value)}, expected the path of a folder")
     return Path(path)
+
+
+_CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
+    "device": as_device,
+    "dtype": as_dtype,
+    "num_blocks": _as_optional_size,
+    "block_size": _as_optional_size,
+    "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # the model's limit is checked later
+    "num_swap_blocks": partial(as_int, high=_LARGEST),
+    "enable_prefix_cache": as_bool,
+    "kv_cache_dtype": partial(as_dtype, others=KV_CACHE_DTYPES),
+    "max_loras": _as_size,
+    "max_lora_rank": _as_size,
+    "cuda_graphs": as_graphs,
+    "draft": lambda name, value: None if value is None else as_folder(name, value),
+}

@@ -247,10 +247,10 @@ def _owner(namespace: Hashable) -> Any:
 
 
 def _adaptable(network: Llama) -> dict[str, tuple[Linear, int]]:
-    """Return the layer and part of each adaptable projection, by checkpoint name."""
+    """Return the layer and part of each adaptable projection, by checkpoint name; a draft head has none."""
     found = {}
     for path, module in network.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and not path.startswith("draft_head."):
             parent = path.rpartition(".")[0]
             for part, name in enumerate(module.parts):
                 if name in TARGET_MODULES:

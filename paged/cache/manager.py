@@ -50,9 +50,13 @@ class PagedKvCacheManager:
     tokens shares them. Freed blocks that are published stay findable until the pool needs them, least recently used
     first.
 
+    on_fork: called with the source and the new sequence of every fork, for owners of more state per sequence.
+
     Methods that take a handle raise StaleHandleError if its sequence has been freed (except `free`) or is swapped out
     (except `free`, `swap_in` and `swap_out`). They raise InvalidInputError if it belongs to another manager.
     """
+
+    on_fork: Callable[[KvCacheHandle, KvCacheHandle], None] | None = None
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         self.config = config
@@ -228,7 +232,10 @@ class PagedKvCacheManager:
             self._pool.share([block for block in blocks if block])
             forked = SequenceState(name, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
             forked.chain = source.chain.copy(source.num_tokens, len(blocks))
-            return self._sequences.add(forked)
+            made = self._sequences.add(forked)
+            if self.on_fork is not None:
+                self.on_fork(handle, made)
+            return made
 
         return self._made(make, self.free)
 

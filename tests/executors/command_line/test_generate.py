@@ -17,6 +17,7 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
 from paged.models.recall.task import sample_prompts
+from tests.models.drafts.heads import save_head
 from tests.models.lora.folders import Adapter
 
 Generate = Callable[..., dict[str, Any]]
@@ -81,6 +82,17 @@ def test_speculation_and_drafts(generate: Generate) -> None:
     assert plain["draft_tokens"] == 0 < looked_up["draft_tokens"]
     assert 0 < drafted["accepted_tokens"] <= drafted["draft_tokens"]
     assert drafted["steps"] < plain["steps"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.thorough)])
+def test_draft_heads(kind: str, generate: Generate, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A random head drafts, the answers stay right, and no tensor is reported as not loaded."""
+    save_head(kind, tmp_path)
+    model, draft = (tmp_path, "mtp") if kind == "mtp" else (RECALL, tmp_path)
+    result = generate(str(model), "--prompt", PROMPT.text, "--draft", str(draft), "--speculate", "2")
+    assert texts(result) == [PROMPT.answer]
+    assert result["summary"]["accepted_tokens"] < result["summary"]["draft_tokens"]
+    assert not caplog.records
 
 
 def test_adapters_answer_side_by_side(generate: Generate, tmp_path: Path) -> None:

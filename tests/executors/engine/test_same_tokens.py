@@ -10,7 +10,8 @@ import pytest
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, SpeculativeDecoder
 from paged.executors.command_line.cli import RECALL
 from tests.executors.engine_cases import EOS, TOKENIZER, check_pool_empty, encode, recall_prompts, run
-from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.models.drafts.heads import save_head
+from tests.models.families import FAMILIES, VOCAB_SIZE, save_checkpoint, tokens
 from tests.pairwise import rows_of_pairs
 
 CHECKPOINTS = ["gpt_oss", "llama", "mistral", "qwen3_moe", "recall"]
@@ -120,7 +121,7 @@ def test_same_tokens(case_of: Callable[[str], Case], name: str, way: str) -> Non
     case_of(name).check(way)
 
 
-AXES = CHECKPOINTS, ["batched", "chunks of 7", "recompute", "graphs, recompute"], ["itself", "random", "text"]
+AXES = CHECKPOINTS, ["batched", "chunks of 7", "recompute", "graphs, recompute"], ["itself", "random", "text", "head"]
 DRAFTED = [[axis[at] for axis, at in zip(AXES, row, strict=True)] for row in rows_of_pairs(AXES)]
 
 
@@ -132,6 +133,9 @@ def test_same_tokens_with_speculation(
 ) -> None:
     case = case_of(name)
     config, options = WAYS[way]
+    if draft == "head":
+        save_head("eagle3", tmp_path, vocab_size=469 if name == "recall" else VOCAB_SIZE)
+        options = options | {"draft": tmp_path}
     target, drafter = case.executor(**options), None
     if draft == "itself":
         drafter = case.executor()
@@ -151,7 +155,7 @@ def test_same_tokens_with_speculation(
     if draft == "itself" and way == "batched" and not case.eos:  # a token beyond the end is drafted in vain
         assert metrics.accepted_tokens == metrics.draft_tokens > 0
         assert decoder.acceptance_rate == 1
-    if draft == "random":
+    if draft in ("random", "head"):
         assert metrics.accepted_tokens < metrics.draft_tokens
 
 

@@ -1,0 +1,81 @@
+"""Speculative decoding with a draft head of the target: a multi-token or an EAGLE-3 head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
+from paged.executors.llm_executor import LlmExecutor
+from paged.executors.model_executor import ModelExecutor
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.rows import index_tensor
+from paged.executors.sampling.sampler import Drafts, Sampler
+from paged.executors.speculation.drafting import draw
+from paged.models.paged_lm import PagedCausalLM
+
+
+class HeadProposer:
+    """A `Proposer` that runs the draft head that the target was loaded with (`LoadOptions.draft`).
+
+    The head reads the target's hidden states of the step before, and its K/V lie in the target's blocks. If the cache
+    lacks free blocks for all drafts, only half of the sequences get any, or a quarter, and so on. The output does not
+    depend on drafts.
+
+    Args:
+        target: executor of the target.
+        num_tokens: most drafts for a sequence; after the first, the head reads its own hidden state.
+
+    Raises:
+        InvalidInputError: num_tokens is not positive.
+        UnsupportedError: the target was loaded without a head.
+    """
+
+    def __init__(self, target: ModelExecutor, num_tokens: int = 4) -> None:
+        if num_tokens < 1:
+            raise InvalidInputError(f"num_tokens: {num_tokens}, expected at least 1")
+        info, model = target.info(), target.model if isinstance(target, LlmExecutor) else None
+        if not isinstance(model, PagedCausalLM) or model.drafts is None:
+            raise UnsupportedError(f"{info.model_id}: no draft head; load it with draft='mtp' or the folder of a head")
+        self.num_tokens = num_tokens
+        self.vocab_size: int | None = info.vocab_size
+        self._steps, self._longest = model.drafts, info.max_sequence_length
+        self._sampler = Sampler(info.vocab_size, info.device)
+
+    def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
+        # The newest token is not in the cache yet; the last draft is not run.
+        limits = [
+            min(limit, self.num_tokens, self._longest + 1 - one.num_tokens)
+            for one, limit in zip(completions, limits, strict=True)
+        ]
+        able = [
+            row
+            for row, (one, limit) in enumerate(zip(completions, limits, strict=True))
+            if limit > 0 and one.handle is not None and self._steps.can_draft(one.handle)
+        ]
+        while able:
+            try:
+                return self._draw(completions, limits, able)
+            except OutOfBlocksError:
+                able = able[: len(able) // 2]  # those that are preempted last
+        return Drafts([[] for _ in completions])
+
+    def forget(self, completion: Completion) -> None:
+        self._sampler.forget(completion)
+
+    def make_room(self, manager: PagedKvCacheManager) -> bool:
+        return False
+
+    def _draw(self, completions: Sequence[Completion], limits: Sequence[int], able: Sequence[int]) -> Drafts:
+        places = {row: place for place, row in enumerate(able)}
+        handles = [handle for row in able if (handle := completions[row].handle) is not None]
+
+        def run(rows: Sequence[int], newest: torch.Tensor | None) -> torch.Tensor:
+            if newest is None:
+                newest = index_tensor([completions[row].token_ids[-1] for row in rows], self._sampler.device)
+            return steps.logits([places[row] for row in rows], newest)
+
+        with torch.no_grad(), self._steps.drafting(handles, [limits[row] for row in able]) as steps:
+            return draw(self._sampler, completions, limits, able, run)

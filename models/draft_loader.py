@@ -1,0 +1,151 @@
+"""Load the draft head of a target model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.scalars import shown
+from paged.models.config_keys import refuse_unread
+from paged.models.families.defaults import DEFAULTS
+from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, MultiTokenHead
+from paged.models.families.llama import Llama, set_dtype
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.draft_head import DraftHead
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.weights import StoredTensors, Track, check_weights, load_weights, read_headers, untracked
+from paged.models.network_loader import our_name, with_stored_experts
+from paged.models.quantization.read import without_zero_biases
+
+# The option `draft` for the head in the target's own checkpoint.
+MTP = Path("mtp")
+_EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+
+
+def is_eagle3(folder: Path) -> bool:
+    """Return whether a folder's config.json names an EAGLE-3 head, not a model.
+
+    Raises:
+        CheckpointError: there is none, or it is malformed.
+    """
+    return not {*_EAGLE3}.isdisjoint(HfConfig.read(folder).items("architectures", str))
+
+
+def multi_token_prefix(config: DecoderConfig) -> str:
+    """Return how the names of a model's multi-token head begin.
+
+    Raises:
+        UnsupportedError: none is known for this model type.
+    """
+    names = MULTI_TOKEN_HEADS.get(config.model_type)
+    if names is None:
+        known = ", ".join(MULTI_TOKEN_HEADS)
+        raise UnsupportedError(f"draft: no multi-token head of {config.model_type} is known, only of {known}")
+    return f"{names.prefix.format(config.num_layers)}."
+
+
+def load_draft_head(
+    draft: Path, target: Llama, folder: Path, dtype: torch.dtype, device: torch.device, track: Track = untracked
+) -> DraftHead:
+    """Load a draft head: "mtp" for that of the target's own `folder`, or the folder of an EAGLE-3 head.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or misshapen, or the head's sizes are not the target's.
+        UnsupportedError: there is no such head for this architecture, or an option of it is not supported.
+    """
+    with torch.device("meta"):
+        if draft == MTP:
+            head, stored = _multi_token_head(target, folder)
+        else:
+            folder = draft
+            head, stored = _eagle3_head(target, folder)
+        set_dtype(head, dtype)
+    slots = head.weight_slots()
+    stored = without_zero_biases(stored, slots)
+    check_weights(stored, slots, tied_head=False, folder=folder)
+    head._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
+    load_weights(stored, head.weight_slots(), track=track)
+    if head.offsets is not None:
+        tokens = torch.arange(len(head.offsets)) + head.offsets.cpu()
+        if tokens.min() < 0 or tokens.max() >= head.vocab_size or len(tokens.unique()) < len(tokens):
+            raise CheckpointError(f"d2t: in {folder}, expected offsets to different tokens below {head.vocab_size}")
+    return head
+
+
+def _multi_token_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]:
+    config, prefix = target.config, multi_token_prefix(target.config)
+    names = MULTI_TOKEN_HEADS[config.model_type]
+    named = {our_name(type(target), name): tensor for name, tensor in read_headers(folder).items()}
+    stored = {name: tensor for name, tensor in named.items() if name.startswith(prefix)}
+    if not stored:
+        raise CheckpointError(f"{prefix}{names.projection}: {folder} has no multi-token head; use it without a draft")
+    config = replace(
+        config,
+        attention=(*config.attention, config.attention[-1]),
+        moe=(*config.moe, config.moe[-1]),
+        intermediate_size=(*config.intermediate_size, config.intermediate_size[-1]),
+    )
+    as_layer = f"{prefix}{names.layer}".removesuffix("."), f"model.layers.{config.num_layers - 1}"
+    config = with_stored_experts(config, {name.replace(*as_layer): tensor for name, tensor in stored.items()})
+    head = MultiTokenHead(target, config, names)
+    _share_copies(head, stored, f"{prefix}{names.embedding}.weight", f"{prefix}{names.lm_head}.weight")
+    return head, stored
+
+
+def _eagle3_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]:
+    hf = HfConfig.read(folder)
+    hf.defaults = DEFAULTS[Llama.model_type]
+    names = hf.items("architectures", str)
+    if not is_eagle3(folder):
+        raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known heads are {', '.join(_EAGLE3)}")
+    config = replace(Llama.read_config(hf), tie_word_embeddings=False, quantization=None)
+    num_logits, taps = hf.integer("draft_vocab_size", config.vocab_size), _taps(hf, target.config)
+    norms_residual = hf.flag("norm_before_residual")
+    for key in ("norm_before_fc", "fc_norm", "norm_output"):
+        hf.choice(key, False)
+    refuse_unread(hf, config)
+    for key, found, expected in (
+        ("num_hidden_layers", config.num_layers, 1),
+        ("vocab_size", config.vocab_size, target.config.vocab_size),
+        ("target_hidden_size", hf.integer("target_hidden_size", config.hidden_size), target.config.hidden_size),
+    ):
+        if found != expected:
+            raise CheckpointError(f"{hf.source}: {key} {found}, expected {expected} for this target")
+    stored = {name.removeprefix("model."): tensor for name, tensor in read_headers(folder).items()}
+    stored.pop("t2d", None)
+    layer_name = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
+    head = Eagle3Head(
+        target, config, taps=taps, num_logits=num_logits, norms_residual=norms_residual, layer_name=layer_name
+    )
+    if num_logits == config.vocab_size and "d2t" not in stored:
+        head.offsets = None
+    if config.hidden_size == target.config.hidden_size:
+        _share_copies(head, stored, "embed_tokens.weight", "lm_head.weight" if head.offsets is None else "")
+    return head, stored
+
+
+def _taps(hf: HfConfig, target: DecoderConfig) -> tuple[int, ...]:
+    """Return the layers whose inputs the head reads, as in vLLM: those that it names, or three by default.
+
+    Raises:
+        CheckpointError: there are no such layers.
+    """
+    own, key = hf.section("eagle_config") or hf, "eagle_aux_hidden_state_layer_ids"
+    count = target.num_layers
+    taps = tuple(own.items(key, int) or hf.items(key, int)) or (2, count // 2, count - 3)
+    if list(taps) != sorted({*taps}) or not 0 <= taps[0] <= taps[-1] <= count:
+        raise CheckpointError(
+            f"{hf.source}: {key} {shown(list(taps))}, expected rising numbers of layers up to {count}"
+        )
+    return taps
+
+
+def _share_copies(head: DraftHead, stored: StoredTensors, embedding: str, lm_head: str) -> None:
+    """Let a head read the target's embedding and LM head if it has none of its own."""
+    if embedding not in stored:
+        head.embed_tokens = None
+    if lm_head and lm_head not in stored:
+        head.lm_head = None

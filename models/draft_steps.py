@@ -1,0 +1,152 @@
+"""A draft head beside its target: keys and values of the same tokens in the same blocks, and steps that draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged.cache.groups import ROLLBACK_SLACK
+from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
+from paged.forward_step import ForwardStep
+from paged.kernels.common.attention.plan import AttentionPlan
+from paged.metadata import OutputRows, make_host_metadata
+from paged.models.layers.draft_head import DraftHead
+from paged.staging import to_device
+
+
+class _Kept(NamedTuple):
+    """Features of a sequence's newest tokens: those of position `start` in row `row` of `features`, and so on."""
+
+    features: torch.Tensor
+    row: int
+    start: int
+    end: int
+
+
+class DraftSteps:
+    """Runs a draft head over what the target runs.
+
+    Every step of the target also writes the head's keys and values of its tokens, from the target's hidden states of
+    the same step: `follow`. `drafting` then runs the head on from a sequence's end. What that writes lies beyond the
+    sequence's length, and the target's next step replaces it.
+
+    A token's features are needed with the token after it. So the last ones are kept for each sequence: as many as a
+    rollback of rejected drafts can go back.
+    """
+
+    def __init__(self, head: DraftHead, manager: PagedKvCacheManager) -> None:
+        self._head, self._manager = head, manager
+        self._kept: WeakKeyDictionary[KvCacheHandle, _Kept] = WeakKeyDictionary()
+        manager.on_fork = self._fork
+
+    def follow(self, step: ForwardStep, features: torch.Tensor) -> None:
+        """Write keys and values of a step's tokens, and keep the last features, [num_tokens, hidden_size]."""
+        metadata, offsets = step.metadata, step.host.cu_seqlens_q.astype(np.int64)
+        firsts, ends = offsets[:-1], offsets[1:]
+        starts = step.host.positions[firsts]
+        before, is_known = self._before(step.handles, starts, features)
+        # A cached prefix ends with a block whose last token runs again for its features. The head's K/V are there.
+        is_repeated = ~is_known & ((starts + 1) % self._manager.config.block_size == 0)
+        if is_repeated.any():
+            (rows,) = to_device((firsts[is_repeated],), step.device)
+            metadata = metadata.without_slots(rows)
+        if len(features) == len(firsts):  # one token each
+            previous = before
+        else:
+            previous = features.roll(1, 0).index_copy_(0, to_device((firsts,), step.device)[0], before)
+        none = torch.zeros_like(metadata.cu_seqlens_q)
+        plan = AttentionPlan(none, metadata.seq_lens, max_seqlen_q=0, max_seqlen_k=step.host.max_seqlen_k)
+        no_rows = OutputRows(step.sample_rows[:0], none, 0, plan)
+        self._head(step.input_ids, previous, metadata, no_rows)
+        sizes = np.minimum(ends - firsts, ROLLBACK_SLACK)
+        rows = np.cumsum(sizes) - sizes
+        if sizes.sum() < len(features):
+            kept = np.concatenate([np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)])
+            features = features[to_device((kept,), step.device)[0]]
+        lengths = starts + ends - firsts
+        spans = zip(step.handles, rows.tolist(), (lengths - sizes).tolist(), lengths.tolist(), strict=True)
+        self._kept.update({handle: _Kept(features, row, start, end) for handle, row, start, end in spans})
+
+    def can_draft(self, handle: KvCacheHandle) -> bool:
+        """Return whether the features of a sequence's last token are known."""
+        kept = self._kept.get(handle)
+        return kept is not None and kept.start < handle.num_tokens <= kept.end
+
+    @contextmanager
+    def drafting(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> Iterator[DraftRun]:
+        """Reserve capacity for `counts` drafts of sequences that can draft; it is given back in the end.
+
+        Raises:
+            OutOfBlocksError: the cache has too few free blocks.
+        """
+        lengths = np.array([handle.num_tokens for handle in handles], np.int64)
+        ends = (lengths + np.array(counts)).tolist()
+        reservation = self._manager.reserve_lengths([handle.cache_id for handle in handles], ends)
+        try:
+            tables = self._manager.host_metadata(zip(handles, counts, strict=True)).block_tables
+            features, _ = self._before(handles, lengths, None)
+            yield DraftRun(self._head, features, lengths, tables, self._manager)
+        finally:
+            reservation.rollback()
+
+    def _fork(self, source: KvCacheHandle, target: KvCacheHandle) -> None:
+        if source in self._kept:
+            self._kept[target] = self._kept[source]
+
+    def _before(
+        self, handles: Sequence[KvCacheHandle], starts: NDArray[np.int64], like: torch.Tensor | None
+    ) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Return the features of the token before each position, [n, hidden_size], and whether they are known.
+
+        Unknown ones are 0.
+        """
+        kept = [self._kept.get(handle) for handle in handles]
+        sources: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}
+        for place, (one, start) in enumerate(zip(kept, starts.tolist(), strict=True)):
+            if one is not None and one.start < start <= one.end:
+                _, rows, places = sources.setdefault(id(one.features), (one.features, [], []))
+                rows.append(one.row + start - 1 - one.start)
+                places.append(place)
+        if like is None:
+            like = next(features for features, _, _ in sources.values())
+        found, is_known = like.new_zeros(len(handles), like.shape[1]), np.zeros(len(handles), np.bool_)
+        for features, *indices in sources.values():
+            chosen, there = to_device([np.array(index, np.int64) for index in indices], like.device)
+            found.index_copy_(0, there, features[chosen])
+            is_known[indices[1]] = True
+        return found, is_known
+
+
+class DraftRun:
+    """The head's steps from the ends of sequences on, one token of each at a time."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        features: torch.Tensor,
+        lengths: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        manager: PagedKvCacheManager,
+    ) -> None:
+        self._head, self._features, self._lengths, self._tables = head, features, lengths, tables
+        self._block_size, self._device, self._num_steps = manager.config.block_size, manager.device, 0
+
+    def logits(self, sequences: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
+        """Run the next token of some sequences, int64 [n]; return the logits of the drafts after them, float32 [n, V].
+
+        sequences: indices, each time all or a part of those before.
+        """
+        lengths, ones = self._lengths[[*sequences]], np.ones(len(sequences), np.int64)
+        host = make_host_metadata(lengths + self._num_steps, ones, self._tables[:, [*sequences]], self._block_size)
+        rows, *tensors = to_device((np.array(sequences, np.int64), *host.arrays), self._device)
+        hidden, features = self._head(token_ids.clamp(min=0), self._features[rows], host.over(tensors))
+        self._features = self._features.index_copy(0, rows, features)
+        self._num_steps += 1
+        return self._head.logits(hidden)

@@ -1,0 +1,229 @@
+"""Draft heads: one decoder layer that guesses further tokens from the target's hidden states.
+
+The input at position j is the embedding of token j and the target's hidden state of token j - 1. So a head's keys and
+values depend on the tokens up to j alone, as the target's do, and lie in the same blocks: whoever shares, forks, swaps
+or truncates a sequence does it for both. Position 0 has no input, and attention leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paged.metadata import AttentionMetadata, OutputRows
+from paged.models.families.llama import DecoderLayer, Llama, quantize, rows_of
+from paged.models.layers.attention import Attention
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder import Linear, stream_norm
+from paged.models.layers.draft_head import DraftHead
+from paged.models.loading.weights import WeightSlots
+
+
+@dataclass(frozen=True)
+class HeadNames:
+    """Names of a multi-token head's tensors in a checkpoint, and how it combines its inputs.
+
+    Attributes:
+        prefix: of all of its tensors; {} is the target's number of layers.
+        layer: further prefix of the decoder layer.
+        token_norm, hidden_norm, projection: what joins embedding and hidden state.
+        embedding, lm_head: copies of the target's, which may be absent.
+        hidden_first: whether the projection takes the hidden state before the embedding.
+        normed: whether the hidden state that the head reads after its own draft is that after the final norm.
+    """
+
+    prefix: str
+    layer: str = ""
+    token_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    embedding: str = "embed_tokens"
+    lm_head: str = "shared_head.head"
+    hidden_first: bool = False
+    normed: bool = False
+
+
+# By model_type of the target. GLM's are DeepSeek-V3's (2024).
+MULTI_TOKEN_HEADS: Mapping[str, HeadNames] = {
+    "glm4_moe": HeadNames("model.layers.{}"),
+    "mimo": HeadNames(
+        "model.mtp_layers.0",
+        token_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        projection="input_proj",
+        norm="final_layernorm",
+        lm_head="lm_head",
+        hidden_first=True,
+        normed=True,
+    ),
+    **dict.fromkeys(
+        ("qwen3", "qwen3_moe"),  # as in Qwen3-Next and Qwen3.5
+        HeadNames(
+            "mtp",
+            "layers.0",
+            token_norm="pre_fc_norm_embedding",
+            hidden_norm="pre_fc_norm_hidden",
+            projection="fc",
+            norm="norm",
+            lm_head="lm_head",
+            normed=True,
+        ),
+    ),
+}
+
+
+class _Attention(Attention):
+    """Attention that does not see position 0."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__(config, index)
+        self._whole_attention, self.paged_attention = self.paged_attention, self._attend_from_1
+
+    def _attend_from_1(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, out: torch.Tensor, **options: Any
+    ) -> None:
+        """Write to `out` the attention over all positions without the share of position 0.
+
+        With the weight w of its value v, (out - w v) / (1 - w) is the softmax over the others.
+        """
+        _, lse = self._whole_attention(q, k_cache, v_cache, **options, out=out, return_lse=True)
+        offsets, first = options["cu_seqlens_q"], options["block_table"][:, 0].long()
+        rows = torch.arange(len(q), device=q.device)
+        own = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=len(first) - 1)
+        blocks = first[own]
+        k, v = (
+            _unscaled(cache, scale, blocks)
+            for cache, scale in ((k_cache, options["k_scale"]), (v_cache, options["v_scale"]))
+        )
+        queries = q.float().unflatten(1, (k.shape[1], -1))
+        scores = (queries * k[:, :, None]).sum(-1).mul_(options["softmax_scale"])
+        weights = (scores.flatten(1) - lse.T).exp_()[..., None]
+        values = v.repeat_interleave(queries.shape[2], 1)
+        out.copy_((out - weights * values) / (1 - weights).clamp_(min=1e-6))
+
+
+def _unscaled(cache: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
+    """Return the first rows of blocks in float32, [n, num_kv_heads, head_dim]."""
+    rows = cache[:, 0].view(torch.uint8)[blocks].view(cache.dtype).float()
+    if scale is None:
+        return rows
+    return rows * (scale[blocks, 0] if scale.dim() == 3 else scale.expand(cache.shape[2]))[..., None]
+
+
+class _Layer(DecoderLayer):
+    attention_class = _Attention
+
+
+class _EagleLayer(_Layer):
+    """A decoder layer whose attention reads embeddings and hidden states side by side (EAGLE-3, Li et al., 2025).
+
+    norms_residual: whether the residual stream begins with the normalised hidden states.
+    """
+
+    def __init__(self, config: DecoderConfig, index: int, *, norms_residual: bool) -> None:
+        super().__init__(config, index)
+        assert isinstance(self.self_attn, Attention)
+        projection = self.self_attn.qkv_proj
+        self.self_attn.qkv_proj = Linear(2 * config.hidden_size, projection.parts, bias=projection.bias is not None)
+        self.hidden_norm = stream_norm(config)
+        self.norms_residual = norms_residual
+
+    def run(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, metadata: AttentionMetadata, outputs: OutputRows | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (hidden, residual) after the layer, the former yet to be added."""
+        assert self.before_attention is not None
+        assert self.before_mlp is not None
+        normed = self.hidden_norm(hidden)[0]
+        joined = torch.cat([self.before_attention(tokens)[0], normed], -1)
+        attended = self.self_attn(joined, metadata.positions, metadata, outputs)
+        residual = rows_of((normed if self.norms_residual else hidden).clone(), outputs)
+        mixed, residual = self.before_mlp(attended, residual)
+        return self.run_mlp(mixed, residual, None), residual
+
+
+class MultiTokenHead(DraftHead):
+    """A head of the target's own checkpoint, which it runs again and again for several drafts."""
+
+    layer: _Layer
+
+    def __init__(self, target: Llama, config: DecoderConfig, names: HeadNames) -> None:
+        """config: the target's, with one layer more."""
+        super().__init__(target, config, _Layer(config, config.num_layers - 1), config.vocab_size)
+        self.names, self.prefix = names, names.prefix.format(config.num_layers - 1)
+        self.layer_prefix = f"{self.prefix}.{names.layer}".removesuffix(".")
+        self.token_norm, self.hidden_norm = stream_norm(config), stream_norm(config)
+        self.projection = Linear(2 * config.hidden_size, {names.projection: config.hidden_size})
+        if config.quantization is not None:
+            self.projection.quantize(self.prefix, config.quantization)
+            quantize(self.layer, self.layer_prefix, config, config.quantization)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        features: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = [self.token_norm(self.embed(input_ids))[0], self.hidden_norm(features)[0]]
+        joined = self.projection(torch.cat(inputs[::-1] if self.names.hidden_first else inputs, -1))
+        normed, stream = self.norm(*self.layer(joined, None, metadata.positions, metadata, outputs))
+        return normed, normed if self.names.normed else stream
+
+    def weight_slots(self) -> WeightSlots:
+        names, prefix = self.names, self.prefix
+        slots = self.layer.weight_slots(self.layer_prefix) | self.projection.weight_slots(prefix)
+        norms = {names.token_norm: self.token_norm, names.hidden_norm: self.hidden_norm, names.norm: self.norm}
+        for name, norm in norms.items():
+            slots |= norm.weight_slots(f"{prefix}.{name}")
+        copies = {names.embedding: self.embed_tokens, names.lm_head: self.lm_head}
+        return slots | {f"{prefix}.{name}.weight": copy for name, copy in copies.items() if copy is not None}
+
+
+class Eagle3Head(DraftHead):
+    """A head of a folder of its own, which reads the inputs of several of the target's layers (EAGLE-3)."""
+
+    def __init__(
+        self,
+        target: Llama,
+        config: DecoderConfig,
+        *,
+        taps: tuple[int, ...],
+        num_logits: int,
+        norms_residual: bool,
+        layer_name: str,
+    ) -> None:
+        """config: of the head, with one layer. layer_name: of the layer in the checkpoint."""
+        super().__init__(target, config, _EagleLayer(config, 0, norms_residual=norms_residual), num_logits)
+        self.taps, self.layer_name = taps, layer_name
+        self.fc = Linear(len(taps) * target.config.hidden_size, {"fc": config.hidden_size})
+        self.offsets = nn.Parameter(torch.empty(num_logits, dtype=torch.int64), requires_grad=False)
+
+    def features(self, hidden: torch.Tensor, boundaries: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        fused: torch.Tensor = self.fc(torch.cat([boundaries[index] for index in self.taps], -1))
+        return fused
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        features: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(self.layer, _EagleLayer)
+        normed, stream = self.norm(*self.layer.run(self.embed(input_ids), features, metadata, outputs))
+        return normed, stream
+
+    def weight_slots(self) -> WeightSlots:
+        assert isinstance(self.layer, _EagleLayer)
+        slots = self.layer.weight_slots(self.layer_name) | self.layer.hidden_norm.weight_slots(
+            f"{self.layer_name}.hidden_norm"
+        )
+        slots |= self.norm.weight_slots("norm") | self.fc.weight_slots("")
+        copies = {"embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head, "d2t": self.offsets}
+        return slots | {name: copy for name, copy in copies.items() if copy is not None}

@@ -1,0 +1,169 @@
+"""Draft heads: their logits against dense PyTorch, published names, and checkpoints that do not fit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paged import CheckpointError, LlmExecutor, UnifiedBatch, UnifiedBatchItem, UnsupportedError
+from paged.bench.engine.train_draft_head import run_head, target_states
+from paged.executors.command_line.cli import RECALL
+from paged.models.paged_lm import PagedCausalLM
+from tests.models.drafts.heads import CONFIG, save_head
+from tests.models.edits import assert_refused, edit_config, edit_tensors
+from tests.models.families import FAMILIES, save_checkpoint, tokens
+
+KINDS = ["eagle3", "mtp"]
+
+
+def load(target: Path, draft: str | Path, **options: Any) -> tuple[LlmExecutor, PagedCausalLM]:
+    executor = LlmExecutor.from_pretrained(target, draft=draft, num_blocks=64, block_size=8, **options)
+    assert isinstance(executor.model, PagedCausalLM)
+    return executor, executor.model
+
+
+def drafts_after(
+    target: Path, draft: str | Path, prompt: list[int], newest: int, count: int, **options: Any
+) -> list[torch.Tensor]:
+    """Logits of the drafts after a prompt and the token after it, each the best."""
+    executor, model = load(target, draft, **options)
+    for start, end in ((0, 1), (1, 9), (9, len(prompt) - 3)):
+        executor.unified_decode(UnifiedBatch([UnifiedBatchItem("a", prompt[start:end], pos_offset=start)]))
+    for length in range(len(prompt) - 2, len(prompt) + 1):  # beside wrong tokens that are rolled back, as drafts are
+        guesses = [prompt[length - 1], 3, 4]
+        executor.unified_decode(UnifiedBatch([UnifiedBatchItem("a", guesses, pos_offset=length - 1)]))
+        handle = model.kv_manager.get_handle("a")
+        assert handle is not None
+        executor.truncate_kv(handle, length)
+    assert model.drafts is not None
+    found = []
+    with torch.no_grad(), model.drafts.drafting([handle], [count]) as steps:
+        for _ in range(count):
+            found.append(steps.logits([0], torch.tensor([newest])))
+            newest = int(found[-1].argmax())
+    model.kv_manager.check_integrity()
+    assert handle.num_tokens == len(prompt)
+    return found
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.thorough)])
+def test_logits(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_head(kind, tmp_path)
+    prompt, newest = torch.randint(2, 469, (30,), generator=torch.Generator().manual_seed(1)).tolist(), 17
+    where = (tmp_path, "mtp") if kind == "mtp" else (RECALL, tmp_path)
+    found = drafts_after(*where, prompt, newest, 4, kv_cache_dtype=kv_cache_dtype)
+    weights = load_file(tmp_path / "model.safetensors")
+    target = AutoModelForCausalLM.from_pretrained(RECALL, attn_implementation="eager")
+    features, _ = target_states(target, torch.tensor([prompt]), kind, weights)
+    embedding, ids = target.model.embed_tokens.weight, [*prompt[1:], newest]
+    tolerance = 1e-4 if kv_cache_dtype == "auto" else 0.2
+    for row in found:
+        with torch.no_grad():
+            hidden, following, _ = run_head(weights, CONFIG, embedding[torch.tensor([ids])], features)
+            expected = hidden[:, -1] @ weights.get("lm_head.weight", embedding).T
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=tolerance)
+        features = torch.cat([features, following[:, -1:]], 1)
+        ids.append(int(row.argmax()))
+
+
+# Tensors beside those of a layer: GLM-4.5's and MiMo's.
+PUBLISHED = {
+    "glm4_moe": ("layers.2", ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens")),
+    "mimo": ("mtp_layers.0", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
+}
+
+
+@pytest.mark.parametrize("family", [pytest.param("glm4_moe"), pytest.param("mimo", marks=pytest.mark.thorough)])
+def test_published_names(family: str, tmp_path: Path) -> None:
+    """Against transformers' layer of the target."""
+    model = save_checkpoint(FAMILIES["glm4_moe" if family == "glm4_moe" else "qwen2"], tmp_path)
+    if family == "mimo":
+        edit_config(tmp_path, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+    place, names = PUBLISHED[family]
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"_proj": (64, 128), "norm": (64,), "head": (128, 64), "tokens": (128, 64)}
+    own = {
+        name: torch.randn(next(shape for end, shape in shapes.items() if name.endswith(end)), generator=generator) / 4
+        for name in names
+    }
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {f"model.{place}.{name}.weight": tensor for name, tensor in own.items()}
+        layer = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
+        tensors |= {name.replace("layers.1", place): tensor for name, tensor in layer.items()}
+
+    edit_tensors(tmp_path, add)
+    prompt, newest = tokens(30, seed=4), 9
+    (found,) = drafts_after(tmp_path, "mtp", prompt, newest, 1)
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([prompt])).last_hidden_state
+        embedding = own.get("embed_tokens", model.model.embed_tokens.weight)
+        pair = embedding[torch.tensor([[*prompt[1:], newest]])], hidden
+        norms = [own[name] for name in names[:2]]
+        pair = [torch.nn.functional.rms_norm(x, (64,), norm, 1e-6) for x, norm in zip(pair, norms, strict=True)]
+        joined = torch.cat(pair if family == "glm4_moe" else pair[::-1], -1) @ own[names[2]].T
+        rotations = model.model.rotary_emb(joined, torch.arange(30)[None])
+        # The last row sees all others, so it needs no mask.
+        mixed = model.model.layers[1](joined, position_embeddings=rotations, attention_mask=None)
+        normed = torch.nn.functional.rms_norm(mixed[:, -1], (64,), own[names[3]], 1e-6)
+        expected = normed @ own.get("shared_head.head", model.lm_head.weight).T
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+EDITS: dict[str, tuple[Callable[[Path], object], str, type[Exception]]] = {
+    "vocabulary": (lambda folder: edit_config(folder, vocab_size=470), "vocab_size 470, expected 469", CheckpointError),
+    "target": (lambda folder: edit_config(folder, target_hidden_size=32), "32, expected 64", CheckpointError),
+    "two layers": (lambda folder: edit_config(folder, num_hidden_layers=2), "2, expected 1", CheckpointError),
+    "taps": (
+        lambda folder: edit_config(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3]}),
+        r"layer_ids \[0, 3\], expected rising numbers of layers up to 2",
+        CheckpointError,
+    ),
+    "default taps": (lambda folder: edit_config(folder, "eagle_config"), "expected rising", CheckpointError),
+    "norm": (lambda folder: edit_config(folder, norm_before_fc=True), "norm_before_fc = True", UnsupportedError),
+    "a model": (
+        lambda folder: edit_config(folder, architectures=["LlamaForCausalLM"]),
+        "known heads are LlamaForCausalLMEagle3",
+        UnsupportedError,
+    ),
+    "missing": (
+        lambda folder: edit_tensors(folder, lambda all_: all_.pop("midlayer.hidden_norm.weight")),
+        "midlayer.hidden_norm.weight: missing",
+        CheckpointError,
+    ),
+    "unexpected": (
+        lambda folder: edit_tensors(folder, lambda all_: all_.update(other=torch.zeros(1))),
+        "other: unexpected tensor",
+        CheckpointError,
+    ),
+    "shape": (
+        lambda folder: edit_tensors(folder, lambda all_: all_.update({"fc.weight": torch.zeros(64, 64)})),
+        r"fc.weight: shape \[64, 64\].*expected \[64, 192\]",
+        CheckpointError,
+    ),
+    "offsets": (
+        lambda folder: edit_tensors(folder, lambda all_: all_["d2t"].fill_(1)),
+        "d2t: .*different tokens below 469",
+        CheckpointError,
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_wrong_heads_are_refused(edit: str, tmp_path: Path) -> None:
+    change, message, error = EDITS[edit]
+    save_head("eagle3", tmp_path)
+    change(tmp_path)
+    assert_refused(RECALL, message, error, draft=tmp_path)
+
+
+def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
+    assert_refused(RECALL, "mtp.fc: .* has no multi-token head", draft="mtp")
+    save_checkpoint(FAMILIES["llama"], tmp_path)
+    assert_refused(tmp_path, "no multi-token head of llama is known", UnsupportedError, draft="mtp")
