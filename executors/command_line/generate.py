@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paged.executors.speculation.drafting import Proposer
     from paged.executors.text.chat_tokenizer import ChatTokenizer
     from paged.executors.text.detokenizer import Tokenizer
+    from paged.prompt_embeds import PromptEmbeds
 
 _MAX_COUNT = 100_000
 # The file may be /dev/zero; 64 MiB hold more tokens than any context.
@@ -77,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     prompts.add_argument("--prompts", metavar="FILE", help="one prompt a line; - for stdin")
     prompts.add_argument("--chat", action="store_true", help="prompts are user messages for the chat template")
+    prompts.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="before each prompt; implies --chat; may be repeated",
+    )
     prompts.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     prompts.add_argument(
         "--parse-special",
@@ -147,14 +155,19 @@ def run(args: argparse.Namespace) -> int:
     folder = checkpoint_folder(args.model)
     with native_stderr_dropped():
         tokenizer = ChatTokenizer.from_folder(folder)
-        ids = [_encode(tokenizer, prompt, args) for prompt in prompts]
+        encoded = _encode(folder, tokenizer, prompts, args)
     params = _sampling_params(folder, args)
     engine = make_engine(folder, args, tokenizer)
     executor = cast("LlmExecutor", engine.executor)
     # Every prompt runs with every adapter, or without one.
     pairs = [(index, name) for index in range(len(prompts)) for name in (folders or [None])]
     outputs = [
-        engine.add_request(ids[index], params, metadata={"lora_adapter": name} if name else None)
+        engine.add_request(
+            encoded[index][0],
+            params,
+            metadata={"lora_adapter": name} if name else None,
+            prompt_embeds=encoded[index][1],
+        )
         for index, name in pairs
     ]
     is_streamed = len(outputs) == params.n == 1 and prompts[0].expected is None and not args.json
@@ -214,7 +227,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     texts, is_recall = list(args.prompt), False
     with contextlib.suppress(OSError, ValueError):  # not a valid path
         is_recall = Path(args.model).resolve() == RECALL
-    if args.system is not None and not args.chat:
+    if args.system is not None and not (args.chat or args.image):
         raise InvalidInputError("--system: only allowed with --chat")
     if not 0 < args.count <= _MAX_COUNT:
         raise InvalidInputError(f"--count {args.count}: expected 1 to {_MAX_COUNT}")
@@ -247,12 +260,25 @@ def _lines(source: str) -> list[str]:
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
-def _encode(tokenizer: ChatTokenizer, prompt: Prompt, args: argparse.Namespace) -> list[int]:
-    if not args.chat:
-        return tokenizer.encode(prompt.text, parse_special=args.parse_special)
+def _encode(
+    folder: Path, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], args: argparse.Namespace
+) -> list[tuple[list[int], PromptEmbeds | None]]:
+    """Return token ids, and rows for the images; their tower is gone when the executor takes the memory."""
+    options = {"parse_special": args.parse_special}
+    if not (args.chat or args.image):
+        return [(tokenizer.encode(prompt.text, **options), None) for prompt in prompts]
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    messages = [*system, {"role": "user", "content": prompt.text}]
-    return tokenizer.encode_chat(messages, parse_special=args.parse_special)
+    if not args.image:
+        chats = [[*system, {"role": "user", "content": prompt.text}] for prompt in prompts]
+        return [(tokenizer.encode_chat(messages, **options), None) for messages in chats]
+    from paged.executors.vision.images import ImageRules
+    from paged.executors.vision.vision_model import VisionModel
+
+    images = [ImageRules().read_file(Path(file)) for file in args.image]
+    vision = VisionModel.from_folder(folder, tokenizer, dtype=args.dtype, device=args.device)
+    parts = [{"type": "image"} for _ in images]
+    contents = [[*parts, {"type": "text", "text": prompt.text}] for prompt in prompts]
+    return [vision.encode_chat([*system, {"role": "user", "content": one}], images, **options) for one in contents]
 
 
 def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from paged.executors.serving.run import serve
     from paged.executors.serving.tool_formats import MarkedTokenizer
     from paged.executors.text.chat_tokenizer import ChatTokenizer
+    from paged.executors.vision.vision_model import VisionModel
     from paged.models.loading.hf_config import HfConfig
 
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
@@ -54,11 +55,14 @@ def run(args: argparse.Namespace) -> int:
     folder = checkpoint_folder(args.model)
     print(f"paged: loading {one_line(str(folder))}", file=sys.stderr, flush=True)
     tokenizer = ChatTokenizer.from_folder(folder)
+    vision = None
+    if args.max_images > 0 and VisionModel.is_in(folder):  # before the executor, whose cache takes what memory is left
+        vision = VisionModel.from_folder(folder, tokenizer, dtype=args.dtype, device=args.device)
     engine = make_engine(folder, args, MarkedTokenizer(tokenizer), max_waiting=args.max_waiting)
     info = engine.executor.info()
     config = ServeConfig(**{one.name: getattr(args, one.name) for one in fields(ServeConfig)})
     key = config.api_key or os.environ.get("PAGED_API_KEY") or None
     config = replace(config, api_key=key, model_name=config.model_name or info.model_id)
     defaults = SamplingParams(**sampling_defaults(HfConfig.read(folder, "generation_config.json", may_lack=True)))
-    asyncio.run(serve(engine, tokenizer, config, defaults, backend_of(info.device)[0]))
+    asyncio.run(serve(engine, tokenizer, config, defaults, backend_of(info.device)[0], vision))
     return 0

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,10 @@ async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
     service = service_of(request)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: expected it or messages", "prompt")
-    encode: Any = partial(service.tokenizer.encode_chat, list(map(as_template, body.messages or ())))
     if body.prompt is not None:
-        encode = partial(service.tokenizer.encode, body.prompt)
-    tokens = await service.in_thread(encode)
+        tokens = await service.in_thread(service.tokenizer.encode, body.prompt)
+    else:
+        tokens, _ = await service.encode_chat(list(map(as_template, body.messages or ())), {})
     return reply({"tokens": tokens, "count": len(tokens), "max_model_len": service.longest})
 
 

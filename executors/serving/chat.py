@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.serving.answer_reader import AnswerReader, Delta
 from paged.executors.serving.answers import Event, Head, finite, respond, usage
 from paged.executors.serving.errors import ApiError
-from paged.executors.serving.schemas import ChatBody, Message, Part
+from paged.executors.serving.schemas import ChatBody, ImagePart, Message, Part
 from paged.executors.serving.service import Piece, Service, service_of
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 
@@ -51,7 +51,9 @@ class Conversation:
         service = service_of(request)
         listed = [{"type": "function", "function": one} for one in tools.functions] if tools else None
         named: dict[str, Any] = {"tools": listed, **(variables or {})}
-        prompt = await service.in_thread(service.tokenizer.encode_chat, messages, **named)
+        prompt, embeds = await service.encode_chat(messages, named)
+        if embeds is not None:
+            options |= {"prompt_embeds": embeds}
         params = service.check_prompts([prompt], params)
         tail = service.tokenizer.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         thinks, form = service.has_thoughts and tail.endswith("<think>"), service.tool_format if tools else None
@@ -100,10 +102,19 @@ class Tools:
 
 
 def as_template(message: Message) -> dict[str, Any]:
-    """Return a message as templates read it: text as one, and the arguments of calls as values."""
+    """Return a message as templates read it: arguments of calls as values; text as one, unless there are images."""
     found = message.model_dump(exclude_none=True)
     found["role"] = "system" if message.role == "developer" else message.role
-    found["content"] = text_of(message.content)
+    parts = message.content
+    if isinstance(parts, list) and any(isinstance(part, ImagePart) for part in parts):
+        found["content"] = [
+            {"type": "image", "url": part.image_url.url}
+            if isinstance(part, ImagePart)
+            else {"type": "text", "text": part.text}
+            for part in parts
+        ]
+    else:
+        found["content"] = text_of(parts)
     for call in found.get("tool_calls", ()):
         given = call["function"].get("arguments")
         try:
@@ -113,9 +124,11 @@ def as_template(message: Message) -> dict[str, Any]:
     return found
 
 
-def text_of(content: str | list[Part] | None) -> str:
-    """Return a message's text, its parts joined."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+def text_of(content: str | Sequence[Part | ImagePart] | None) -> str:
+    """Return a message's text, its parts joined, without images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content or () if isinstance(part, Part))
 
 
 async def chat(body: ChatBody, request: Request) -> Response:

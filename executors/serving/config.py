@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paged.executors.serving.tool_formats import TOOL_FORMATS
+from paged.executors.vision.images import ImageRules
 
 
 def _option(default: Any, text: str, **arguments: Any) -> Any:
@@ -21,7 +22,9 @@ class ServeConfig:
     port: int = _option(8000, "0 for a free one", metavar="N")
     model_name: str = _option("", "name in the API; default: that of the checkpoint", metavar="NAME")
     api_key: str | None = _option(None, "key that all routes but /health ask for; default: $PAGED_API_KEY")
-    max_body_bytes: int = _option(4 << 20, "longest body of a request, else 413", metavar="N")
+    max_body_bytes: int = _option(
+        4 << 20, "longest body of a request, else 413; an image in it takes 4/3 of its bytes", metavar="N"
+    )
     max_prompt_tokens: int | None = _option(None, "longest prompt; default: as the model allows", metavar="N")
     max_new_tokens: int = _option(1 << 16, "most of prompts x n x max_tokens of a request", metavar="N")
     max_choices: int = _option(256, "most of prompts x n of a request", metavar="N")
@@ -36,6 +39,16 @@ class ServeConfig:
     allow_adapters: Path | None = _option(  # noqa: RUF009
         None, "let clients load adapters from below this folder", metavar="FOLDER", type=Path
     )
+    max_images: int = _option(8, "most images of a request; 0 loads no vision tower", metavar="N")
+    max_image_pixels: int = _option(32 << 20, "most pixels of an image", metavar="N")
+    allow_http_images: bool = _option(
+        False,
+        "fetch http: and https: URLs of images; clients can then make this machine call any address",
+        action="store_true",
+    )
+    image_folder: Path | None = _option(  # noqa: RUF009
+        None, "let clients name images below this folder by file: URLs", metavar="FOLDER", type=Path
+    )
     tool_parser: str = _option(
         "auto",
         "form of tool calls; auto: by the chat template",
@@ -48,15 +61,25 @@ class ServeConfig:
     kv_events_replay: str | None = _option(None, "address of their replay socket", metavar="ADDRESS")
     log_format: str = _option("text", "a line for each request, on stderr", choices=["text", "json"])
 
+    @property
+    def image_rules(self) -> ImageRules:
+        """Return where images may come from, and their limits."""
+        return ImageRules(
+            max_images=self.max_images,
+            max_pixels=self.max_image_pixels,
+            allow_http=self.allow_http_images,
+            folder=self.image_folder,
+        )
+
     @classmethod
     def arguments(cls) -> dict[str, dict[str, Any]]:
         """Return the arguments of `add_argument` by flag."""
         found = {}
         for one in fields(cls):
             given = dict(one.metadata)
-            if "type" not in given and "choices" not in given:
+            if not given.keys() & {"type", "choices", "action"}:
                 given["type"] = float if isinstance(one.default, float) else str if "str" in str(one.type) else int
-            if one.default not in (None, ""):
+            if one.default not in (None, "", False):
                 given["help"] += "; %(default)s"
             found[f"--{one.name.replace('_', '-')}"] = {"default": one.default, **given}
         return found

@@ -51,9 +51,9 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"][1:] if not str(part).startswith(("function-", "tagged-"))]
-        return ApiError(400, f"{'.'.join(path) or 'body'}: {first['msg']}", ".".join(path) or None)
+        found = max(error.errors(), key=lambda one: len(one["loc"]))  # of several forms, the one that fits most
+        path = [str(part) for part in found["loc"][1:] if not str(part).startswith(("function-", "tagged-", "list["))]
+        return ApiError(400, f"{'.'.join(path) or 'body'}: {found['msg']}", ".".join(path) or None)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     message = str(error)

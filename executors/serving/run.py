@@ -14,17 +14,24 @@ from paged.executors.serving.config import ServeConfig
 from paged.executors.serving.protocol import Server
 from paged.executors.serving.service import Service
 from paged.executors.text.chat_tokenizer import ChatTokenizer
+from paged.executors.vision.vision_model import VisionModel
 from paged.printable import one_line
 
 
 async def serve(
-    engine: Engine, tokenizer: ChatTokenizer, config: ServeConfig, defaults: SamplingParams, backend: str
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    config: ServeConfig,
+    defaults: SamplingParams,
+    backend: str,
+    vision: VisionModel | None = None,
 ) -> None:
     """Say where and what is served, and serve it.
 
     Args:
         defaults: what the checkpoint says of sampling.
         backend: name of the backend, to be said.
+        vision: what encodes images, None if the model takes none.
 
     Raises:
         InvalidInputError: an address cannot be listened on.
@@ -43,7 +50,7 @@ async def serve(
             publisher = KvEventPublisher(manager, config.kv_events, replay_endpoint=config.kv_events_replay)
             stack.callback(publisher.close)
         async with AsyncEngine(engine) as running:
-            app = make_app(Service(running, tokenizer, config, defaults))
+            app = make_app(Service(running, tokenizer, config, defaults, vision))
             host, port = listener.getsockname()[:2]
             where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             note = " (this machine only, see --host)" if host in ("127.0.0.1", "::1") else ""

@@ -33,6 +33,17 @@ class Part(Open):
     text: str
 
 
+class ImageUrl(Open):
+    """Other entries, such as `detail`, have no effect."""
+
+    url: str
+
+
+class ImagePart(Open):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class Function(Open):
     name: Annotated[str, Field(pattern=r"^[\w.:/-]+$", max_length=256)]
 
@@ -50,7 +61,7 @@ class Message(Open):
     """Other entries go to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[Annotated[Part | ImagePart, Field(discriminator="type")]] | None = None
     tool_calls: list[ToolCall] | None = None
 
 

@@ -24,10 +24,13 @@ from paged.executors.serving.metrics import ServerMetrics
 from paged.executors.serving.schemas import OpenAiSampling, Sampling
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 from paged.executors.text.chat_tokenizer import ChatTokenizer
+from paged.executors.vision.vision_model import VisionModel
 from paged.interop.structured import GrammarCompiler, Kind
+from paged.prompt_embeds import PromptEmbeds
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_OWN_VARIABLES = {"messages", "images", "longest", "parse_special", "expand"}
 _SAME_NAME = frozenset(SamplingParams.__dataclass_fields__) - {"n", "max_tokens", "logprobs", "logit_bias"}
 
 
@@ -49,10 +52,16 @@ class Service:
     """An engine with the server's limits. Texts are encoded, rendered and compiled in threads of its own."""
 
     def __init__(
-        self, engine: AsyncEngine, tokenizer: ChatTokenizer, config: ServeConfig, defaults: SamplingParams
+        self,
+        engine: AsyncEngine,
+        tokenizer: ChatTokenizer,
+        config: ServeConfig,
+        defaults: SamplingParams,
+        vision: VisionModel | None = None,
     ) -> None:
-        """defaults: what the checkpoint says of sampling."""
+        """defaults: what the checkpoint says of sampling. vision: None if the model takes no images."""
         self.engine, self.tokenizer, self.config, self.defaults = engine, tokenizer, config, defaults
+        self._vision = vision
         self.created, self.metrics = int(time.time()), ServerMetrics(engine, config.model_name)
         executor = engine.engine.executor
         self.info = executor.info()
@@ -68,9 +77,37 @@ class Service:
         self.grammars = GrammarCompiler(tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids)
         # Two: one long text, or one template that takes its whole time, leaves the other.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="paged-text")
+        # One: at a time, the images of one request are in memory.
+        self._image_thread = ThreadPoolExecutor(1, thread_name_prefix="paged-images")
 
     async def in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[list[int], PromptEmbeds | None]:
+        """Return the token ids of a conversation, and the rows of its images, None without images.
+
+        Args:
+            messages: with a part {"type": "image", "url": ...} in the content for every image; the URLs are taken out.
+            variables: of the chat template.
+        """
+        if taken := sorted(_OWN_VARIABLES & variables.keys()):
+            raise ApiError(400, f"chat_template_kwargs: {', '.join(taken)} cannot be set", "chat_template_kwargs")
+        contents = [content for one in messages if isinstance(content := one.get("content"), list)]
+        urls = [part.pop("url") for content in contents for part in content if part["type"] == "image"]
+        vision = self._vision
+        if vision is None:
+            if urls:
+                raise ApiError(400, "image_url: this server takes no images, see --max-images", "image_url")
+            return await self.in_thread(self.tokenizer.encode_chat, messages, **variables), None
+        longest = min(self.longest, self.config.max_prompt_tokens or self.longest)
+
+        def encode() -> tuple[list[int], PromptEmbeds | None]:
+            images = self.config.image_rules.load_all(urls)
+            return vision.encode_chat(messages, images, longest=longest, **variables)
+
+        return await asyncio.get_running_loop().run_in_executor(self._image_thread if urls else self._threads, encode)
 
     async def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Return token ids of prompts that are texts or token ids."""

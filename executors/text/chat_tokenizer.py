@@ -87,7 +87,14 @@ class ChatTokenizer:
         """Return the conversation as text; options and errors are those of `ChatTemplate.render`."""
         return self.template.render(messages, **options)
 
-    def encode_chat(self, messages: Sequence[Message], *, parse_special: bool = False, **options: Any) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        parse_special: bool = False,
+        expand: Callable[[str], str] = str,
+        **options: Any,
+    ) -> list[int]:
         """Return the token ids of the rendered conversation; options and errors are those of `ChatTemplate.render`.
 
         The template writes the special tokens, so none are added around the text.
@@ -95,8 +102,9 @@ class ChatTokenizer:
         Args:
             parse_special: whether special tokens written in messages, tools and documents count. Otherwise only those
                 that the template writes do.
+            expand: changes the rendered text, for example a placeholder of an image to several.
         """
-        text = self.render(messages, **options)
+        text = expand(self.render(messages, **options))
         encoding = self._encoded(text, add_special_tokens=False)
         if parse_special:
             return list(encoding.ids)
@@ -106,7 +114,7 @@ class ChatTokenizer:
 
         def render(change: Callable[[Any], Any]) -> str:
             changed = change(given)
-            return self.render(changed[0], **options | dict(zip(names, changed[1:], strict=True)))
+            return expand(self.render(changed[0], **options | dict(zip(names, changed[1:], strict=True))))
 
         literals = self.template.literals()
         return _named(lambda: self._special.encode_rendered(text, encoding, given, render, literals), "messages")

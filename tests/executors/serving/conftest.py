@@ -20,6 +20,7 @@ from paged.executors.serving.config import ServeConfig
 from paged.executors.serving.protocol import Server
 from paged.executors.serving.service import Service
 from paged.executors.serving.tool_formats import MarkedTokenizer
+from paged.executors.vision.vision_model import VisionModel
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -53,8 +54,10 @@ def serving(
 ) -> Iterator[Served]:
     """Serve a folder, or an executor with a tokenizer; at the end the engine holds nothing."""
     executor: Any = folder
+    vision = None
     if tokenizer is None:
         tokenizer = ChatTokenizer.from_folder(executor)
+        vision = VisionModel.from_folder(executor, tokenizer) if VisionModel.is_in(executor) else None
         executor = LlmExecutor.from_pretrained(executor, num_blocks=256, max_loras=2)
     engine = Engine(
         executor, engine_config, tokenizer=MarkedTokenizer(tokenizer), eos_token_ids=tokenizer.eos_token_ids
@@ -66,7 +69,7 @@ def serving(
     async def serve() -> None:
         async with AsyncEngine(engine) as running:
             service = Service(
-                running, tokenizer, config, getattr(executor, "default_sampling_params", SamplingParams())
+                running, tokenizer, config, getattr(executor, "default_sampling_params", SamplingParams()), vision
             )
             gate = make_app(service)
             server, port = Server(gate, config), listener.getsockname()[1]

@@ -198,3 +198,10 @@ def test_drain(signals: int) -> None:
     record = json.loads(lines[-1])
     assert record["end"] == ("length" if signals == 1 else "left")
     assert record["new_tokens"] == 900 or signals == 2
+
+
+def test_models_without_images_refuse_them(served: Served) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    status, _, found = ask(served, "/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
+    assert (status, found["error"]["param"]) == (400, "image_url")
+    assert "takes no images" in found["error"]["message"]

@@ -1,5 +1,6 @@
 """Tiny random vision models of transformers, and prompts with images for them and for us."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -83,6 +84,18 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 
 
+# Special tokens with the ids from IMAGE on: those in whose place rows come, a spare one, and the ends of an image.
+SPECIAL = {
+    "gemma3": ("<image_soft_token>", "<spare>", "<start_of_image>", "<end_of_image>"),
+    "llava": ("<image>", "<spare>", "<begin>", "<end>"),
+}
+QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TEMPLATE = """{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message.content %}
+{%- if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
+{% endfor %}"""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Token ids, their embeddings for us, and inputs for transformers."""
@@ -115,6 +128,41 @@ class Tower:
                 elif parameter_name.endswith("mm_input_projection_weight"):  # zeros until it is trained
                     parameter.normal_(0, 0.3)
         self.model.save_pretrained(folder)
+
+    def save_processor(self) -> Any:
+        """Save a processor with a tokenizer of bytes and a chat template beside the model; return the image processor,
+        or for others than Qwen the processor."""
+        import transformers
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:IMAGE]
+        tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        image, spare, begin, end = SPECIAL.get(self.name, QWEN_SPECIAL)
+        tokenizer.add_special_tokens([AddedToken(one, special=True) for one in (image, spare, begin, end)])
+        tokens = {"image_token": image, "boi_token": begin, "eoi_token": end}
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=tokens)
+        written = {"gemma3": begin, "llava": image}.get(self.name, begin + image + end)
+        if "qwen" in self.name:
+            fast.save_pretrained(self.folder)
+            sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
+            normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+            published = {"image_processor_type": "Qwen2VLImageProcessor", **sizes, **normal}
+            (self.folder / "preprocessor_config.json").write_text(json.dumps(published))
+            processor = transformers.AutoImageProcessor.from_pretrained(self.folder)
+        else:
+            size = {"height": 16, "width": 16}
+            if self.name == "gemma3":
+                images = transformers.Gemma3ImageProcessorPil(size=size)
+                processor = transformers.Gemma3Processor(images, fast, image_seq_length=4)
+            else:
+                images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
+                options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+                processor = transformers.LlavaProcessor(images, fast, patch_size=4, **options)
+            processor.save_pretrained(self.folder)
+        (self.folder / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", written))
+        return processor
 
     @cache  # noqa: B019 - towers live as long as the tests
     def pixels(self, seed: int) -> dict[str, torch.Tensor]:

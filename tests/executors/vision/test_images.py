@@ -1,0 +1,117 @@
+"""Images by URL: what is read, and what is refused by name."""
+
+import base64
+import http.server
+import io
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from paged import InvalidInputError
+from paged.executors.vision.images import FORMATS, ImageRules
+
+RULES = ImageRules(max_bytes=1 << 14, max_pixels=400, timeout_s=1.0)
+
+
+def encoded(size: tuple[int, int] = (20, 10), kind: str = "PNG", mode: str = "RGB") -> bytes:
+    stream = io.BytesIO()
+    Image.new(mode, size, 3).save(stream, kind)
+    return stream.getvalue()
+
+
+def as_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_formats(kind: str) -> None:
+    image = RULES.load(as_url(encoded(kind=kind)))
+    assert (image.mode, image.size) == ("RGB", (20, 10))
+
+
+def test_orientation_and_other_modes() -> None:
+    stream, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.new("RGB", (20, 10)).save(stream, "JPEG", exif=exif)
+    assert RULES.read(stream.getvalue()).size == (10, 20)
+    assert RULES.read(encoded(mode="L")).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        (as_url(encoded((21, 20))), "21 x 20 pixels, expected at most 400"),
+        (as_url(encoded(kind="GIF").replace(b"\x14\0\n\0", b"\xff" * 4)), "65535 x 65535 pixels|DecompressionBomb"),
+        (as_url(bytes(1 << 15)), "more than 16384 bytes"),
+        (as_url(encoded(kind="TIFF")), "expected one of PNG"),
+        (as_url(encoded()[:40]), "cannot be read"),
+        (as_url(b""), "cannot be read"),
+        ("data:image/png;base64,?", "not base64"),
+        ("data:text/plain,hello", "expected data:image"),
+        ("http://localhost/a.png", "expected data:image"),
+        ("file:///etc/passwd", "expected data:image"),
+        ("/etc/passwd", "expected data:image"),
+        ("http://[", "no URL"),
+    ],
+)
+def test_refused(url: str, text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        RULES.load(url)
+
+
+def test_files_of_a_folder_alone(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out.png"
+    inside.mkdir()
+    (inside / "a b.png").write_bytes(encoded())
+    (inside / "link.png").symlink_to(outside)
+    outside.write_bytes(encoded())
+    rules = replace(RULES, folder=inside)
+    assert rules.load(f"file://{inside}/a%20b.png").size == (20, 10)
+    for path in (outside, inside / ".." / "out.png", inside / "link.png", inside, inside / "none.png", "/dev/zero"):
+        with pytest.raises(InvalidInputError, match="no file of the images' folder"):
+            rules.load(f"file://{path}")
+    (inside / "large.png").write_bytes(bytes(1 << 15))
+    with pytest.raises(InvalidInputError, match="expected at most 16384"):
+        rules.load(f"file://{inside}/large.png")
+
+
+class _Pages(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/away":
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/passwd")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/slow":
+            for _ in range(30):
+                self.wfile.write(b"x")
+                time.sleep(0.1)
+        self.wfile.write(encoded() if self.path == "/image" else bytes(1 << 15))
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_network_only_if_allowed(address: str) -> None:
+    rules = replace(RULES, allow_http=True)
+    assert rules.load(f"{address}/image").size == (20, 10)
+    with pytest.raises(InvalidInputError, match="expected data"):
+        RULES.load(f"{address}/image")
+    for page, text in [("large", "at most 16384"), ("away", "cannot be fetched"), ("slow", "not done after 1 s")]:
+        with pytest.raises(InvalidInputError, match=text):
+            rules.load(f"{address}/{page}")
