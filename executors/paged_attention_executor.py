@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch.nn import functional
 from paged.batch import UnifiedBatch
 from paged.cache.kv_cache import row_bytes
 from paged.cache.manager import PagedKvCacheManager
+from paged.cache.recurrent.spec import RecurrentSpec
 from paged.errors import InvalidInputError
 from paged.executors.types import MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import Answers, UnifiedExecutor
@@ -19,8 +21,16 @@ from paged.forward_step import ForwardStep, forward_step
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
 from paged.kernels.common.checks import CACHE_DTYPES, FLOAT_DTYPES
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.common.scalars import as_bool, as_int, shown
+from paged.kernels.recurrent.causal_conv1d import causal_conv1d
+from paged.kernels.recurrent.mamba2_scan import mamba2_scan
+from paged.kernels.recurrent.metadata import RecurrentBatch
 from paged.models.logits_policy import answer_batch
+
+# Taps of the recurrent layer's convolution, the token's own last, and the decay of its state.
+_TAPS = (0.5, 0.0, 0.25, 1.0)
+DECAY = 0.875
+_KEY_DIM = 16
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,8 @@ class PagedExecutorConfig:
     Attributes:
         embedding: "one_hot" sets element t mod (num_kv_heads * head_dim) of token t to 1. "sinusoidal" sets element i
             of token t to sin((t + 1)(i + 1)), in float32.
+        recurrent: whether the last layer also has a recurrent state, see `PagedAttentionExecutor`. The cache's
+            configuration then needs `recurrent_spec()`.
 
     Raises:
         InvalidInputError: a size is not positive, num_heads is not a multiple of num_kv_heads, or the embedding is
@@ -43,10 +55,12 @@ class PagedExecutorConfig:
     head_dim: int = 8
     max_sequence_length: int = 512
     embedding: Literal["one_hot", "sinusoidal"] = "one_hot"
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recurrent", as_bool("recurrent", self.recurrent))
         for name, value in asdict(self).items():
-            if name != "embedding":
+            if name not in ("embedding", "recurrent"):
                 object.__setattr__(self, name, as_int(name, value, low=1))
         if self.num_heads % self.num_kv_heads:
             raise InvalidInputError(
@@ -54,6 +68,12 @@ class PagedExecutorConfig:
             )
         if not isinstance(self.embedding, str) or self.embedding not in ("one_hot", "sinusoidal"):
             raise InvalidInputError(f"embedding: {shown(self.embedding)}, expected 'one_hot' or 'sinusoidal'")
+
+    def recurrent_spec(self, **options: Any) -> RecurrentSpec:
+        """Return the shape of the last layer's state. options: other fields of RecurrentSpec, such as num_slots."""
+        heads, size = self.num_kv_heads, self.head_dim
+        channels = heads * size + 2 * _KEY_DIM
+        return RecurrentSpec((self.num_layers - 1,), channels, len(_TAPS), heads, size, 1, _KEY_DIM, **options)
 
 
 class PagedAttentionExecutor(UnifiedExecutor):
@@ -64,11 +84,16 @@ class PagedAttentionExecutor(UnifiedExecutor):
     attn[j] over all num_heads * head_dim elements. With one_hot, in the head that holds the query's index, keys of that
     index weigh exp(1 / sqrt(head_dim)) and all others 1. In every other head all keys weigh the same.
 
+    With `recurrent`, the last layer also has a state, and its output is added to the attention of each query head's KV
+    head. With the token's embedding e_t, c_t = e_t + e_(t-1) / 4 + e_(t-3) / 2 and s_t = DECAY s_(t-1) + c_t, of which
+    both are zero before the first token, the output is s_t. So a state that is missing, stale or another sequence's
+    shows in the logits.
+
     It computes in the cache's dtype, or in float32 if the cache is 8-bit. All dtypes hold one-hot embeddings exactly.
 
     Raises:
-        InvalidInputError: the manager's layers, KV heads or head_dim differ from the configuration, or the kernels do
-            not take its dtype.
+        InvalidInputError: the manager's layers, KV heads, head_dim or recurrent layers differ from the configuration,
+            or the kernels do not take its dtype.
     """
 
     kv_manager: PagedKvCacheManager
@@ -80,6 +105,12 @@ class PagedAttentionExecutor(UnifiedExecutor):
             have, want = getattr(kv_manager.config, name), getattr(config, name)
             if have != want:
                 raise InvalidInputError(f"kv_manager: {name} {have}, expected {want} as in the configuration")
+        spec = kv_manager.config.recurrent
+        layers, want_layers = spec and spec.layers, (config.num_layers - 1,) if config.recurrent else None
+        if layers != want_layers:
+            raise InvalidInputError(
+                f"kv_manager: recurrent layers {layers}, expected {want_layers} as in the configuration"
+            )
         cache = kv_manager.k_cache(0)
         if cache.dtype not in CACHE_DTYPES:
             raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {CACHE_DTYPES}")
@@ -152,7 +183,29 @@ class PagedAttentionExecutor(UnifiedExecutor):
                 plan=metadata.plan,
                 out=out,
             )
+        if metadata.recurrent is not None:
+            scanned = self._scan(embedding, metadata.recurrent)
+            out += scanned.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, dim=1)
         return out.flatten(1)
+
+    def _scan(self, embedding: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+        """The recurrent output of the last layer, [num_tokens, num_kv_heads, head_dim], as the scan of Mamba-2.
+
+        Keys and queries are a constant unit vector, and each step has the size 1.
+        """
+        state = self.kv_manager.state(self.config.num_layers - 1)
+        rows, device = embedding.flatten(1), embedding.device
+        unit = functional.one_hot(torch.zeros(2, dtype=torch.int64, device=device), _KEY_DIM).to(rows.dtype).view(1, -1)
+        mixed = torch.cat([rows, unit.expand(len(rows), -1)], 1).to(state.conv.dtype)
+        weight = torch.tensor(_TAPS, device=device).repeat(mixed.shape[1], 1)
+        weight[rows.shape[1] :, :-1] = 0
+        heads = torch.zeros(self.config.num_kv_heads, device=device)
+        mixed = causal_conv1d(mixed, weight, None, state, batch, activation=None)
+        dt = mixed.new_zeros(len(rows), len(heads))
+        # softplus of this bias is 1, and exp(-exp(A_log)) is DECAY.
+        dt_bias, a_log = heads + math.log(math.e - 1), heads + math.log(-math.log(DECAY))
+        out = mamba2_scan(mixed, dt, a_log, dt_bias, heads, state, batch, num_groups=1)
+        return out.to(embedding.dtype)
 
     def _logits(self, attention: torch.Tensor) -> torch.Tensor:
         """logits[j mod vocab_size] += attention[j], as whole rows of vocab_size added up in order, float32."""

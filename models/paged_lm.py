@@ -87,7 +87,9 @@ class PagedCausalLM(DecoderOnlyLLM):
         network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
         cache = kv_manager.config
         num_blocks, weight_bytes = cache.num_blocks // len(cache.tables), self.parameter_bytes()
-        sizes = graph_sizes(cuda_graphs, self.device, num_blocks, weight_bytes=weight_bytes)
+        # Operations of recurrent layers read their batch on the host, which a graph cannot repeat.
+        choice = cuda_graphs if cache.recurrent is None else False
+        sizes = graph_sizes(choice, self.device, num_blocks, weight_bytes=weight_bytes)
         self.graphs = StepGraphs(
             network,
             cache,
@@ -307,7 +309,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         attention = config.attention
         windows = [size for one in attention for size in (one.window, one.chunk_size) if size is not None]
         has_axes = all(one.rope is not None and len(one.rope.mrope_section) == 3 for one in attention)
-        positions = len(self.network.layers[0].self_attn.cos_sin_cache)
+        positions = next(len(one.self_attn.cos_sin_cache) for one in self.network.layers if one.self_attn is not None)
         return EmbedsLimits(config.hidden_size, config.num_layers, positions, has_axes, min(windows, default=None))
 
     @property

@@ -12,6 +12,7 @@ import torch
 from paged.cache.groups import CacheGroup
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
+from paged.cache.recurrent.spec import DEFAULT_RING, RecurrentSpec
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.checks import NARROW_DTYPES
@@ -25,6 +26,7 @@ from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
 from paged.models.families.experts import EXPERT_PARTS, EXPERTS
 from paged.models.families.gemma4 import Gemma4
+from paged.models.families.hybrid import HYBRIDS
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
@@ -42,6 +44,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     **DENSE,
     **EXPERTS,
     **DEEPSEEK,
+    **HYBRIDS,
     "Cohere2ForCausalLM": Cohere2,
     "Gemma4ForCausalLM": Gemma4,
 }
@@ -66,6 +69,8 @@ WRAPPERS = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 # Published ones without a text_config: its keys stand beside the others.
 _FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
@@ -77,6 +82,13 @@ _CPU_BYTES = 1 << 30
 _MAX_KEYS = 8
 # On a GPU, fraction of the memory for weights and cache; the rest is for activations.
 GPU_FRACTION = 0.9
+# Of the cache's memory, the largest part for states of recurrent layers. A state of Qwen3.5-35B-A3B takes the memory of
+# 4,100 tokens of K/V, so that sequences and snapshots every 4,000 tokens fill both halves.
+_STATE_FRACTION = 0.5
+# Two slots for each of 256 sequences, and as many snapshots.
+_MOST_SLOTS = 768
+# On a CPU: two slots for each of 8 sequences, and 16 snapshots.
+_CPU_SLOTS = 32
 
 
 def load_model(
@@ -139,8 +151,8 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         what = " for latents" if has_latents else ""
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {' or '.join(map(str, allowed))}{what}")
 
-    if given.draft is not None and ranks.size > 1:
-        raise UnsupportedError(f"draft: {given.draft}, expected None with several ranks")
+    if given.draft is not None and (ranks.size > 1 or any(config.recurrent)):
+        raise UnsupportedError(f"draft: {given.draft}, expected None with several ranks or recurrent layers")
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     with ranks.apart():
@@ -167,8 +179,15 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         max_seq_len=max_seq_len,
     )
     num_tables = len(kv_config.tables)
+    state_bytes = 0
+    if kv_config.recurrent is not None:
+        recurrent = _with_slots(replace(kv_config.recurrent, conv_dtype=dtype), given, dtype)
+        kv_config = replace(kv_config, recurrent=recurrent)
+        state_bytes = (recurrent.num_slots + 1) * recurrent.slot_bytes(dtype)
     num_blocks = (given.num_blocks or 0) * num_tables
-    num_blocks = num_blocks or ranks.least(_num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len))
+    num_blocks = num_blocks or ranks.least(
+        _num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len, state_bytes)
+    )
     kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=given.num_swap_blocks * num_tables)
     ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
     with ranks.apart():
@@ -184,23 +203,32 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
 def with_draft_layer(network: Llama) -> DecoderConfig:
     """Return the configuration of a network's caches: its draft head has one more layer."""
     config, head = network.own_config, network.draft_head
-    return config if head is None else replace(config, attention=(*config.attention, head.attention))
+    return (
+        config
+        if head is None
+        else replace(config, attention=(*config.attention, head.attention), recurrent=(*config.recurrent, None))
+    )
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
-    """Return the cache configuration of a model; layers are grouped by K/V shape and window.
+    """Return the cache configuration of a model; layers are grouped by K/V shape and window, recurrent ones apart.
 
     fields: other fields of PagedKvCacheConfig.
     """
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
     for index, layer in enumerate(config.attention):
-        if layer.shares_kv_with is None:
+        if layer.shares_kv_with is None and config.recurrent[index] is None:
             kinds.setdefault(layer.cache_kind, []).append(index)
     sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0], False)
     if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
         fields["sliding_window"] = config.windows[0]
     else:
         fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
+    recurrent = {index: one for index, one in enumerate(config.recurrent) if one is not None}
+    if recurrent:
+        (one,) = set(recurrent.values())
+        shape = one.channels, one.conv_width, one.num_heads, one.head_dim, one.num_key_heads, one.key_dim
+        fields["recurrent"] = RecurrentSpec(tuple(recurrent), *shape)
     return PagedKvCacheConfig(config.num_layers, config.num_kv_heads, config.head_dim, **fields)
 
 
@@ -275,10 +303,29 @@ def _lacking(hf: HfConfig) -> str:
     return "".join(texts) or "; its keys are a Llama's: only the architecture's code differs"
 
 
-def _num_blocks(cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int) -> int:
+def _with_slots(recurrent: RecurrentSpec, given: LoadOptions, dtype: torch.dtype) -> RecurrentSpec:
+    """Return the states' sizes with the number of slots, from the options or from the device's memory."""
+    append = given.max_drafts + 1
+    recurrent = replace(recurrent, max_append=append, ring=max(DEFAULT_RING, append))
+    slot_bytes, num_slots = recurrent.slot_bytes(dtype), given.num_state_slots
+    if num_slots is None and given.device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(given.device)
+        num_slots = min(int(free_bytes * GPU_FRACTION * _STATE_FRACTION) // slot_bytes, _MOST_SLOTS)
+    elif num_slots is None:
+        num_slots = min(_CPU_SLOTS, _CPU_BYTES // slot_bytes)
+    num_slots = max(num_slots, 2)
+    num_swap_slots = min(num_slots, given.num_swap_blocks)
+    interval = given.snapshot_interval
+    return replace(recurrent, num_slots=num_slots, num_swap_slots=num_swap_slots, snapshot_interval=interval)
+
+
+def _num_blocks(
+    cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int, state_bytes: int = 0
+) -> int:
+    """state_bytes: memory that the states of recurrent layers will take."""
     block_bytes = cache.block_bytes(dtype)
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        return max(1, int(free_bytes * GPU_FRACTION) // block_bytes)
+        return max(1, (int(free_bytes * GPU_FRACTION) - state_bytes) // block_bytes)
     wanted = _CPU_SEQUENCES * cache.blocks_for(max_seq_len)
     return max(1, min(wanted, _CPU_BYTES // block_bytes))

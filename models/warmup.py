@@ -20,7 +20,7 @@ from paged.kernels.common.launch import ROW_COUNTS
 from paged.kernels.common.torch_ops.linear import has_mkl
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
-from paged.metadata import AttentionMetadata
+from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
@@ -139,8 +139,11 @@ def _run(
     ids, slots = np.zeros(num_tokens, np.int64), np.full((num_tables, num_tokens), -1, np.int64)
     none = np.zeros(2, np.int32)  # offsets without a query: all rows are padding
     tables = np.zeros((num_tables, 1, 1), np.int32)
-    input_ids, *rest = to_device((ids, ids, slots, none[:1], none, tables), kv_manager.device)
-    metadata = AttentionMetadata.over(rest, max_seqlen_q=num_tokens, max_seqlen_k=longest)
+    recurrent = kv_manager.config.recurrent
+    states = [none[:1]] * (0 if recurrent is None else NUM_STATE_ARRAYS)
+    input_ids, *rest = to_device((ids, ids, slots, none[:1], *states, none, tables), kv_manager.device)
+    max_append = 0 if recurrent is None else recurrent.max_append
+    metadata = AttentionMetadata.over(rest, max_seqlen_q=num_tokens, max_seqlen_k=longest, max_append=max_append)
     with torch.no_grad():
         hidden = network(input_ids, metadata.positions, replace(metadata, lora=lora))
         network.logits(hidden[:1])

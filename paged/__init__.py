@@ -30,11 +30,13 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "VerifyLogits",
     ),
     "paged.cache.events": ("BlockRemoved", "BlocksStored", "CacheCleared", "MemoryPressure"),
+    "paged.cache.recurrent.spec": ("RecurrentSpec",),
     "paged.cache.stats": ("CacheStats",),
     "paged.errors": (
         "CheckpointError",
         "InvalidInputError",
         "OutOfBlocksError",
+        "OutOfStateSlotsError",
         "PagedError",
         "RankFailedError",
         "SequenceTooLongError",

@@ -19,6 +19,19 @@ class OutOfBlocksError(PagedError):
         self.free = free
 
 
+class OutOfStateSlotsError(OutOfBlocksError):
+    """A cache of a model with recurrent layers has too few free state slots for a call.
+
+    Attributes:
+        needed: slots that the call needs in addition to those of its sequences.
+        free: slots that could be handed out at that moment.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(needed, free)
+        self.args = (f"needs {needed} more state slots for recurrent layers, {free} are free",)
+
+
 class RankFailedError(PagedError):
     """A rank of a model that several processes share has ended or does not answer; no rank can go on."""
 

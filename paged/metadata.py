@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 
 from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.lora.batch import LoraBatch
+from paged.kernels.recurrent.metadata import RecurrentBatch
+
+# Arrays of `HostMetadata.states`, from `starts` to `snapshot_lens` of `RecurrentBatch`.
+NUM_STATE_ARRAYS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +60,7 @@ class AttentionMetadata:
         embeds: rows in place of token embeddings; None if there are none.
         others: `(block_table, slot_mapping)` of further tables, if layers differ in kind. Use `table` to choose.
         host: the same on the host; None if another step may reuse the device's work, as in a captured one.
+        recurrent: state slots that recurrent layers read and write; None without such layers.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -69,11 +74,14 @@ class AttentionMetadata:
     embeds: EmbeddedRows | None = None
     others: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     host: HostMetadata | None = None
+    recurrent: RecurrentBatch | None = None
 
     @classmethod
-    def over(cls, tensors: Sequence[torch.Tensor], *, max_seqlen_q: int, max_seqlen_k: int) -> AttentionMetadata:
+    def over(
+        cls, tensors: Sequence[torch.Tensor], *, max_seqlen_q: int, max_seqlen_k: int, max_append: int = 0
+    ) -> AttentionMetadata:
         """Build the metadata and a plan from the tensors of `HostMetadata.arrays`; both maxima are upper bounds."""
-        positions, slot_mappings, seq_lens, cu_seqlens_q, block_tables = tensors
+        positions, slot_mappings, seq_lens, *states, cu_seqlens_q, block_tables = tensors
         block_table, *other_tables = block_tables.unbind()
         slot_mapping, *other_mappings = slot_mappings.unbind()
         return cls(
@@ -85,6 +93,7 @@ class AttentionMetadata:
             positions=positions,
             max_seqlen_q=max_seqlen_q,
             plan=AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
+            recurrent=_recurrent(cu_seqlens_q, states, max_seqlen_q, max_append) if states else None,
         )
 
     def without_slots(self, rows: torch.Tensor) -> AttentionMetadata:
@@ -95,6 +104,14 @@ class AttentionMetadata:
     def table(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(block_table, slot_mapping)` of a table; `PagedKvCacheManager.table_of` gives a layer's index."""
         return self.others[index - 1] if index else (self.block_table, self.slot_mapping)
+
+
+def _recurrent(
+    cu_seqlens_q: torch.Tensor, states: Sequence[torch.Tensor], max_seqlen_q: int, max_append: int
+) -> RecurrentBatch:
+    starts, read_slots, write_slots, cursors, *snapshots = states
+    tensors = cu_seqlens_q, starts, read_slots, write_slots, cursors, snapshots[0], snapshots[1]
+    return RecurrentBatch(*tensors, max_seqlen_q, max_append)
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,9 @@ class HostMetadata:
 
     Attributes:
         slot_mappings, block_tables: for all tables, along the first axis.
+        states: int32 [num_seqs] each, from `starts` to `snapshot_lens` of `RecurrentBatch`; empty without recurrent
+            layers.
+        max_append: as in `RecurrentBatch`.
     """
 
     positions: NDArray[np.int64]
@@ -128,15 +148,20 @@ class HostMetadata:
     block_tables: NDArray[np.int32]
     max_seqlen_q: int
     max_seqlen_k: int
+    states: tuple[NDArray[np.int32], ...] = ()
+    max_append: int = 0
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """The arrays to copy to the device, the block tables last."""
-        return self.positions, self.slot_mappings, self.seq_lens, self.cu_seqlens_q, self.block_tables
+        others = self.positions, self.slot_mappings, self.seq_lens
+        return *others, *self.states, self.cu_seqlens_q, self.block_tables
 
     def over(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
         """Return the metadata on the device, from `tensors` with the values of `arrays`."""
-        over = AttentionMetadata.over(tensors, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)
+        over = AttentionMetadata.over(
+            tensors, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, max_append=self.max_append
+        )
         return replace(over, host=self)
 
 

@@ -24,8 +24,8 @@ from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import GPU_FRACTION, cache_config, model_config
 
 # Parameters, their bytes, KV bytes per token, and the number of tokens that fit beside the weights.
-Needs = tuple[int, int, int, int | None]
-_NEEDS = ("parameters", "weight_bytes", "kv_bytes_per_token", "kv_tokens")
+Needs = tuple[int, int, int, int | None, int | None, int | None]
+_NEEDS = ("parameters", "weight_bytes", "kv_bytes_per_token", "kv_tokens", "state_bytes", "conv_bytes")
 _SIZES = ("num_layers", "num_attention_heads", "num_kv_heads", "head_dim", "vocab_size")
 
 
@@ -45,7 +45,8 @@ def summarize(
     Returns values by name, None if unknown. reason: why the model is not supported, with the option's name. missing:
     absent files. parameters: count after loading; stored elements if unsupported. tensors: elements by dtype.
     stored_bytes: size of the weight files. weight_bytes: size after loading, with packed weights packed and others in
-    `dtype`. kv_bytes_per_token: K and V of all layers. kv_tokens: tokens that fit into `device_bytes` beside the
+    `dtype`. kv_bytes_per_token: K and V of all layers. state_bytes, conv_bytes: recurrent states of a
+    sequence, and rows of their convolutions. kv_tokens: tokens that fit into `device_bytes` beside the
     weights, in whole blocks, over all sequences. sliding_layers: number of layers with a sliding window. ranks: these
     values for each of `spreads`; `sent_bytes` is sent for each token with logits.
 
@@ -84,6 +85,8 @@ def summarize(
         "block_size": block_size,
         "device_bytes": device_bytes,
         "kv_tokens": None,
+        "state_bytes": None,
+        "conv_bytes": None,
         "ranks": [],
     }
     try:
@@ -138,7 +141,9 @@ def _needs(
     if device_bytes is not None:
         num_blocks = int((device_bytes - weight_bytes) * GPU_FRACTION) // cache.block_bytes(cache_dtype)
         kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens if num_blocks > 0 else 0
-    return parameters, weight_bytes, cache.token_bytes(cache_dtype), kv_tokens
+    recurrent = cache.recurrent
+    state = (None, None) if recurrent is None else (recurrent.state_bytes, recurrent.conv_bytes(dtype))
+    return parameters, weight_bytes, cache.token_bytes(cache_dtype), kv_tokens, *state
 
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
@@ -149,11 +154,14 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
     """
     if config.quantization is not None:
         return _size(network_class, config, dtype, share)
-    none = replace(config, attention=(), moe=(), intermediate_size=())
+    fields = ("attention", "moe", "intermediate_size", "recurrent")
+    nothing: dict[str, Any] = dict.fromkeys(fields, ())
+    none = replace(config, **nothing)
     rest = num_parameters, num_bytes = _size(network_class, none, dtype, share)
-    layers = Counter(zip(config.attention, config.moe, config.intermediate_size, strict=True))
-    for (attention, moe, size), count in layers.items():
-        layer = replace(config, attention=(attention,), moe=(moe,), intermediate_size=(size,))
+    layers = Counter(zip(*(getattr(config, name) for name in fields), strict=True))
+    for values, count in layers.items():
+        own: dict[str, Any] = {name: (value,) for name, value in zip(fields, values, strict=True)}
+        layer = replace(config, **own)
         one = _size(network_class, layer, dtype, share)
         num_parameters += count * (one[0] - rest[0])
         num_bytes += count * (one[1] - rest[1])

@@ -46,6 +46,7 @@ _LINES = (
     ("files", "stored_bytes", "{stored}"),
     ("weights", "weight", "{weight}"),
     ("KV per token", "kv_bytes_per_token", "{kv_bytes_per_token:,} bytes"),
+    ("state", "state_bytes", "{state} per sequence, and {conv} for convolutions"),
     ("KV cache", "fits", "{fits} in {device}, in blocks of {block_size}: {sequences} sequences of full length"),
 )
 _RANK_LINE = "{tensor_parallel_size:5} {weight:>12} {kv_bytes_per_token:>12,} {tokens:>12} {sent:>13} {rate:>12,}"
@@ -200,7 +201,7 @@ def _print(summary: dict[str, Any]) -> None:
         "windows": f", {window} with a sliding window" if window else "",
         "fits": "" if capacity is None else f"{capacity:,} tokens",
         "sequences": (capacity or 0) // longest if longest else 0,
-        **{name: _size(summary[f"{name}_bytes"]) for name in ("stored", "weight", "device")},
+        **{name: _size(summary[f"{name}_bytes"]) for name in ("stored", "weight", "device", "state", "conv")},
     }
     for name, needed, text in _LINES:
         if values[needed]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from paged.cache.manager import PagedKvCacheManager
+from paged.cache.recurrent.boundaries import SCAN_CHUNK
 from paged.errors import OutOfBlocksError
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
@@ -19,14 +21,22 @@ class BlockSpace:
         self._admission_tokens = admission_tokens
         self._has_draft_head = executor.capabilities().has_draft_head
         self._growth = 0
+        recurrent = manager.config.recurrent
+        # In a step each sequence may read one slot of states and write another.
+        self._most_sequences = sys.maxsize if recurrent is None else recurrent.num_slots // 2
+        self._num_sequences = 0
 
     def begin(self, running: Sequence[Completion]) -> None:
         """Count the blocks that running sequences may still take, once for all that are admitted beside them."""
         self._growth = sum(map(self._growth_of, running))
+        self._num_sequences = sum(one.num_sequences for one in running)
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
         """Give a waiting completion its blocks; False if there are too few. Alone, it need not be able to grow."""
         was_swapped = completion.is_swapped
+        num_sequences = self._num_sequences + completion.num_sequences
+        if num_sequences > self._most_sequences and not is_alone:
+            return False
         if was_swapped and not is_alone and self._growth >= self._manager.stats().free_blocks:
             return False
         try:
@@ -39,8 +49,19 @@ class BlockSpace:
             self.release(completion)
             completion.hold(None)
             return False
-        self._growth = growth
+        self._growth, self._num_sequences = growth, num_sequences
         return True
+
+    def chunk(self, completion: Completion, count: int, *, most: int) -> int:
+        """Return how many of the next `count` prompt tokens to run; see `PagedKvCacheManager.chunk_end`.
+
+        most: prompt tokens that this step could run of one completion, 0 if nothing else runs.
+        """
+        assert completion.handle is not None
+        limit, total = completion.cached + count, len(completion.tokens)
+        may_leave_grid = most < SCAN_CHUNK
+        end = self._manager.chunk_end(completion.handle, limit, total, may_leave_grid=may_leave_grid)
+        return end - completion.cached
 
     def release(self, completion: Completion) -> None:
         """Free what a completion holds, if anything, through the executor, which may hold more for it."""
@@ -110,6 +131,9 @@ class TokenSpace:
         self._tokens, self._sequences = tokens, sequences
         completion.hold(None)
         return True
+
+    def chunk(self, completion: Completion, count: int, *, most: int) -> int:
+        return count
 
     def release(self, completion: Completion) -> None:
         if completion.cached:

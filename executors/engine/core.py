@@ -473,6 +473,13 @@ def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Propos
     is_managed = executor.kv_manager is not None or not executor.supports_native_unified_decode()
     if not (is_managed and executor.capabilities().supports_truncate):
         raise UnsupportedError(f"{info.model_id}: speculation needs a cache that can be truncated")
+    manager = executor.kv_manager
+    recurrent = None if manager is None else manager.config.recurrent
+    if recurrent is not None and cost > recurrent.max_append:
+        raise UnsupportedError(
+            f"{info.model_id}: {proposer.num_tokens} drafts, expected at most {recurrent.max_append - 1} beside "
+            f"recurrent layers; load the model with max_drafts={proposer.num_tokens}"
+        )
     if proposer.vocab_size not in (None, info.vocab_size):
         raise InvalidInputError(f"proposer: a vocabulary of {proposer.vocab_size}, expected {info.vocab_size}")
     if config.token_budget < cost:

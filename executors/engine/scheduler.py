@@ -99,7 +99,7 @@ class Scheduler:
             left = min(left, self.pacer.max_prefill_tokens)
         self._has_begun = False
         chunks: list[Completion] = []
-        index, rows_left = 0, self._prompt_rows
+        index, rows_left, whole = 0, self._prompt_rows, left
         while left > 0 and (index < len(self.prefilling) or self._admit_next(left)):
             if index == len(self.prefilling):  # it came back from the host, and decodes
                 decodes.append(self.decoding[-1])
@@ -117,6 +117,9 @@ class Scheduler:
                 count, left = (whole, whole) if whole <= room else (0, 0)
             elif count:
                 count = whole
+            if count:
+                most = min(whole, config.chunk_size or whole) if decodes or chunks else 0
+                count = self._space.chunk(completion, count, most=most)
             if count:
                 completion.take_chunk(count)
                 chunks.append(completion)

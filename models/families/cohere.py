@@ -25,7 +25,7 @@ class ParallelLayer(DecoderLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.before_attention is not None
         hidden, residual = self.before_attention(hidden, residual)
-        attended = self.self_attn(hidden, positions, metadata, outputs)
+        attended = self.attend(hidden, positions, metadata, outputs)
         hidden, residual = rows_of(hidden, outputs), rows_of(residual, outputs)
         lora = metadata.lora if outputs is None else outputs.lora
         return self.ranks.sum(attended.add_(self.ffn(hidden, lora))), residual

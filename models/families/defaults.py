@@ -61,7 +61,10 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "qwen2_moe": (151_936, 2048, 5632, 24, 16, 16, None, 32_768, 1e-6, 1e4),
     "qwen2_vl_text": _QWEN_VL,
     "qwen3": (*_QWEN, 128, 32_768, 1e-6, 1e4),
+    "qwen3_5_moe_text": (248_320, 2048, None, 40, 16, 2, 256, 32_768, 1e-6, 1e4),
+    "qwen3_5_text": (248_320, 4096, 12_288, 32, 16, 4, 256, 32_768, 1e-6, 1e4),
     "qwen3_moe": (151_936, 2048, 6144, 24, 32, 4, None, 32_768, 1e-6, 1e4),
+    "qwen3_next": (151_936, 2048, 5632, 48, 16, 2, 256, 32_768, 1e-6, 1e4),
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16, None, 128_000, 1e-6, 5e5),
     "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32, 128, 128_000, 1e-6, 5e5),
     "seed_oss": (155_136, 4096, 27_648, 64, 80, 8, 128, 524_288, 1e-6, 1e4),
@@ -94,6 +97,13 @@ _GLM4_MOE = {
 _LATENT = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     "rope_interleave": True,
+}  # fmt: skip
+_GATED_DELTA = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+}  # fmt: skip
+_GATED_DELTA_MOE = {
+    **_GATED_DELTA, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1,
 }  # fmt: skip
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 # model_type -> other keys, except those whose default is null, false or empty.
@@ -175,6 +185,9 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2_vl_text": {"sliding_window": 4096, "max_window_layers": 80},
     "qwen3": _QWEN_WINDOW,
+    "qwen3_5_moe_text": {**_GATED_DELTA_MOE, "num_experts": 256, "num_experts_per_tok": 8},
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_next": {**_GATED_DELTA_MOE, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
     "qwen3_moe": {
         "sliding_window": 4096, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "num_experts": 128,
         "num_experts_per_tok": 8,

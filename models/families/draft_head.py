@@ -141,7 +141,7 @@ class _EagleLayer(_Layer):
         assert self.before_mlp is not None
         normed = self.hidden_norm(hidden)[0]
         joined = torch.cat([self.before_attention(tokens)[0], normed], -1)
-        attended = self.self_attn(joined, metadata.positions, metadata, outputs)
+        attended = self.attend(joined, metadata.positions, metadata, outputs)
         residual = rows_of((normed if self.norms_residual else hidden).clone(), outputs)
         mixed, residual = self.before_mlp(attended, residual)
         return self.run_mlp(mixed, residual, None), residual

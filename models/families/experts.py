@@ -276,7 +276,7 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
         "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < most),
         "qkv_bias": hf.flag("qkv_bias"),
         "o_bias": False,
-        "moe": _qwen_experts(
+        "moe": qwen_experts(
             hf,
             shared_size=hf.integer("shared_expert_intermediate_size"),
             shared_name="shared_expert",
@@ -287,13 +287,13 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     """Qwen3 MoE (Yang et al., 2025): experts instead of most layers' MLP; all layers have the same window."""
-    return {"window": window_if_used(hf), "qk_norm": "head", "moe": _qwen_experts(hf)}
+    return {"window": window_if_used(hf), "qk_norm": "head", "moe": qwen_experts(hf)}
 
 
 def _qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
     """Text part of Qwen3-VL MoE (Qwen Team, 2025): weights of the chosen experts always sum to 1."""
     hf.choice("norm_topk_prob", True)
-    return {"qk_norm": "head", "moe": _qwen_experts(hf, renormalize=True, transposed=None)}
+    return {"qk_norm": "head", "moe": qwen_experts(hf, renormalize=True, transposed=None)}
 
 
 def _solar_open(hf: HfConfig) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _solar_open(hf: HfConfig) -> dict[str, Any]:
     return {"o_bias": False, "moe": experts, "intermediate_size": experts.intermediate_size}
 
 
-def _qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
+def qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
     """Return experts for every decoder_sparse_step-th layer except mlp_only_layers."""
     step, dense = hf.integer("decoder_sparse_step"), set(hf.items("mlp_only_layers", int))
     fields = {"renormalize": hf.flag("norm_topk_prob"), **fields}

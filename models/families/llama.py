@@ -24,6 +24,7 @@ from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, emp
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.latent_attention import LatentAttention
+from paged.models.layers.recurrent import GatedDeltaNet
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
@@ -54,7 +55,10 @@ class DecoderLayer(nn.Module):
         norms = config.norms
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         is_latent = config.attention[index].latent is not None
-        self.self_attn = LatentAttention(config, index) if is_latent else self.attention_class(config, index)
+        recurrent = config.recurrent[index]
+        attention = LatentAttention if is_latent else self.attention_class
+        self.self_attn = attention(config, index) if recurrent is None else None
+        self.linear_attn = None if recurrent is None else GatedDeltaNet(config, recurrent)
         moe, size = config.moe[index], config.intermediate_size[index]
         mlp = GatedMlp if config.gated else PlainMlp
         self.add_module(self.mlp_name, mlp(config, size) if moe is None else SparseMoe(config, moe))
@@ -81,11 +85,24 @@ class DecoderLayer(nn.Module):
         If residual is None, hidden is the residual stream. With `outputs`, only those rows are returned.
         """
         hidden, residual = _enter(self.before_attention, hidden, residual)
-        attended = self.self_attn(hidden, positions, metadata, outputs)
+        attended = self.attend(hidden, positions, metadata, outputs)
         hidden, residual = self._leave(self.after_attention, self.ranks.sum(attended)), rows_of(residual, outputs)
         hidden, residual = _enter(self.before_mlp, hidden, residual)
         lora = metadata.lora if outputs is None else outputs.lora
         return self._leave(self.after_mlp, self.run_mlp(hidden, residual, lora)), residual
+
+    def attend(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor:
+        """Return the output of attention or of the recurrent part for normalised `hidden`."""
+        if self.linear_attn is not None:
+            return cast(torch.Tensor, self.linear_attn(hidden, metadata, outputs))
+        assert self.self_attn is not None
+        return cast(torch.Tensor, self.self_attn(hidden, positions, metadata, outputs))
 
     def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         """Return the MLP's output for normalised `hidden`, which it may overwrite. residual: the stream, unchanged."""
@@ -103,7 +120,10 @@ class DecoderLayer(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        slots = self.self_attn.weight_slots(f"{prefix}.self_attn") | self.ffn.weight_slots(f"{prefix}.{self.mlp_name}")
+        slots = self.ffn.weight_slots(f"{prefix}.{self.mlp_name}")
+        for own_name, mixer in (("self_attn", self.self_attn), ("linear_attn", self.linear_attn)):
+            if mixer is not None:
+                slots |= mixer.weight_slots(f"{prefix}.{own_name}")
         for name, norm in zip(self.norm_names, norms, strict=True):
             if norm is not None:
                 slots |= norm.weight_slots(f"{prefix}.{name}")
@@ -186,7 +206,7 @@ class Llama(nn.Module):
         self.ranks = ranks
         for layer in self.layers:
             layer.ranks = ranks
-            if ranks.size > 1:
+            if ranks.size > 1 and layer.self_attn is not None:
                 layer.self_attn.mean_of_ranks = ranks.mean
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
@@ -203,7 +223,11 @@ class Llama(nn.Module):
         rotations = [(layer.rope, layer.rotated_dim) for layer in attention]
         tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
         held = HeldCaches()
-        for layer, source, rotation in zip(layers, sources, rotations, strict=True):
+        for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
+            if layer.linear_attn is not None:
+                layer.linear_attn.state = kv_manager.state(index)
+            if layer.self_attn is None:
+                continue
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
             layer.self_attn.bind(*caches, kv_manager.table_of(source), tables[rotation])
             k_scale, v_scale = kv_manager.scales(source)
@@ -217,6 +241,8 @@ class Llama(nn.Module):
         """Give every layer k_scale and v_scale of the cache that it reads; a missing scale is 1."""
         for layer, source in zip(self.layers, self.config.cache_layers, strict=True):
             found = scales[source]
+            if layer.self_attn is None:
+                continue
             layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
         share_bound(self)
 
@@ -333,7 +359,7 @@ def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights below `root`, except for norms and routers that stay float32."""
     root.to(dtype)
     for module in root.modules():
-        if isinstance(module, SparseMoe):
+        if isinstance(module, (SparseMoe, GatedDeltaNet)):
             module.keep_float32()
         elif isinstance(module, RmsNorm) and module.is_zero_centred:
             module.float()

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         q_size, k_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         has_k = layer.shares_kv_with is None
         sizes = {
-            "q_proj": q_size,
+            "q_proj": 2 * q_size if layer.output_gate else q_size,
             **({"k_proj": k_size} if has_k else {}),
             **({"v_proj": layer.num_kv_heads * layer.v_head_dim} if has_k and not layer.k_eq_v else {}),
         }
@@ -121,7 +121,9 @@ class Attention(nn.Module):
         keys, values = kv[:1], kv[-1:]
         if layer.qk_norm == "width":
             q, *keys = self._norm_width(q, *keys)
-        q, q_weight = q.unflatten(-1, (-1, layer.head_dim)), self._head_weight(self.q_norm)
+        q, q_weight = q.unflatten(-1, (layer.num_heads, -1)), self._head_weight(self.q_norm)
+        if layer.output_gate:
+            q, gate = q.chunk(2, -1)
         if keys:
             k, v = keys[0].unflatten(-1, (-1, layer.head_dim)), values[0].unflatten(-1, (-1, layer.v_head_dim))
             if layer.v_norm and self.unit_weight is not None:
@@ -178,6 +180,8 @@ class Attention(nn.Module):
             plan=queries.plan,
             out=out,
         )
+        if layer.output_gate:
+            out *= (gate if outputs is None else gate[outputs.rows]).sigmoid()
         projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)
         return projected
 

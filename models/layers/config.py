@@ -61,6 +61,8 @@ class AttentionConfig:
         chunk_size: a token sees only its own chunk, of this many tokens; None for no chunks.
         fused: whether a checkpoint stores query, key and value as one tensor, `qkv_proj`.
         sinks: whether each query head has an extra score that takes part in the softmax and adds no value.
+        output_gate: whether the query projection also gives a gate, after each head's query, whose sigmoid multiplies
+            the head's output.
     """
 
     num_heads: int
@@ -83,6 +85,7 @@ class AttentionConfig:
     fused: bool = False
     sinks: bool = False
     latent: LatentConfig | None = None
+    output_gate: bool = False
 
     @property
     def cache_kind(self) -> tuple[int, int, int, int | None, bool]:
@@ -93,6 +96,45 @@ class AttentionConfig:
     def rotated_dim(self) -> int:
         """Dimensions of a head that `rope` is about."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """A gated delta net (Yang et al., 2024) in place of attention.
+
+    Attributes:
+        num_heads, head_dim: heads of values.
+        num_key_heads, key_dim: heads of keys and queries, which value heads share in groups.
+        conv_width: tokens that the convolution reads, its own included.
+        by_head: whether a checkpoint stores all parts of a key head together: q, k, v and z in one tensor, b and a in
+            another; else each part is whole.
+        eps: of the gated norm.
+        gate: activation of the gate, "silu" or "sigmoid".
+    """
+
+    num_heads: int
+    head_dim: int
+    num_key_heads: int
+    key_dim: int
+    conv_width: int
+    by_head: bool
+    eps: float
+    gate: str
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all values of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all keys of a token."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return self.value_size + 2 * self.key_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +227,7 @@ class DecoderConfig:
         max_position_embeddings: longest sequence in tokens.
         attention: attention of each layer.
         moe: mixture of experts of each layer; None for a plain MLP.
+        recurrent: recurrent state of each layer, instead of its `attention`; None for attention.
         mlp_name: name of MLPs and experts in a checkpoint.
         fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
         activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`; without a gate, one of
@@ -209,6 +252,7 @@ class DecoderConfig:
     attention: tuple[AttentionConfig, ...]
     norms: NormConfig
     moe: tuple[MoeConfig | None, ...]
+    recurrent: tuple[RecurrentConfig | None, ...]
     mlp_name: str = "mlp"
     mlp_bias: bool = False
     fused_mlp: bool = False

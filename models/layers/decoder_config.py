@@ -35,8 +35,8 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
 
     Args:
         hf: config.json.
-        fields: fields that the family gives. For AttentionConfig, `moe` and `intermediate_size` they are a tuple with
-            an entry per layer, or one value for all layers.
+        fields: fields that the family gives. For AttentionConfig, `moe`, `recurrent` and `intermediate_size` they are a
+            tuple with an entry per layer, or one value for all layers.
 
     Raises:
         CheckpointError: a value is missing, malformed or larger than in any model, or values contradict each other.
@@ -44,13 +44,13 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     """
     num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
-    values = {"v_head_dim": values["head_dim"], "moe": None, **values}
+    values = {"v_head_dim": values["head_dim"], "moe": None, "recurrent": None, **values}
     stretched = [one.longest for one in _per_layer(values["rope"], 1) if one is not None]
     values["max_position_embeddings"] = min(max(values["max_position_embeddings"], *stretched, 0), _MAX_POSITIONS)
     norms = NormConfig(**_taken(values, NormConfig))
     layers = {name: _per_layer(value, num_layers) for name, value in _taken(values, AttentionConfig).items()}
     attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
-    for name in ("moe", "intermediate_size"):
+    for name in ("moe", "recurrent", "intermediate_size"):
         values[name] = _per_layer(values[name], num_layers)
     config = DecoderConfig(attention=attention, norms=norms, **values)
     for layer in set(attention):
@@ -169,6 +169,27 @@ def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
 def by_window(windows: Sequence[int | None], whole: Any, local: Any) -> tuple[Any, ...]:
     """Return `local` for each layer with a window, `whole` for the others."""
     return tuple(whole if window is None else local for window in windows)
+
+
+def layer_kinds(hf: HfConfig, recurrent: str, default: Callable[[int], bool]) -> tuple[bool, ...]:
+    """Return whether each layer has attention, by `layer_types`, or by `default` of its index if that is absent.
+
+    recurrent: type of the other layers.
+
+    Raises:
+        CheckpointError: layer_types has another length.
+        UnsupportedError: a layer type is not supported, or no layer has attention.
+    """
+    num_layers, kinds = count_layers(hf), hf.items("layer_types", str)
+    if not kinds:
+        kinds = ["full_attention" if default(layer) else recurrent for layer in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"{hf.source}: {len(kinds)} layer_types for {num_layers} layers")
+    if unknown := set(kinds) - {"full_attention", recurrent}:
+        raise UnsupportedError(f"{hf.source}: layer type {shown(min(unknown))}, known are full_attention, {recurrent}")
+    if "full_attention" not in kinds:
+        raise UnsupportedError(f"{hf.source}: no layer with attention, supported are models with one or more")
+    return tuple(kind == "full_attention" for kind in kinds)
 
 
 def rotating_layers(hf: HfConfig) -> list[int]:

@@ -20,6 +20,7 @@ _LARGEST = 2**31 - 1
 # Limit of the number of sizes; each has graphs with their own memory. The 23 default sizes have 36 graphs, plus 22 with
 # adapters.
 _MAX_GRAPHS = 1024
+_MAX_DRAFTS = 63
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Names of 8-bit dtypes in addition; the short ones are vLLM's.
@@ -110,6 +111,12 @@ class LoadOptions:
             Steps that cannot be recorded run without a recording.
         draft: "mtp" for the multi-token head in the checkpoint, or the folder of an EAGLE-3 head, to draft with
             `HeadProposer`; None for neither.
+        num_state_slots: states of recurrent layers that the cache has memory for: two for each running sequence, and
+            one for each snapshot. None takes up to half of the cache's memory on a GPU, and 32 on a CPU. With swap
+            blocks, the host has as many, but no more than swap blocks.
+        snapshot_interval: also keep the state of prompts every so many tokens, a multiple of block_size; None for the
+            ends of prompts and the positions where prompts part only.
+        max_drafts: most drafts that a step verifies for a sequence with recurrent layers.
 
     Raises:
         InvalidInputError: a value has another type or is out of range, or the device does not exist.
@@ -127,6 +134,9 @@ class LoadOptions:
     max_lora_rank: int = 64
     cuda_graphs: bool | tuple[int, ...] | None = None
     draft: Path | None = None
+    num_state_slots: int | None = None
+    snapshot_interval: int | None = None
+    max_drafts: int = 7
 
     def __post_init__(self) -> None:
         for name, convert in _CONVERSIONS.items():
@@ -161,4 +171,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "max_lora_rank": _as_size,
     "cuda_graphs": as_graphs,
     "draft": lambda name, value: None if value is None else as_folder(name, value),
+    "num_state_slots": partial(_as_optional_size, low=2),
+    "snapshot_interval": _as_optional_size,
+    "max_drafts": partial(as_int, low=0, high=_MAX_DRAFTS),
 }

@@ -76,10 +76,14 @@ class Share:
         """Return the configuration with the sizes of this rank's layers; those of the vocabulary stay.
 
         Raises:
-            UnsupportedError: a size is not a multiple of the number of ranks.
+            UnsupportedError: a size is not a multiple of the number of ranks, or the model has recurrent layers.
         """
         if self.size == 1:
             return whole
+        if any(whole.recurrent):
+            raise UnsupportedError(
+                f"tensor_parallel_size {self.size}: a model with recurrent layers, supported is 1; run one per GPU"
+            )
         return replace(
             whole,
             attention=tuple(map(self._attention, whole.attention)),

@@ -28,6 +28,8 @@ def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPoo
     references, host_references = _count_references(sequences)
     prefixes.pool.recount(references)
     host_pool.recount(host_references)
+    if prefixes.recurrent is not None:
+        prefixes.recurrent.recount([handle._state for handle in sequences.handles.values()])
 
 
 def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
@@ -50,3 +52,5 @@ def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: 
     prefixes.pool.check(references)
     host_pool.check(host_references)
     prefixes.index.check()
+    if prefixes.recurrent is not None:
+        prefixes.recurrent.check_integrity([handle._state for handle in sequences.handles.values()])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.groups import CacheGroup, split_evenly
+from paged.cache.recurrent.spec import RecurrentSpec
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
@@ -49,12 +50,14 @@ class PagedKvCacheConfig:
         prefix_hash: "fast", a polynomial modulo 2^64, or "sha256". With either, token ids are compared on every hit.
         groups: layers of several shapes or windows; None for one group of all. A layer in no group has no K/V of its
             own.
+        recurrent: states of recurrent layers, and how many sequences they have memory for; None without such layers.
         tables: the groups with a block table each, derived from `groups`; groups without a window come first.
 
     Raises:
         InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
             enable_prefix_cache is not a bool, or the hash is unknown; or groups are not CacheGroups, share a layer,
-            contain one beyond num_layers, or are given together with sliding_window.
+            contain one beyond num_layers, or are given together with sliding_window; or recurrent is not a
+            RecurrentSpec of layers below num_layers.
     """
 
     num_layers: int
@@ -72,6 +75,7 @@ class PagedKvCacheConfig:
     sliding_window: int | None = None
     prefix_hash: str = "fast"
     groups: Sequence[CacheGroup] | None = None
+    recurrent: RecurrentSpec | None = None
     tables: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +95,12 @@ class PagedKvCacheConfig:
         self._set("enable_prefix_cache", as_bool("enable_prefix_cache", self.enable_prefix_cache))
         if not isinstance(self.prefix_hash, str) or self.prefix_hash not in ("fast", "sha256"):
             raise InvalidInputError(f"prefix_hash: {shown(self.prefix_hash)}, expected 'fast' or 'sha256'")
+        recurrent = self.recurrent
+        if recurrent is not None and not (
+            isinstance(recurrent, RecurrentSpec) and max(recurrent.layers) < self.num_layers
+        ):
+            given = shown(recurrent)
+            raise InvalidInputError(f"recurrent: {given}, expected a RecurrentSpec of layers below {self.num_layers}")
         groups = self._given_groups()
         self._set("tables", split_evenly([one.with_defaults(self.num_kv_heads, self.head_dim) for one in groups]))
 

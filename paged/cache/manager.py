@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -19,14 +19,16 @@ from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences, RequestColumns, as_columns, as_pairs
 from paged.cache.prefix.chain import TokenChain, pack
 from paged.cache.prefix_cache import PrefixCache
+from paged.cache.recurrent.states import RecurrentStates
 from paged.cache.sliding_window import SlidingWindow
 from paged.cache.slot_allocator import KvSlotAllocator
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState
 from paged.cache.stats import CacheStats, count_stats
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
-from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int
+from paged.errors import InvalidInputError, UnsupportedError
+from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.recurrent.metadata import RecurrentState
 from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
 from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.staging import to_device
@@ -66,8 +68,20 @@ class PagedKvCacheManager:
         self._prefixes = PrefixCache(config, self._guard)
         self._pool = self._prefixes.pool
         self._window = SlidingWindow(config, self._pool, rollback)
-        self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window)
-        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors)
+        self._recurrent: RecurrentStates | None = None
+        if config.recurrent is not None:
+            assert self._tensors.states is not None
+            self._recurrent = self._prefixes.recurrent = RecurrentStates(
+                config.recurrent,
+                config.block_size,
+                self._tensors.states,
+                rollback,
+                self._prefixes.index,
+                is_caching=config.enable_prefix_cache,
+            )
+        recurrent = self._recurrent
+        self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window, recurrent)
+        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors, recurrent)
         self._sequences = LiveSequences(config, self._pool, rollback)
         rollback.recount = partial(recount, self._sequences, self._prefixes, self._swap.pool)
         self._handles = self._sequences.handles
@@ -136,8 +150,10 @@ class PagedKvCacheManager:
             InvalidInputError: `num_tokens` is negative.
             SequenceTooLongError: the sequence would exceed `max_seq_len`.
             OutOfBlocksError: the pool has too few free blocks.
+            UnsupportedError: the model has recurrent layers, whose states only a forward advances.
         """
         num_tokens = as_int("num_tokens", num_tokens)
+        self._refuse_states("extend")
         with self._guard:
             state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
@@ -155,8 +171,10 @@ class PagedKvCacheManager:
             InvalidInputError: `num_tokens` is negative or exceeds the capacity, or a table lacks blocks there, which
                 `reserve` and `build_metadata` allocate.
             SequenceTooLongError: the sequence would exceed `max_seq_len`.
+            UnsupportedError: the model has recurrent layers; use `reserve` and its `commit`.
         """
         num_tokens = as_int("num_tokens", num_tokens)
+        self._refuse_states("advance")
         with self._guard:
             state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
@@ -179,7 +197,10 @@ class PagedKvCacheManager:
         """
         ids = as_token_ids("token_ids", token_ids)
         with self._guard:
-            self._prefixes.commit(self._sequences.state(handle), ids)
+            state = self._sequences.state(handle)
+            self._prefixes.commit(state, ids)
+            if self._recurrent is not None:
+                self._recurrent.keep([], [state])
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Iterable[int]]]) -> None:
         """Record the newest token ids of (handle, ids) pairs after a forward, and publish full blocks.
@@ -194,14 +215,17 @@ class PagedKvCacheManager:
             ids = [as_token_ids("token_ids", token_ids) for token_ids in ids]
         pack(list(chain.from_iterable(ids)))
         with self._guard:
-            self._prefixes.append([self._sequences.state(handle) for handle in handles], ids)
+            states = [self._sequences.state(handle) for handle in handles]
+            self._prefixes.append(states, ids)
+            if self._recurrent is not None:
+                self._recurrent.keep([], states)
 
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Roll a sequence back to its first `num_tokens` positions and free the blocks behind them.
 
         Raises:
             InvalidInputError: `num_tokens` is negative or exceeds the length, or blocks that its sliding window needs
-                have been freed.
+                have been freed, or recurrent layers keep no state there.
         """
         num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
@@ -210,6 +234,8 @@ class PagedKvCacheManager:
                 raise InvalidInputError(f"num_tokens: {num_tokens}, expected at most the length {state.num_tokens}")
             self._window.check_rollback(state, num_tokens)
             state.begin_change(self._guard.rollback)
+            if self._recurrent is not None:
+                self._recurrent.truncate(state, num_tokens)
             kept = self.config.blocks_for(num_tokens)
             dropped, state.blocks = state.blocks[kept:], state.blocks[:kept]
             self._pool.release(dropped)
@@ -232,6 +258,8 @@ class PagedKvCacheManager:
             self._pool.share([block for block in blocks if block])
             forked = SequenceState(name, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
             forked.chain = source.chain.copy(source.num_tokens, len(blocks))
+            if self._recurrent is not None:
+                self._recurrent.fork(source, forked)
             made = self._sequences.add(forked)
             if self.on_fork is not None:
                 self.on_fork(handle, made)
@@ -252,6 +280,8 @@ class PagedKvCacheManager:
             state.begin_change(self._guard.rollback)
             self._pool.release(state.blocks)
             self._swap.discard(state)
+            if self._recurrent is not None:
+                self._recurrent.release(state)
             state.blocks, state.chain = (), TokenChain()
             state.num_tokens = state.num_cached_tokens = state.num_written = 0
             self._sequences.remove(state)
@@ -440,6 +470,30 @@ class PagedKvCacheManager:
         """Return the index of a layer's table, for `AttentionMetadata.table`; errors are those of `k_cache`."""
         return self._tensors.table_of(layer)
 
+    def state(self, layer: int) -> RecurrentState:
+        """Return the state slots of one recurrent layer.
+
+        Raises:
+            InvalidInputError: the layer has no recurrent state.
+        """
+        if self._tensors.states is None:
+            raise InvalidInputError(f"layer: {shown(layer)} has no recurrent state")
+        return self._tensors.states.layer(layer)
+
+    def chunk_end(self, handle: KvCacheHandle, limit: int, total: int, *, may_leave_grid: bool = True) -> int:
+        """Return where a prompt chunk of at most `limit` of `total` tokens ends, counted from the prompt's start.
+
+        Without recurrent layers this is `limit`. With them, chunks end at multiples of 64, so that a prompt's numbers
+        do not depend on what else runs, and where a state is kept for the prefix cache.
+
+        may_leave_grid: whether a chunk that does not reach the next multiple of 64 runs nevertheless.
+        """
+        if self._recurrent is None:
+            return limit
+        with self._guard:
+            state = self._sequences.state(handle)
+            return self._recurrent.chunk_end(state, limit, total, may_leave_grid=may_leave_grid)
+
     def build_metadata(
         self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
     ) -> AttentionMetadata:
@@ -452,6 +506,7 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: a sequence is unknown, given twice, or lacks capacity for its tokens.
             OutOfBlocksError: a shared block has to be copied and none is free. This cannot happen after `reserve`.
+                Recurrent layers need `reserve` first.
         """
         pairs = self._sequences.step_pairs(items)
         with self._guard:  # to the end, so that block copies are rolled back on failure
@@ -468,9 +523,13 @@ class PagedKvCacheManager:
         any_swapped = self._swap.num_sequences > 0
         states, query_lens = self._sequences.of_step(handles, counts, any_swapped=any_swapped)
         lengths = np.array([state.num_tokens for state in states], np.int64)
-        self._slots.make_ready(states, (lengths + query_lens).tolist())
+        targets = (lengths + query_lens).tolist()
+        self._slots.make_ready(states, targets)
         tables = self._sequences.tables.gather(states)
-        return make_host_metadata(lengths, query_lens, tables, self.config.block_size)
+        host = make_host_metadata(lengths, query_lens, tables, self.config.block_size)
+        if self._recurrent is None:
+            return host
+        return replace(host, states=self._recurrent.arrays(states, targets), max_append=self._recurrent.spec.max_append)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
@@ -533,6 +592,10 @@ class PagedKvCacheManager:
         """
         with self._guard:
             check_integrity(self._sequences, self._prefixes, self._swap.pool)
+
+    def _refuse_states(self, call: str) -> None:
+        if self._recurrent is not None:
+            raise UnsupportedError(f"{call}: recurrent layers have a state that only a forward advances; use reserve")
 
     def _measure_pressure(self) -> MemoryPressure:
         available = self._pool.num_free / self._pool.num_blocks

@@ -11,15 +11,21 @@ from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared, Notifie
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix.chain import TokenChain, pack, to_int32
 from paged.cache.prefix.index import PrefixIndex
+from paged.cache.recurrent.states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
-from paged.errors import InvalidInputError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
 
 _COUNTS = ("num_hits", "num_misses", "num_hit_tokens", "num_evictions")
 
 
 class PrefixCache:
-    """A block pool and the index of its published blocks. Reports changes to `guard`; the caller holds its lock."""
+    """A block pool and the index of its published blocks. Reports changes to `guard`; the caller holds its lock.
+
+    recurrent: states of recurrent layers, if there are any; a prompt then begins only where a snapshot is kept.
+    """
+
+    recurrent: RecurrentStates | None = None
 
     def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
@@ -76,6 +82,8 @@ class PrefixCache:
         state.num_tokens = state.num_cached_tokens = state.num_written = length
         chain.cut(length, length // self._block_size, self._rollback)
         state.chain = chain
+        if self.recurrent is not None:
+            self.recurrent.begin(state, found, len(token_ids))
         self._rollback.keep_fields(self, _COUNTS)
         self.num_hits += length > 0
         self.num_misses += length == 0
@@ -87,7 +95,9 @@ class PrefixCache:
         A table with a window needs only the blocks that the next token sees.
         """
         block_size, other_tables = self._block_size, self.index.other_tables
+        usable = None if self.recurrent is None else self.recurrent.usable(found, longest)
         if other_tables is None or not found:
+            found = found if usable is None else found[: usable[-1]]
             return min(len(found) * block_size, longest), found
         indices = np.arange(len(found))
         lengths = np.minimum(np.arange(len(found) + 1) * block_size, longest)  # for each number of blocks
@@ -98,6 +108,8 @@ class PrefixCache:
                 last_gap = np.maximum.accumulate(np.where(rows[:, column], -1, indices))
                 first_seen = [table.first_seen_block(length, block_size) for length in lengths.tolist()[1:]]
                 is_usable[1:] &= last_gap < first_seen
+        if usable is not None:
+            is_usable &= np.isin(np.arange(len(lengths)), usable)
         count = int(np.flatnonzero(is_usable)[-1])
         for column, table in enumerate(self._tables):
             if column:
@@ -158,6 +170,10 @@ class PrefixCache:
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
         """Implement `PagedKvCacheManager.share_prefix_blocks`."""
+        if self.recurrent is not None:
+            raise UnsupportedError(
+                "share_prefix_blocks: recurrent layers also need a state; fork, or let prefixes match"
+            )
         if giver is taker:
             raise InvalidInputError("target: the same sequence as source")
         if giver.namespace != taker.namespace:

@@ -8,6 +8,7 @@ from itertools import islice
 from paged.cache.events import Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix_cache import PrefixCache
+from paged.cache.recurrent.states import RecurrentStates
 from paged.cache.sliding_window import SlidingWindow
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState, Undo
 from paged.cache.tensors import KvCacheTensors
@@ -35,6 +36,7 @@ class KvSlotAllocator:
         prefixes: PrefixCache,
         tensors: KvCacheTensors,
         window: SlidingWindow,
+        recurrent: RecurrentStates | None,
     ) -> None:
         self.num_copies = 0
         self._block_size, self._num_tables = config.block_size, len(config.tables)
@@ -44,6 +46,7 @@ class KvSlotAllocator:
         self._index, self._pool = prefixes.index, prefixes.pool
         self._tensors = tensors
         self._window = window
+        self._recurrent = recurrent
 
     def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
         """Raise OutOfBlocksError unless every sequence could grow to its target length; takes no blocks."""
@@ -59,7 +62,9 @@ class KvSlotAllocator:
         for state in states:
             if state.reservation is not None:
                 state.reservation.settle(state)
-        return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit)
+        if self._recurrent is not None:
+            self._recurrent.reserve(states, targets)
+        return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit, self._recurrent)
 
     def make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
         """Make every sequence writable from its length to its target without new capacity.
@@ -172,8 +177,11 @@ class KvSlotAllocator:
 
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]] | None) -> None:
         """Publish full blocks after a commit, before blocks behind the window are freed."""
+        inside = [] if self._recurrent is None else self._recurrent.commit(states)
         if token_ids is not None and self._is_publishing:
             self._prefixes.append(states, token_ids)
+        if self._recurrent is not None:
+            self._recurrent.keep(inside, states)
         self._window.drop_unseen(states)
 
 

@@ -33,6 +33,12 @@ class CacheStats:
         evictions: cached blocks that were handed out or withdrawn.
         swapped_out_blocks, swapped_in_blocks: blocks moved to the host, and back.
         swap_blocks_free: free host blocks.
+        num_state_slots, free_state_slots: slots for states of recurrent layers, and those that can be handed out,
+            snapshots included.
+        state_snapshots: states kept for prompts that begin alike.
+        state_hits: prompts that began with one.
+        state_evictions: snapshots whose slot was handed out.
+        bytes_per_state: memory of a slot, over all recurrent layers.
     """
 
     num_blocks: int
@@ -55,6 +61,12 @@ class CacheStats:
     swapped_out_blocks: int
     swapped_in_blocks: int
     swap_blocks_free: int
+    num_state_slots: int = 0
+    free_state_slots: int = 0
+    state_snapshots: int = 0
+    state_hits: int = 0
+    state_evictions: int = 0
+    bytes_per_state: int = 0
 
 
 def count_stats(
@@ -68,6 +80,16 @@ def count_stats(
     """Collect the counts of a cache's parts."""
     pool = prefixes.pool
     free, total = pool.num_free, pool.num_blocks
+    of_states = {}
+    if (recurrent := prefixes.recurrent) is not None:
+        of_states = {
+            "num_state_slots": recurrent.spec.num_slots,
+            "free_state_slots": recurrent.num_free,
+            "state_snapshots": len(recurrent.snapshots),
+            "state_hits": recurrent.num_restored,
+            "state_evictions": recurrent.num_evictions,
+            "bytes_per_state": recurrent.tensors.bytes_per_slot,
+        }
     return CacheStats(
         num_blocks=total,
         free_blocks=free,
@@ -89,4 +111,5 @@ def count_stats(
         swapped_out_blocks=swap.num_blocks_out,
         swapped_in_blocks=swap.num_blocks_in,
         swap_blocks_free=swap.pool.num_free,
+        **of_states,
     )

@@ -6,6 +6,7 @@ from paged.cache.blocks.pool import BlockPool
 from paged.cache.events import Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix_cache import PrefixCache
+from paged.cache.recurrent.states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
 from paged.cache.tensors import KvCacheTensors
 
@@ -19,7 +20,12 @@ class SwapSpace:
     """
 
     def __init__(
-        self, config: PagedKvCacheConfig, guard: Notifier, prefixes: PrefixCache, tensors: KvCacheTensors
+        self,
+        config: PagedKvCacheConfig,
+        guard: Notifier,
+        prefixes: PrefixCache,
+        tensors: KvCacheTensors,
+        recurrent: RecurrentStates | None,
     ) -> None:
         self.pool = BlockPool(config.num_swap_blocks, rollback=guard.rollback)
         self._rollback = guard.rollback
@@ -29,6 +35,7 @@ class SwapSpace:
         self._config = config
         self._prefixes = prefixes
         self._tensors = tensors
+        self._recurrent = recurrent
 
     def swap_out(self, state: SequenceState) -> None:
         """Move the blocks that have one reference to the host; does nothing if the sequence is swapped out.
@@ -52,6 +59,8 @@ class SwapSpace:
             blocks[i] = 0
         state.blocks, state.host_blocks = tuple(blocks), dict(zip(moved, host_blocks, strict=True))
         state.num_written = state.num_tokens
+        if self._recurrent is not None:
+            self._recurrent.swap_out(state)
         pool.release(dropped)
         self.num_sequences += 1
         self.num_blocks_out += len(moved)
@@ -75,6 +84,8 @@ class SwapSpace:
         for i, block in zip(moved, taken, strict=True):
             blocks[i] = block
         state.blocks = tuple(blocks)
+        if self._recurrent is not None:
+            self._recurrent.swap_in(state)
         self.discard(state)
         self.num_blocks_in += len(moved)
         # Its published blocks may have been evicted meanwhile.

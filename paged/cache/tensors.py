@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from paged.cache.blocks.host_blocks import HostBlocks
 from paged.cache.blocks.rollback import Rollback
 from paged.cache.groups import CacheGroup
-from paged.cache.host_blocks import HostBlocks
 from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.recurrent.tensors import StateTensors
 from paged.errors import InvalidInputError
 from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
@@ -28,6 +29,7 @@ class KvCacheTensors:
     tensors would overwrite one with the other.
 
     listener: called with name and arguments of every call that moves or clears blocks, before the call.
+    states: memory of recurrent layers' states; None without such layers.
     """
 
     listener: Callable[[str, tuple[Any, ...]], None] | None = None
@@ -52,6 +54,8 @@ class KvCacheTensors:
                 scales = *shape[:2], config.block_size * config.rows_per_slot
                 self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=torch.float32))
             self.host_blocks = [HostBlocks(storage, config.num_swap_blocks) for storage in self.storages]
+            spec = config.recurrent
+            self.states = None if spec is None else StateTensors(spec, dtype, self.storage.device)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, AssertionError) as error:  # not enough memory, or no such device

@@ -15,12 +15,16 @@ from tests.tolerance import assert_close
 _OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "dtype")
 
 
-def make_executor(device: torch.device, **sizes: Any) -> PagedAttentionExecutor:
-    """An executor over a cache of its own; `sizes` go to the configuration of the one or the other."""
+def make_executor(
+    device: torch.device, *, states: dict[str, Any] | None = None, **sizes: Any
+) -> PagedAttentionExecutor:
+    """An executor over a cache of its own; `sizes` go to the configuration of the one or the other, `states` to that of
+    a recurrent layer, if it is given."""
     options = {"num_blocks": 32, "block_size": 8, "dtype": torch.float32}
     options |= {name: sizes.pop(name) for name in _OF_THE_CACHE if name in sizes}
-    config = PagedExecutorConfig(**sizes)
+    config = PagedExecutorConfig(**sizes, recurrent=states is not None)
     options |= {name: getattr(config, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
+    options["recurrent"] = None if states is None else config.recurrent_spec(**states)
     return PagedAttentionExecutor(config, PagedKvCacheManager(PagedKvCacheConfig(**options, device=device)))
 
 

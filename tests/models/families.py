@@ -84,6 +84,13 @@ _WORDS: dict[str, dict[str, Any]] = {
         }
     },
     "alpha_rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0}},
+    "gated_delta": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", _FULL],
+    },
     "five_layers": {"num_hidden_layers": 5, "layer_types": [_SLIDING, *(_SLIDING, _FULL) * 2]},
 }
 
@@ -164,10 +171,13 @@ FAMILIES = Families(
     qwen2_moe="Qwen2Moe experts shared_expert_intermediate_size=48 norm_topk_prob=True",
     qwen2_yarn_window_in_one_layer="Qwen2 window_from_1 tied yarn_1e6",
     qwen3="Qwen3 attention_bias=True",
+    qwen3_5="Qwen3_5Text gated_delta",
+    qwen3_5_moe="Qwen3_5MoeText gated_delta experts shared_expert_intermediate_size=48",
     qwen3_moe="Qwen3Moe experts norm_topk_prob=False",
     qwen3_moe_every_second_layer="Qwen3Moe experts decoder_sparse_step=2",
     qwen3_moe_normalised="Qwen3Moe experts norm_topk_prob=True",
     qwen3_moe_with_dense_layer="Qwen3Moe experts mlp_only_layers=[0] hidden_act='gelu_pytorch_tanh'",
+    qwen3_next="Qwen3Next gated_delta experts shared_expert_intermediate_size=48",
     qwen3_window_in_one_layer="Qwen3 window_from_1 tied",
     seed_oss="SeedOss attention_out_bias=True mlp_bias=True pad_token_id=0",
     smollm3="SmolLM3 pad_token_id=0 no_rope_layer_interval=2",
@@ -216,6 +226,8 @@ PARTS = Families(
     internvl="Qwen3",
     llava="Mistral window",
     qwen2_vl="Qwen2VLText mrope head_dim=16",
+    qwen3_5="Qwen3_5Text gated_delta",
+    qwen3_5_moe="Qwen3_5MoeText gated_delta experts shared_expert_intermediate_size=48",
     qwen2_5_vl="Qwen2_5_VLText mrope head_dim=16 window_from_1",
     qwen3_vl="Qwen3VLText mrope head_dim=16 attention_bias=True",
     qwen3_vl_moe="Qwen3VLMoeText mrope head_dim=16 experts moe_intermediate_size=48",

@@ -60,6 +60,34 @@ _WORDS: dict[str, dict[str, Any]] = {
     "mrope_2": {"rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}},
     "mrope_3": {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
     "mrope_glm": {"rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"}},
+    "gated_delta": {
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_value_head_dim": 128,
+    },
+    "qwen3_5": {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "vocab_size": 248320,
+    },
     "alpha_1000": {
         "rope_scaling": {
             "alpha": 1000.0,
@@ -260,6 +288,16 @@ _ROWS = {
         max_window_layers=28 mrope_2 theta=1000000.0 window=32768 untied use_sliding_window=False v=152064""",
     "Qwen/Qwen2.5-VL-7B-Instruct": """Qwen2_5_VL:qwen2_5_vl_text silu h=3584 i=18944 l=28 q=28 kv=4 max=128000 eps=1e-6
         max_window_layers=28 mrope_2 theta=1000000.0 window=32768 untied use_sliding_window=False v=152064""",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": """Qwen3Next silu no_bias h=2048 i=5120 l=48 q=16 kv=2 d=256 max=262144 eps=1e-6
+        theta=10000000 gated_delta linear_num_value_heads=32 partial_rotary_factor=0.25 full_attention_interval=4
+        moe=512 num_experts=512 top=10 shared=512 norm_topk_prob=True decoder_sparse_step=1 mlp_only_layers=[]
+        output_router_logits=False router_aux_loss_coef=0.001 no_rope_scaling use_sliding_window=False untied
+        v=151936""",
+    "Qwen/Qwen3.5-27B": """Qwen3_5:qwen3_5_text silu no_bias qwen3_5 h=5120 i=17408 l=64 q=24 kv=4 untied
+        linear_num_value_heads=48""",
+    "Qwen/Qwen3.5-35B-A3B": """Qwen3_5Moe:qwen3_5_moe_text silu no_bias qwen3_5 h=2048 l=40 q=16 kv=2
+        linear_num_value_heads=32 moe=512 num_experts=256 top=8 shared=512 untied
+        output_router_logits=False router_aux_loss_coef=0.001""",
     "Qwen/Qwen3-VL-8B-Instruct": """Qwen3VL:qwen3_vl_text silu no_bias h=4096 i=12288 l=36 q=32 kv=8 d=128 max=262144
         eps=1e-6 mrope_3 theta=5000000 untied v=151936""",
     "Qwen/Qwen3-VL-30B-A3B-Instruct": """Qwen3VLMoe:qwen3_vl_moe_text silu no_bias h=2048 i=6144 l=48 q=32 kv=4 d=128

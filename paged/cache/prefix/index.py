@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, KeysView, Sequence
+from collections.abc import Callable, Hashable, Iterable, KeysView, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -62,6 +62,8 @@ class PrefixIndex:
         self._roots: dict[Hashable, _Root] = {}
         # Namespace and root of each published block that follows a root.
         self._root_of: dict[int, tuple[Hashable, _Root]] = {}
+        # Called with the first table's blocks that are withdrawn.
+        self.on_forget: Callable[[Iterable[int]], None] = lambda blocks: None
         self.other_tables = OtherTables(num_blocks, are_needed, self.published, self._rollback) if are_needed else None
 
     def hash_of(self, block: int) -> Hash:
@@ -69,6 +71,13 @@ class PrefixIndex:
         if self.other_tables is not None:
             block = self.other_tables.first_of(block)
         return self._hash_of[block]
+
+    def block_of(self, chain: TokenChain, count: int) -> int | None:
+        """Return the published block that ends a chain's first `count` blocks; None if it is not published."""
+        if not 0 < count <= len(chain.serials):
+            return None
+        block = self._block_of.get(chain.hashes[count - 1])
+        return block if block is not None and self._serials[block] == chain.serials[count - 1] else None
 
     @property
     def namespaces(self) -> KeysView[Hashable]:
@@ -305,6 +314,7 @@ class PrefixIndex:
         deque(map(self._hash_of.__delitem__, blocks), maxlen=0)
         deque(map(self._block_of.__delitem__, hashes), maxlen=0)
         self.published.difference_update(blocks)
+        self.on_forget(blocks)
         if not self._root_of.keys().isdisjoint(blocks):
             for block in self._root_of.keys() & blocks:
                 namespace, root = self._root_of.pop(block)

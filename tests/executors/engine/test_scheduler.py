@@ -27,6 +27,9 @@ class Numbers:
         completion.is_swapped = False
         return True
 
+    def chunk(self, completion: Completion, count: int, *, most: int) -> int:
+        return count
+
     def release(self, completion: Completion) -> None:
         self.held.pop(completion, None)
 

@@ -1,0 +1,442 @@
+"""States of sequences with recurrent layers: what a step reads and writes, snapshots for the prefix cache, swap."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged.cache.blocks.rollback import Rollback
+from paged.cache.prefix.index import PrefixIndex
+from paged.cache.recurrent.boundaries import SCAN_CHUNK, chunk_end, snapshot_positions
+from paged.cache.recurrent.slots import StateSlots
+from paged.cache.recurrent.spec import RecurrentSpec
+from paged.cache.recurrent.step import RecurrentSequence, StateStep
+from paged.errors import InvalidInputError, OutOfStateSlotsError
+
+if TYPE_CHECKING:
+    from paged.cache.recurrent.tensors import StateTensors
+
+_COUNTS = ("num_evictions", "num_restored")
+
+
+class Snapshot(NamedTuple):
+    """A kept state: the slot that holds it, and its position."""
+
+    slot: int
+    position: int
+
+
+class RecurrentStates:
+    """States of all sequences and snapshots. The caller holds the cache's lock; errors are rolled back.
+
+    A step reads one slot and writes one. A slot that only its sequence holds takes further tokens in its ring; a shared
+    one is never written, so snapshots and forks cost no copy. Nothing that is held changes before `commit`.
+
+    snapshots: by the published block before their position, least recently used first; gone with its publication.
+    num_evictions: snapshots dropped for their slots. num_restored: sequences that began with a snapshot.
+    """
+
+    def __init__(
+        self,
+        spec: RecurrentSpec,
+        block_size: int,
+        tensors: StateTensors,
+        rollback: Rollback,
+        index: PrefixIndex,
+        *,
+        is_caching: bool,
+    ) -> None:
+        """is_caching: whether snapshots are kept."""
+        interval = spec.snapshot_interval
+        if interval is not None and interval % block_size:
+            raise InvalidInputError(f"snapshot_interval: {interval}, expected a multiple of block_size {block_size}")
+        self.spec = spec
+        self.tensors = tensors
+        self.slots = StateSlots(spec.num_slots, rollback)
+        self.host_slots = StateSlots(spec.num_swap_slots, rollback)
+        self.snapshots: OrderedDict[int, Snapshot] = OrderedDict()
+        self.num_evictions = self.num_restored = 0
+        self._block_size = block_size
+        self._index, self._is_caching = index, is_caching
+        self._rollback = rollback
+        self._poisons = os.environ.get("PAGED_CHECK") == "1"
+        if self._poisons:
+            self.slots.freed.update(range(1, spec.num_slots + 1))
+        index.on_forget = self._forget
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that can be handed out, those of snapshots alone included."""
+        return self.slots.num_free + len(self._evictable())
+
+    # What steps read and write.
+
+    def reserve(self, states: Sequence[RecurrentSequence], targets: Sequence[int]) -> None:
+        """Plan the step of every sequence up to its target: for all of them or for none.
+
+        Raises:
+            OutOfStateSlotsError: too few slots are free.
+        """
+        if self._poisons:
+            self._poison_freed()
+        grown = [(state, target) for state, target in zip(states, targets, strict=True) if target > state.num_tokens]
+        cursors = [self._cursor(state) for state, _ in grown]
+        needs_slot = [self._needs_slot(state, target) for state, target in grown]
+        self._require(sum(needs_slot))
+        self._rollback.append((_restore_steps, [(state, state.step) for state, _ in grown]))
+        writes = [
+            self._allocate() if is_needed else state.slot
+            for (state, _), is_needed in zip(grown, needs_slot, strict=True)
+        ]
+        for (state, target), write, cursor in zip(grown, writes, cursors, strict=True):
+            position = self._kept_inside(state, target)
+            snapshot = self._allocate() if position and self.num_free else 0  # never worth a refusal
+            state.step = StateStep(
+                start=state.num_tokens,
+                num_tokens=target - state.num_tokens,
+                read=state.slot or -1,
+                write=write,
+                cursor=cursor,
+                snapshot=snapshot or -1,
+                snapshot_len=position if snapshot else 0,
+            )
+
+    def arrays(self, states: Sequence[RecurrentSequence], targets: Sequence[int]) -> tuple[NDArray[np.int32], ...]:
+        """Return the planned steps as `RecurrentBatch` takes them, from `starts` to `snapshot_lens`.
+
+        Raises:
+            InvalidInputError: a sequence has no open reservation up to its target.
+        """
+        rows = []
+        for state, target in zip(states, targets, strict=True):
+            step = state.step
+            if target == state.num_tokens:
+                rows.append((target, 0, 0, 0, -1, 0))  # no token: the step does not touch its state
+                continue
+            if step is None or (step.start, step.start + step.num_tokens) != (state.num_tokens, target):
+                raise InvalidInputError(
+                    f"items: {state.request_id!r} has no open reservation of {target - state.num_tokens} tokens, which "
+                    "its recurrent layers need"
+                )
+            if state.slot:
+                self.slots.check(state.slot, state.num_tokens)
+            rows.append((step.start, *step[2:]))
+        return tuple(np.array(rows, np.int32).reshape(-1, 6).T.copy())
+
+    def commit(self, states: Sequence[RecurrentSequence]) -> list[tuple[RecurrentSequence, Snapshot]]:
+        """Give every sequence, whose length is its target now, the slot that its step has written.
+
+        Returns:
+            States within chunks that were asked for, whose references `keep` takes over.
+        """
+        self._rollback.append((_restore_slots, [(state, state.slot, state.step) for state in states]))
+        inside = []
+        for state in states:
+            step = state.step
+            if step is None:
+                continue
+            end, is_scanned = step.start + step.num_tokens, step.num_tokens > self.spec.max_append
+            base = end if is_scanned else (self.slots.starts[state.slot] if step.is_in_place else step.start)
+            self.slots.place(step.write, base, end)
+            if not step.is_in_place:
+                self.slots.release(state.slot)
+                state.slot = step.write
+            if step.snapshot > 0:
+                self.slots.place(step.snapshot, step.snapshot_len, step.snapshot_len)
+                inside.append((state, Snapshot(step.snapshot, step.snapshot_len)))
+            state.step = None
+        return inside
+
+    def drop_steps(self, states: Iterable[RecurrentSequence]) -> None:
+        """Give back the slots that planned steps would have written; what sequences hold is as before them."""
+        planned = [(state, state.step) for state in states if state.step is not None]
+        self._rollback.append((_restore_steps, planned))
+        for state, step in planned:
+            for slot in step.own_slots:
+                self.slots.release(slot)
+            state.step = None
+
+    def _cursor(self, state: RecurrentSequence) -> int:
+        if state.slot:
+            return self.slots.check(state.slot, state.num_tokens)
+        if state.num_tokens:
+            raise InvalidInputError(
+                f"{state.request_id!r}: its state after {state.num_tokens} tokens is unknown; free it and begin anew"
+            )
+        return 0
+
+    def _needs_slot(self, state: RecurrentSequence, target: int) -> bool:
+        """Return whether a step writes another slot than it reads."""
+        count, slot = target - state.num_tokens, state.slot
+        return (
+            not slot
+            or count > self.spec.max_append
+            or self.slots.references[slot] > 1
+            or target - self.slots.starts[slot] > self.spec.ring
+        )
+
+    def _kept_inside(self, state: RecurrentSequence, target: int) -> int:
+        """Return the position within a chunk whose state is to be kept, or 0."""
+        if target - state.num_tokens <= self.spec.max_append:
+            return 0
+        inside = [one for one in self.positions(state, target) if one < target and not one % SCAN_CHUNK]
+        return inside[-1] if inside else 0
+
+    # Snapshots for the prefix cache.
+
+    def positions(self, state: RecurrentSequence, end: int) -> list[int]:
+        """Return the positions up to `end` at which the sequence keeps its state, see `snapshot_positions`."""
+        return self._positions(state, state.num_tokens, end)
+
+    def _positions(self, state: RecurrentSequence, start: int, end: int) -> list[int]:
+        if not self._is_caching:
+            return []
+        return snapshot_positions(
+            start,
+            end,
+            block_size=self._block_size,
+            prompt_len=state.prompt_len,
+            junction=state.junction,
+            interval=self.spec.snapshot_interval,
+        )
+
+    def chunk_end(self, state: RecurrentSequence, limit: int, total: int, *, may_leave_grid: bool) -> int:
+        """Return where a prompt chunk that may end at `limit` ends, see `boundaries.chunk_end`."""
+        kept = self.positions(state, limit)
+        start, most = state.num_tokens, self.spec.max_append
+        return chunk_end(start, limit, total, kept, max_append=most, may_leave_grid=may_leave_grid)
+
+    def usable(self, found: Sequence[int], longest: int) -> list[int]:
+        """Return the numbers of blocks, ascending, after which a prompt may begin: 0, and those with a snapshot."""
+        most = min(len(found), longest // self._block_size)
+        return [0, *(count for count in range(1, most + 1) if found[count - 1] in self.snapshots)]
+
+    def begin(self, state: RecurrentSequence, found: Sequence[int], prompt_len: int) -> None:
+        """Give a new sequence the snapshot at its length, and note where its prompt parts from published ones.
+
+        found: the published blocks that its prompt begins with, whether it uses them or not.
+        """
+        length, size = state.num_tokens, self._block_size
+        state.prompt_len = prompt_len
+        if length:
+            block = found[length // size - 1]
+            slot, position = self.snapshots[block]
+            self.slots.check(slot, length)
+            assert position == length
+            state.slot = self.slots.share(slot)
+            self.snapshots.move_to_end(block)
+            self._rollback.keep_fields(self, _COUNTS)
+            self.num_restored += 1
+        state.passed = length
+        matched = min(len(found), max(prompt_len - 1, 0) // size) * size
+        state.junction = matched if matched > length else 0
+
+    def keep(self, inside: Sequence[tuple[RecurrentSequence, Snapshot]], states: Iterable[RecurrentSequence]) -> None:
+        """Keep snapshots after blocks were published.
+
+        inside: from `commit`. states: sequences whose own slot may hold a state to keep.
+        """
+        for state, snapshot in inside:
+            if not self._keep(state, snapshot):
+                self.slots.release(snapshot.slot)
+        size, slots = self._block_size, self.slots
+        for state in states:
+            slot = state.slot
+            position = min(state.num_tokens, slots.ends[slot]) // size * size
+            if not slot or position <= state.passed or position < slots.starts[slot]:
+                continue
+            block = self._index.block_of(state.chain, position // size)
+            if block is None:  # not published yet
+                continue
+            self._rollback.keep_fields(state, ("passed", "rolling"))
+            state.passed = position
+            if not self._is_kept_at(state, position) or not self._keep(state, Snapshot(slot, position)):
+                continue
+            slots.share(slot)
+            if state.rolling:
+                block = self._index.block_of(state.chain, state.rolling // size)
+                self._forget([] if block is None else [block])
+            interval = self.spec.snapshot_interval
+            is_rolling = position >= state.prompt_len and (interval is None or position % interval != 0)
+            state.rolling = position if is_rolling else 0
+
+    def _is_kept_at(self, state: RecurrentSequence, position: int) -> bool:
+        """Return whether the policy keeps the state at a boundary that the sequence has passed."""
+        return bool(self._positions(state, position - 1, position))
+
+    def _keep(self, state: RecurrentSequence, snapshot: Snapshot) -> bool:
+        """Enter a snapshot whose reference it takes over; False if its block is not published or has one."""
+        block = self._index.block_of(state.chain, snapshot.position // self._block_size)
+        if block is None or block in self.snapshots:
+            return False
+        self.slots.check(*snapshot)
+        self._rollback.append((self.snapshots.pop, block))
+        self.snapshots[block] = snapshot
+        return True
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """Drop the snapshots of blocks that are no longer published."""
+        for block in self.snapshots.keys() & set(blocks):
+            snapshot = self.snapshots.pop(block)
+            self._rollback.append((self.snapshots.__setitem__, block, snapshot))
+            self.slots.release(snapshot.slot)
+
+    def _evictable(self) -> list[int]:
+        """Return blocks with a snapshot whose slot nothing else holds, least recently used first."""
+        if not self.snapshots:
+            return []
+        kept = Counter(snapshot.slot for snapshot in self.snapshots.values())
+        references, seen, found = self.slots.references, set[int](), []
+        for block, (slot, _) in self.snapshots.items():
+            if references[slot] == kept[slot] and slot not in seen:
+                seen.add(slot)
+                found.append(block)
+        return found
+
+    def _require(self, count: int) -> None:
+        if count > self.slots.num_free and count > self.num_free:
+            raise OutOfStateSlotsError(count, self.num_free)
+
+    def _allocate(self) -> int:
+        """Return a free slot, of the least recently used snapshot if there is no other; `_require` has been asked."""
+        if not self.slots.num_free:
+            slot = self.snapshots[self._evictable()[0]].slot
+            self._rollback.keep_fields(self, _COUNTS)
+            blocks = [block for block, snapshot in self.snapshots.items() if snapshot.slot == slot]
+            self.num_evictions += len(blocks)
+            self._forget(blocks)
+        return self.slots.allocate()
+
+    # Other calls of the cache.
+
+    def fork(self, source: RecurrentSequence, target: RecurrentSequence) -> None:
+        """Let a new sequence share the slot; whichever runs first writes another one."""
+        if source.slot:
+            self.slots.check(source.slot, source.num_tokens)
+            target.slot = self.slots.share(source.slot)
+        target.prompt_len, target.passed = source.prompt_len, source.passed
+
+    def release(self, state: RecurrentSequence) -> None:
+        """Drop what a sequence that is being changed holds."""
+        self.slots.release(state.slot)
+        self.host_slots.release(state.host_slot)
+        state.slot = state.host_slot = 0
+
+    def truncate(self, state: RecurrentSequence, num_tokens: int) -> None:
+        """Let a sequence that is being changed hold its state after `num_tokens`; its chain still holds all tokens.
+
+        Raises:
+            InvalidInputError: the state there is not kept.
+        """
+        slot, slots = state.slot, self.slots
+        if not slot or num_tokens == state.num_tokens:
+            return
+        if num_tokens == 0:
+            self.release(state)
+        elif slots.starts[slot] <= num_tokens:
+            if slots.references[slot] == 1:  # a later step may overwrite the tokens behind
+                slots.place(slot, slots.starts[slot], num_tokens)
+        else:
+            count, rest = divmod(num_tokens, self._block_size)
+            block = None if rest else self._index.block_of(state.chain, count)
+            if block is None or block not in self.snapshots:
+                raise InvalidInputError(
+                    f"num_tokens: {num_tokens}, but the state of {state.request_id!r} is kept at positions "
+                    f"{slots.starts[slot]} to {state.num_tokens} and at snapshots only"
+                )
+            kept = self.snapshots[block]
+            slots.check(kept.slot, num_tokens)
+            state.slot = slots.share(kept.slot)
+            slots.release(slot)
+        state.passed = min(state.passed, num_tokens)
+        state.rolling = state.rolling if state.rolling <= num_tokens else 0
+
+    def swap_out(self, state: RecurrentSequence) -> None:
+        """Move the slot of a sequence that is being changed to the host, unless others share it.
+
+        Raises:
+            OutOfStateSlotsError: the host has too few free slots.
+        """
+        slot, slots = state.slot, self.slots
+        if not slot or slots.references[slot] > 1:
+            return
+        slots.check(slot, state.num_tokens)
+        if not self.host_slots.num_free:
+            raise OutOfStateSlotsError(1, 0)
+        host = self.host_slots.allocate()
+        self.tensors.swap_out([(slot, host)])
+        self.host_slots.place(host, slots.starts[slot], slots.ends[slot])
+        state.slot, state.host_slot = 0, host
+        slots.release(slot)
+
+    def swap_in(self, state: RecurrentSequence) -> None:
+        """Move the state of a sequence that is being changed back to the device.
+
+        Raises:
+            OutOfStateSlotsError: too few slots are free.
+        """
+        host, hosts = state.host_slot, self.host_slots
+        if not host:
+            return
+        hosts.check(host, state.num_tokens)
+        self._require(1)
+        blocks = [*self.snapshots]
+        slot = self._allocate()
+        lost = [block for block in blocks if block not in self.snapshots]
+        self._rollback.keep_lost(self._forget, lost)  # what was overwritten stays evicted
+        self.tensors.swap_in([(host, slot)])
+        self.slots.place(slot, hosts.starts[host], hosts.ends[host])
+        state.slot, state.host_slot = slot, 0
+        hosts.release(host)
+
+    def _poison_freed(self) -> None:
+        freed = self.slots.take_freed()
+        if freed:
+            self.tensors.poison(freed)
+
+    # Recounts.
+
+    def recount(self, states: Sequence[RecurrentSequence]) -> None:
+        """Derive the reference counts from the sequences and snapshots that a rollback has restored."""
+        self.slots.recount(self._held(states))
+        self.host_slots.recount(state.host_slot for state in states)
+
+    def check_integrity(self, states: Sequence[RecurrentSequence]) -> None:
+        """Recount every reference, and compare positions.
+
+        Raises:
+            PagedError: a count or a position is wrong; the message names the first error.
+        """
+        self.slots.check_counts(self._held(states))
+        self.host_slots.check_counts(state.host_slot for state in states)
+        for state in states:
+            if state.slot:
+                self.slots.check(state.slot, state.num_tokens)
+            elif state.host_slot:
+                self.host_slots.check(state.host_slot, state.num_tokens)
+        for block, snapshot in self.snapshots.items():
+            self.slots.check(*snapshot)
+            assert block in self._index.published
+
+    def _held(self, states: Iterable[RecurrentSequence]) -> list[int]:
+        held = [snapshot.slot for snapshot in self.snapshots.values()]
+        for state in states:
+            held.append(state.slot)
+            if state.step is not None:
+                held += state.step.own_slots
+        return held
+
+
+def _restore_steps(planned: Iterable[tuple[RecurrentSequence, StateStep | None]]) -> None:
+    for state, step in planned:
+        state.step = step
+
+
+def _restore_slots(held: Iterable[tuple[RecurrentSequence, int, StateStep | None]]) -> None:
+    for state, slot, step in held:
+        state.slot, state.step = slot, step

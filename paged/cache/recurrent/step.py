@@ -1,0 +1,63 @@
+"""What one sequence's state does in a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from paged.cache.prefix.chain import TokenChain
+from paged.seq_id import SeqId
+
+
+class StateStep(NamedTuple):
+    """A step of one sequence that has been reserved and not committed.
+
+    Attributes:
+        start, num_tokens: position of the step's first token, and number of tokens.
+        read: slot with the state at `start`; -1 if the sequence begins.
+        write: slot that holds the state after the step; `read` if its tokens are appended to the ring there.
+        cursor: ring tokens in `read` before `start`.
+        snapshot, snapshot_len: slot for the state after that many tokens of the sequence; -1 for none.
+    """
+
+    start: int
+    num_tokens: int
+    read: int
+    write: int
+    cursor: int
+    snapshot: int
+    snapshot_len: int
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it writes the slot that it reads."""
+        return self.read == self.write
+
+    @property
+    def own_slots(self) -> tuple[int, int]:
+        """Slots that the step holds beside its sequence's: the written one and the snapshot's, 0 for none."""
+        return 0 if self.is_in_place else self.write, max(self.snapshot, 0)
+
+
+class RecurrentSequence(Protocol):
+    """What this folder reads and changes of a cache's `SequenceState`.
+
+    Attributes:
+        slot: slot with the state of `num_tokens` tokens; 0 for none, or while it is in `host_slot`.
+        host_slot: while swapped out, the slot in host memory; 0 if its slot is shared and stays on the device.
+        step: what an open reservation has planned.
+        prompt_len: tokens of its prompt, 0 if unknown.
+        junction: position where its prompt parted from published blocks without a snapshot, 0 for none.
+        passed: last boundary at which its state was kept, or could have been.
+        rolling: such a boundary behind its prompt whose snapshot goes when the next one is kept; 0 for none.
+    """
+
+    request_id: SeqId
+    num_tokens: int
+    chain: TokenChain
+    slot: int
+    host_slot: int
+    step: StateStep | None
+    prompt_len: int
+    junction: int
+    passed: int
+    rolling: int

@@ -1,0 +1,76 @@
+"""Memory of the recurrent layers' states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paged.cache.blocks.host_blocks import HostBlocks
+from paged.cache.recurrent.spec import RecurrentSpec
+from paged.errors import InvalidInputError
+from paged.kernels.recurrent.metadata import RecurrentState
+
+
+class StateTensors:
+    """Tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`."""
+
+    def __init__(self, spec: RecurrentSpec, cache_dtype: torch.dtype, device: torch.device) -> None:
+        """cache_dtype: of K and V."""
+        is_wide = cache_dtype.is_floating_point and cache_dtype.itemsize > 1
+        conv_dtype = spec.conv_dtype or (cache_dtype if is_wide else torch.float32)
+        heads, keys = (spec.num_heads, spec.head_dim), (spec.num_key_heads, spec.key_dim)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "conv": ((spec.conv_width - 1 + spec.ring, spec.conv_channels), conv_dtype)
+        }
+        if spec.num_heads:
+            shapes |= {
+                "state": ((*heads, spec.key_dim), torch.float32),
+                "ring_k": ((spec.ring, *keys), torch.float32),
+                "ring_u": ((spec.ring, *heads), torch.float32),
+                "ring_g": ((spec.ring, spec.num_heads), torch.float32),
+            }
+        begin = len(spec.layers), spec.num_slots + 1
+        try:
+            self.all = {
+                name: torch.zeros((*begin, *shape), dtype=dtype, device=device)
+                for name, (shape, dtype) in shapes.items()
+            }
+            self._host = [HostBlocks(tensor, spec.num_swap_slots) for tensor in self.all.values()]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise InvalidInputError(f"recurrent: no states of shape {begin} and {shapes}: {error}") from error
+        self._layers = {layer: index for index, layer in enumerate(spec.layers)}
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot."""
+        return sum(tensor[:, 0].nbytes for tensor in self.all.values())
+
+    def layer(self, layer: int) -> RecurrentState:
+        """Return the views of one of the model's layers.
+
+        Raises:
+            InvalidInputError: the layer has no state.
+        """
+        if layer not in self._layers:
+            raise InvalidInputError(f"layer: {layer} has no recurrent state")
+        index = self._layers[layer]
+        tensors = {name: tensor[index] for name, tensor in self.all.items()}
+        return RecurrentState(tensors.pop("conv"), **tensors)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device slot to host slot for every pair."""
+        for memory in self._host:
+            memory.swap_out(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host slot to device slot for every pair."""
+        for memory in self._host:
+            memory.swap_in(pairs)
+
+    def poison(self, slots: Sequence[int]) -> None:
+        """Fill slots with NaN, so that a read of a freed state shows."""
+        for tensor in self.all.values():
+            tensor[:, list(slots)] = torch.nan

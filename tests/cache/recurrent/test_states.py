@@ -1,0 +1,89 @@
+"""States of recurrent layers in the cache: which slots steps read and write, snapshots, and all calls beside them."""
+
+import pytest
+
+from paged.errors import InvalidInputError, OutOfStateSlotsError, UnsupportedError
+from tests.cache.recurrent.hashing_model import HashingModel, RandomCalls, make_manager
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free slots hold NaN."""
+    monkeypatch.setenv("PAGED_CHECK", "1")
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "num_slots", "block_size", "interval"),
+    [
+        (0, 300, 12, 4, None),
+        pytest.param(1, 2000, 10, 4, 16, marks=pytest.mark.thorough),
+        pytest.param(2, 1000, 12, 16, None, marks=pytest.mark.thorough),
+    ],
+)
+def test_every_state_equals_the_recurrence(
+    seed: int, count: int, num_slots: int, block_size: int, interval: int | None
+) -> None:
+    """Random chunks, cuts, hits, forks, drafts, failures and swaps: the states of sequences and snapshots are those of
+    their tokens after each."""
+    sizes = {"block_size": block_size, "num_blocks": 240 // block_size * 2, "snapshot_interval": interval}
+    calls = RandomCalls(make_manager(num_slots, **sizes), seed)
+    calls.run(count)
+    assert min(calls.seen.values()) > count // 1000, calls.seen
+
+
+def test_a_hit_needs_the_blocks_and_a_snapshot() -> None:
+    manager = make_manager(4)
+    model, prompt = HashingModel(manager), list(range(10))
+    first = manager.allocate("first", token_ids=prompt)
+    model.run([(first, prompt[:8])])
+    model.run([(first, prompt[8:])])
+    second = manager.allocate("second", token_ids=[*prompt, 7])
+    assert (second.num_tokens, manager.stats().state_hits) == (8, 1)
+    model.check({"first": prompt, "second": prompt[:8]})
+    manager.free(first)
+    manager.free(second)
+    # Other sequences take all slots: the blocks stay published, the state is gone.
+    others = [manager.allocate(name, token_ids=[50 + name] * 3) for name in range(4)]
+    for other in others:
+        model.run([(other, [50 + other.cache_id] * 3)])
+    assert manager.stats().state_snapshots == 0
+    for other in others:
+        manager.free(other)
+    assert manager.stats().cached_blocks == 2
+    again = manager.allocate("again", token_ids=prompt)
+    assert again.num_tokens == 0
+    # It parts from published blocks behind token 8, so its state there is kept anew.
+    model.run([(again, prompt[:8])])
+    manager.free(again)
+    assert manager.stats().state_snapshots == 1
+    # Without the blocks a snapshot is worth nothing, and goes with them.
+    manager.clear_prefix_cache()
+    assert manager.stats().state_snapshots == 0
+    assert manager.allocate("last", token_ids=prompt).num_tokens == 0
+    manager.check_integrity()
+
+
+def test_what_states_refuse() -> None:
+    """Without a reservation, or with too few slots, nothing changes; capacity without tokens is refused."""
+    manager = make_manager(2)
+    model = HashingModel(manager)
+    handles = [manager.allocate(name, num_tokens=8) for name in "abc"]
+    for call in (manager.extend, manager.advance):
+        with pytest.raises(UnsupportedError, match="use reserve"):
+            call(handles[0], 1)
+    with pytest.raises(InvalidInputError, match="has no open reservation of 3 tokens"):
+        manager.build_metadata([(handles[0], 3)])
+    with pytest.raises(OutOfStateSlotsError, match="needs 3 more state slots for recurrent layers, 2 are free"):
+        model.run([(handle, [1, 2, 3]) for handle in handles])
+    with pytest.raises(InvalidInputError, match="layer: 0 has no recurrent state"):
+        manager.state(0)
+    model.check({"a": [], "b": [], "c": []})
+    model.run([(handles[0], [1, 2, 3, 4])])
+    with pytest.raises(InvalidInputError, match="kept at positions 4 to 4 and at snapshots only"):
+        manager.truncate(handles[0], 2)
+    with pytest.raises(UnsupportedError, match="recurrent layers also need a state"):
+        manager.share_prefix_blocks(handles[0], handles[1], 1)
+    model.check({"a": [1, 2, 3, 4], "b": [], "c": []})
+    for wrong in ({"max_append": 7}, {"snapshot_interval": 6}, {"num_slots": 1}):
+        with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+            make_manager(**wrong)

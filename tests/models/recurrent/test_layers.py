@@ -1,0 +1,105 @@
+"""Gated delta nets in models: any cut of a prompt, their sizes, and what is not supported beside them."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paged.cache.recurrent.tensors import StateTensors
+from paged.errors import UnsupportedError
+from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
+from paged.models.layers.recurrent import GatedDeltaNet
+from paged.models.parallel.share import Share
+from paged.models.registry import cache_config, load_model, read_model_config
+from tests.models.families import FAMILIES, assert_same_logits, forward, save_checkpoint, tokens
+from tests.models.published import published
+
+LENGTHS = [*range(1, 131)]
+FILE = "adapter_model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrent layers have no other implementation; free slots hold NaN."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    monkeypatch.setenv("PAGED_CHECK", "1")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "every"), [("qwen3_5", 1), ("qwen3_next", 9)])
+def test_all_lengths_whole_and_in_random_cuts(name: str, every: int, tmp_path: Path) -> None:
+    config = FAMILIES[name]
+    config.max_position_embeddings = 256
+    save_checkpoint(config, tmp_path)
+    model = load_model(tmp_path, block_size=4, num_blocks=128, max_seq_len=256, enable_prefix_cache=False)
+    ids, rng = tokens(LENGTHS[-1]), random.Random(1)
+    expected = model.forward_verify("whole", ids)
+    model.kv_manager.free(model.kv_manager.get_handle("whole"))
+    for length in LENGTHS[::every]:
+        assert_same_logits(model.prefill("a", ids[:length]), expected[length - 1])
+        at = 0
+        while at < length:
+            count = min(rng.choice([1, 2, 5, 8, 9, 30, 64]), length - at)
+            (logits,) = forward(model, {"b": ids[at : at + count]})
+            at += count
+            assert_same_logits(logits, expected[at - 1])
+        for one in "ab":
+            model.kv_manager.free(model.kv_manager.get_handle(one))
+    model.kv_manager.check_integrity()
+
+
+def test_sizes_of_a_published_model(tmp_path: Path) -> None:
+    """Qwen3.5-35B-A3B: the states of a sequence, the rows of its convolutions, and K and V of a token, in 16 bits."""
+    architecture, model_type, values = published("Qwen/Qwen3.5-35B-A3B")
+    text = {"architectures": [architecture], "text_config": {"model_type": model_type, **values}}
+    (tmp_path / "config.json").write_text(json.dumps({**text, "model_type": "qwen3_5_moe"}))
+    cache = cache_config(read_model_config(tmp_path)[1], block_size=16, num_blocks=8)
+    states = cache.recurrent
+    assert states is not None
+    assert (states.state_bytes, states.conv_bytes(torch.bfloat16)) == (62_914_560, 1_474_560)
+    assert cache.token_bytes(torch.bfloat16) == 20_480
+    assert states.layers == tuple(layer for layer in range(40) if layer % 4 != 3)
+    held = StateTensors(replace(states, num_slots=2), torch.bfloat16, torch.device("meta"))
+    assert held.bytes_per_slot == states.slot_bytes(torch.bfloat16)
+
+
+def test_padding_is_finite_before_routing(tmp_path: Path) -> None:
+    """Rows of no sequence: the layers write 0, whatever their slot holds."""
+    save_checkpoint(FAMILIES["qwen3_5_moe"], tmp_path)
+    model = load_model(tmp_path, block_size=4, num_blocks=32, max_seq_len=64)
+    assert not model.graphs._sizes  # none are captured or recorded
+    layer = next(one.linear_attn for one in model.network.layers if one.linear_attn is not None)
+    assert isinstance(layer, GatedDeltaNet)
+    for tensor in (layer.state.conv, layer.state.state, layer.state.ring_u):
+        assert tensor is not None
+        tensor.fill_(torch.nan)
+    none, one = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    slots = torch.full((1, 5), -1)
+    host = (torch.zeros(5, dtype=torch.int64), slots, one, *[one] * NUM_STATE_ARRAYS, none, none.view(1, 1, 2))
+    metadata = AttentionMetadata.over(host, max_seqlen_q=5, max_seqlen_k=64, max_append=8)
+    with torch.no_grad():
+        assert not layer(torch.randn(5, model.network.config.hidden_size), metadata).any()
+
+
+def test_what_is_not_supported_beside_them(tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES["qwen3_5"], tmp_path)
+    _, config = read_model_config(tmp_path)
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size 2: a model with recurrent layers, supported is 1"):
+        Share(0, 2).config(config)
+    with pytest.raises(UnsupportedError, match="draft: mtp, expected None with several ranks or recurrent layers"):
+        load_model(tmp_path, draft="mtp")
+    model = load_model(tmp_path, block_size=4, num_blocks=32, max_seq_len=64)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name, size in (("in_proj_qkv", 128), ("out_proj", 64)):
+        key, width = f"base_model.model.model.layers.0.linear_attn.{name}.lora_", model.network.config.hidden_size
+        save_file({f"{key}A.weight": torch.ones(2, width), f"{key}B.weight": torch.ones(size, 2)}, folder / FILE)
+        settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ".*linear_attn.*"}
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        with pytest.raises(UnsupportedError, match=f"adapters of .*linear_attn.{name} are not supported"):
+            model.adapters.load("one", folder)
+    assert not model.adapters.names()
