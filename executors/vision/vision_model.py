@@ -96,9 +96,7 @@ class VisionModel:
             import PIL  # noqa: F401
             import transformers
         except ImportError as error:
-            raise UnsupportedError(
-                f"images need {error.name}: pip install 'paged[vision]' (without images: paged serve --max-images 0)"
-            ) from error
+            raise UnsupportedError(f"images need {error.name}: pip install 'paged[vision]'") from error
         kind_of_number = as_dtype("dtype", dtype) or "auto"
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with _quiet(), _named(str(folder), CheckpointError):

@@ -1,8 +1,10 @@
 """Images for `paged generate` and in chats of `paged serve`: answers are those of transformers, errors have names."""
 
+import argparse
 import base64
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from PIL import Image
 
 from paged import ChatTokenizer
 from paged.executors.command_line import cli
+from paged.executors.command_line.serve import vision_of
 from tests.executors.serving.conftest import serving
 from tests.executors.serving.test_limits import ask
 from tests.executors.vision.test_vision_model import IMAGES
@@ -64,6 +67,17 @@ def test_generate(tower: MakeTower, tmp_path: Path, capsys: pytest.CaptureFixtur
     ]:
         assert run(*images, folder=folder) == 1
         assert text in capsys.readouterr().err
+
+
+def test_texts_need_no_packages_of_images(
+    tower: MakeTower, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tower("qwen2_5_vl").folder
+    tokenizer, args = ChatTokenizer.from_folder(folder), argparse.Namespace(max_images=8, dtype=None, device="cpu")
+    assert vision_of(folder, tokenizer, args) is not None
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert vision_of(folder, tokenizer, args) is None
+    assert "serves text alone: images need PIL: pip install" in capsys.readouterr().err
 
 
 def as_part(image: Image.Image | str) -> dict[str, Any]:
