@@ -17,7 +17,7 @@ from tests.models.lora.folders import Adapter
 
 BLOCK = 4
 # Where a step waits for the tokens it chose, once; before that for all drafts of a draft model, once.
-WAITS, WAITS_FOR_DRAFTS = "paged/staging.py:", "executors/speculation/draft_model.py:"
+WAITS, WAITS_FOR_DRAFTS = "paged/staging.py:", "executors/speculation/drafting.py:"
 SAMPLED: dict[str, Any] = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "min_tokens": 2,
     "logit_bias": {5: 1.0}, "logprobs": 2,
