@@ -24,6 +24,9 @@ SIZES: dict[str, Any] = {"device": "cuda", "block_size": 4, "num_blocks": 16, "m
 LENGTHS = (7, 3)
 # Windows; sinks and experts with biases; routing.
 ALWAYS = ("gemma3", "gpt_oss", "qwen3_moe")
+# No graphs: their recurrent layers read the batch on the host.
+WITHOUT = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+REPLAYED = [name for name in FAMILIES if name not in WITHOUT]
 
 
 def prefill(model: PagedCausalLM, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -53,7 +56,7 @@ def one_layer(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.thorough) for name in FAMILIES]
+    "family", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.thorough) for name in REPLAYED]
 )
 def test_replays(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = save_checkpoint(FAMILIES[family], tmp_path)
