@@ -152,7 +152,6 @@ class PrefillInput:
         input_ids: int64 [B, S].
         attention_mask: [B, S]; 0 marks padding, on either side.
         position_ids: [B, S]; consecutive in each row, padding aside, from the length of the row's cache.
-        position_ids: [B, S]; consecutive in each row from the length of its cache, except for padding.
         metadata: as in `UnifiedBatchItem`, for every row.
     """
 
