@@ -59,10 +59,16 @@ async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: expected it or messages", "prompt")
     if body.prompt is not None:
+        if body.add_special_tokens is False:
+            raise ApiError(400, "add_special_tokens: a prompt has them", "add_special_tokens")
         tokens = await service.in_thread(service.tokenizer.encode, body.prompt)
     else:
-        tokens, _ = await service.encode_chat(list(map(as_template, body.messages or ())), {})
-    return reply({"tokens": tokens, "count": len(tokens), "max_model_len": service.longest})
+        variables = {"add_generation_prompt": body.add_generation_prompt is not False}
+        messages = list(map(as_template, body.messages or ()))
+        tokens, _ = await service.encode_chat(messages, variables | (body.chat_template_kwargs or {}))
+    texts = [service.tokenizer.tokenizer.id_to_token(one) for one in tokens] if body.return_token_strs else None
+    found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.longest, "token_strs": texts}
+    return reply(found)
 
 
 async def detokenize(body: schemas.DetokenizeBody, request: Request) -> Response:

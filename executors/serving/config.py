@@ -59,6 +59,7 @@ class ServeConfig:
     )
     kv_events: str | None = _option(None, "publish KV events by ZeroMQ, as tcp://127.0.0.1:5557", metavar="ADDRESS")
     kv_events_replay: str | None = _option(None, "address of their replay socket", metavar="ADDRESS")
+    kv_events_topic: str = _option("", "topic of the events, as a router asks for it", metavar="TEXT")
     log_format: str = _option("text", "a line for each request, on stderr", choices=["text", "json"])
 
     @property

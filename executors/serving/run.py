@@ -47,7 +47,9 @@ async def serve(
         if config.kv_events is not None and manager is not None:
             from paged.interop.kv_events import KvEventPublisher
 
-            publisher = KvEventPublisher(manager, config.kv_events, replay_endpoint=config.kv_events_replay)
+            publisher = KvEventPublisher(
+                manager, config.kv_events, replay_endpoint=config.kv_events_replay, topic=config.kv_events_topic
+            )
             stack.callback(publisher.close)
         async with AsyncEngine(engine) as running:
             app = make_app(Service(running, tokenizer, config, defaults, vision))

@@ -192,9 +192,15 @@ class MessagesBody(Sampling):
 
 
 class TokenizeBody(Body):
+    """vLLM's. add_special_tokens: a prompt always has them, and messages those that the template writes."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Body):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from paged import EngineConfig
 from tests.executors.serving.conftest import Served, serving
@@ -77,6 +78,9 @@ def test_other_routes_and_content_types(served: Served) -> None:
     tokens = ask(served, "/tokenize", {"prompt": PROMPT})[2]["tokens"]
     assert ask(served, "/detokenize", {"tokens": tokens})[2]["prompt"] == PROMPT
     assert ask(served, "/tokenize", {"messages": [{"role": "user", "content": PROMPT}]})[2]["tokens"] == tokens
+    router = {"add_special_tokens": True, "return_token_strs": True}  # what AIBrix sends
+    assert ask(served, "/tokenize", {"prompt": PROMPT, **router})[2]["token_strs"][:2] == ["otter:", "brass"]
+    assert ask(served, "/tokenize", {"prompt": PROMPT, "add_special_tokens": False})[0] == 400
     assert "vllm:time_to_first_token_seconds_bucket" in ask(served, "/metrics")[2]
 
 
@@ -167,10 +171,17 @@ async def openapi(served: Served) -> Any:
 
 @pytest.mark.thorough  # starts processes
 @pytest.mark.parametrize("signals", [1, 2])
-def test_drain(signals: int) -> None:
-    """SIGTERM lets a stream end, and refuses new ones; a second one does not. Both exit with 0."""
+def test_drain(signals: int, tmp_path: Path) -> None:
+    """SIGTERM lets a stream end, and refuses new ones; a second one does not. Both exit with 0.
+
+    The process publishes its events under the topic that it is given.
+    """
+    events = zmq.Context.instance().socket(zmq.SUB)
+    events.setsockopt(zmq.SUBSCRIBE, b"kv@")
+    events.connect(f"ipc://{tmp_path}/events")
     command = [sys.executable, "-m", "paged", "serve", "--port", "0", "--num-blocks", "256", "--log-format", "json"]
     command += ["--drain-seconds", "300"]  # a busy machine needs more than the default for 900 tokens
+    command += ["--kv-events", f"ipc://{tmp_path}/events", "--kv-events-topic", "kv@10.0.0.7:8000@recall"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -193,6 +204,9 @@ def test_drain(signals: int) -> None:
     else:
         assert answer.read().endswith(b"data: [DONE]\n\n")
     assert process.wait(30) == 0
+    assert events.poll(1000)
+    assert events.recv_multipart()[:2] == [b"kv@10.0.0.7:8000@recall", bytes(8)]
+    events.close(linger=0)
     lines = process.stderr.read().splitlines()
     assert lines[0].startswith("paged: loading "), "off a terminal too"
     record = json.loads(lines[-1])

@@ -69,17 +69,21 @@ def test_page(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             await page.press("Escape")
             await page.until("!by('send').disabled && by('state').textContent === 'stopped'")
             await page.until("Number(by('engine').querySelector('dd').textContent) === 0")
-            await page.evaluate("fetch = own; by('clear').click(); by('settings').reset(); 0")
-            await page.type(PROMPT)
-            await page.press("Enter")
-            await page.until("document.querySelectorAll('#talk p.content').length === 1 && !by('send').disabled")
-            body = {"prompt": [PROMPT * 6, PROMPT * 9], "n": 3, "max_tokens": 700, "ignore_eos": True, "stream": True}
+            await page.evaluate("by('clear').click(); by('settings').reset(); 0")
+            body = {"prompt": [PROMPT * 6, PROMPT * 9], "n": 3, "max_tokens": 900, "ignore_eos": True, "stream": True}
             options = {"method": "POST", "headers": {"content-type": "application/json"}, "body": json.dumps(body)}
             await page.evaluate(f"own('/v1/completions', {json.dumps(options)}); 0")
             await page.until("Number(document.querySelector('.shared + dd').textContent) > 0")
+            await page.evaluate(
+                "by('settings').elements.temperature.value = 3; by('settings').elements.max_tokens.value = 900; 0"
+            )
+            await page.type(PROMPT)
+            await page.press("Enter")
+            await page.until("by('talk').textContent.length > 100")
+            assert await page.evaluate("by('state').textContent") == "", "no longer stopped"
             for name, width, height, scheme in [
                 ("desktop", 1280, 800, "light"),
-                ("phone", 390, 844, "dark"),
+                ("phone", 390, 844, "light"),
                 ("dark", 1280, 800, "dark"),
             ]:
                 await page.resize(width, height, scheme=scheme)
@@ -92,4 +96,4 @@ def test_page(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with serving(chat_folder) as served:
         asyncio.run(use(served.url))
         check_idle(served)
-        assert served.engine.metrics.finished["abort"] == 3
+        assert served.engine.metrics.finished["abort"] == 4
