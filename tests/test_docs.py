@@ -99,6 +99,7 @@ EXAMPLES = {
     "cache": "the same result without the cached prefix",
     "oracle": "the changed kernel: found",
     "ray_batch": "wren: -> pipe",
+    "ray_serve": "2 replicas answer",
     "stream": "' lantern'",
     "two_processes": "[1, 1, 1, 404, 404, 404, 404, 404]",
 }
