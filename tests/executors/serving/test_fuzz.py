@@ -1,5 +1,8 @@
-"""Schemathesis against the server's own OpenAPI document: whatever it sends is the client's fault, or answered."""
+"""Schemathesis against the server's own OpenAPI document: whatever it sends is the client's fault, or answered.
 
+SOAK=1 makes 2,000 calls in place of 300, which send every route right and wrong bodies as well."""
+
+import os
 from typing import Any
 
 import pytest
@@ -9,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from tests.executors.serving.conftest import Served
 from tests.executors.serving.test_openai import check_idle
 
-CALLS = 2000
+CALLS = 2000 if "SOAK" in os.environ else 300
 
 
-@pytest.mark.thorough  # a minute
+@pytest.mark.thorough  # half a minute
 def test_no_call_is_the_servers_fault(served: Served) -> None:
     schema = schemathesis.openapi.from_dict(served.app.openapi())
     operations: list[Any] = [one.ok() for one in schema.get_all_operations()]
@@ -30,5 +33,5 @@ def test_no_call_is_the_servers_fault(served: Served) -> None:
         for mode in schemathesis.GenerationMode if operation in bodies else [schemathesis.GenerationMode.POSITIVE]:
             limits(given(case=operation.as_strategy(generation_mode=mode))(call))()
     assert len(statuses) >= CALLS
-    assert len([status for status in statuses if status == 200]) > 50
+    assert len([status for status in statuses if status == 200]) > CALLS / 40
     check_idle(served)

@@ -1,10 +1,15 @@
-"""OpenAI's client against the server: answers, streams, limits of arguments, and what a crowd leaves behind."""
+"""OpenAI's client against the server: answers, streams, limits of arguments; a crowd of it and of Anthropic's."""
 
 import asyncio
+import inspect
 import random
 import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -142,38 +147,63 @@ def test_wrong_prompts_are_refused(given: dict[str, Any], code: str | None, clie
     assert caught.value.code == code
 
 
+def begin(client: Any, prompt: str, body: Any, **options: Any) -> Any:
+    """Ask in the client's own form. Arguments go by `body`, as types of theirs would refuse some that are wrong."""
+    if isinstance(client, openai.OpenAI | openai.AsyncOpenAI):
+        return client.completions.create(model="recall", prompt=prompt, extra_body=body, **options)
+    messages: Any = [{"role": "user", "content": prompt}]
+    return client.messages.create(model="recall", messages=messages, max_tokens=16, extra_body=body, **options)
+
+
+async def ask(*given: Any, **options: Any) -> Any:
+    """Call `begin` in a thread, where clients without async wait."""
+    found = await asyncio.to_thread(begin, *given, **options)
+    return await found if inspect.isawaitable(found) else found
+
+
+async def texts(stream: Any) -> AsyncIterator[str]:
+    """Yield the texts of a stream of either client, with or without async."""
+    is_async = hasattr(stream, "__aiter__")
+    events: Any = aiter(stream) if is_async else iter(stream)
+    while (event := await (anext(events, None) if is_async else asyncio.to_thread(next, events, None))) is not None:
+        if hasattr(event, "choices"):
+            yield event.choices[0].text
+        elif event.type == "content_block_delta":
+            yield event.delta.text
+
+
 async def _crowd(served: Served, count: int) -> None:
-    """A third is honest, a third leaves, a third is wrong."""
-    client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    """A third is honest, a third leaves, a third is wrong; a quarter of each uses each of four clients."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(count))
+    options: Any = {"api_key": "none", "max_retries": 0, "timeout": 60}
+    openais = [kind(base_url=f"{served.url}/v1", **options) for kind in (openai.AsyncOpenAI, openai.OpenAI)]
+    others = [kind(base_url=served.url, **options) for kind in (anthropic.AsyncAnthropic, anthropic.Anthropic)]
+    clients: list[Any] = [*openais, *others]
     prompts = sample_prompts(3, count, max_tokens=200)
     rng = random.Random(count)
 
-    async def ask(number: int) -> tuple[int, str] | None:
-        given: Any = {"model": "recall", "prompt": prompts[number].text, "temperature": 0}
+    async def use(number: int) -> None:
+        client, prompt = clients[number % 4], prompts[number]
         if number % 3 == 0:
-            stream = await client.completions.create(stream=True, **given)
-            return number, "".join([event.choices[0].text async for event in stream])
-        if number % 3 == 1:
-            given |= {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
-            if number % 2:  # within the answer; the others at any moment
-                stream = await client.completions.create(stream=True, **given)
-                await anext(aiter(stream))
-                await stream.close()
-                return None
-            task = asyncio.ensure_future(client.completions.create(**given))
-            await asyncio.sleep(rng.random() * 0.3)
-            task.cancel()
-            return None
-        param, wrong = WRONG[number % len(WRONG)]
-        with pytest.raises(openai.APIStatusError) as caught:
-            await client.completions.create(**given | wrong)
-        assert 400 <= caught.value.status_code < 500, param
-        return None
+            stream = await ask(client, prompt.text, {"temperature": 0}, stream=True)
+            assert "".join([text async for text in texts(stream)]) == prompt.answer
+        elif number % 3 == 1:
+            body = {"max_tokens": 400} | ({"temperature": 2} if client in others else {"ignore_eos": True})
+            if number // 12 % 2:  # within the answer; the others at any moment
+                stream = await ask(client, prompt.text, body, stream=True)
+                await anext(texts(stream))
+                if (closed := stream.close()) is not None:
+                    await closed
+            else:
+                with suppress(openai.APITimeoutError, anthropic.APITimeoutError):
+                    await ask(client, prompt.text, body, timeout=rng.random() * 0.3)
+        else:
+            param, wrong = WRONG[number % len(WRONG)]
+            with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
+                await ask(client, prompt.text, wrong.get("extra_body", wrong))
+            assert 400 <= caught.value.status_code < 500, param
 
-    async with client:
-        answers = await asyncio.gather(*map(ask, range(count)))
-    for number, text in filter(None, answers):
-        assert text == prompts[number].answer
+    await asyncio.gather(*map(use, range(count)))
 
 
 def check_idle(served: Served) -> None:
