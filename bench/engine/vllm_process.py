@@ -17,7 +17,7 @@ import sys
 from time import perf_counter
 from typing import Any
 
-_SETTINGS = {
+SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -30,7 +30,7 @@ def main(folder: str, dtype: str, threads: str, mode: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything else prints is no answer
     cores = sorted(os.sched_getaffinity(0))[: int(threads)]
-    os.environ.update(_SETTINGS)
+    os.environ.update(SETTINGS)
     if mode == "processes":  # it leaves a core of its own to the scheduler unless it is told where to run
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     else:
