@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.adapted_model import AdaptedModel
 from paged.executors.parallel.driver import Driver
-from paged.executors.parallel.follower import follow, load_adapter
+from paged.executors.parallel.follower import follow, load_adapter, update_weights
 from paged.executors.parallel.messages import Kind
 from paged.executors.progress import tracked
 from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
@@ -30,6 +30,7 @@ from paged.models.loading.weights import untracked
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import ParallelConfig
 from paged.models.registry import load_model
+from paged.models.weight_update import Source
 from paged.seq_id import SeqId
 
 # Widest point of a decoder layer: hidden state, residual, gate, up and their product. The last three are about 4 wide.
@@ -61,7 +62,7 @@ class LlmExecutor(UnifiedExecutor):
             self._lm: PagedCausalLM | AdaptedModel = model
             sequences: PagedKvCacheManager | AdaptedModel = model.kv_manager
             self.kv_manager, self.embeds_limits = model.kv_manager, model.embeds_limits
-            token_bytes = model.kv_manager.config.token_bytes(model.kv_manager.k_cache(0).dtype)
+            token_bytes = model.kv_manager.config.token_bytes(model.kv_manager.tensors.storage.dtype)
         else:
             self._lm = sequences = AdaptedModel(model, info)
             token_bytes = sequences.token_bytes
@@ -200,7 +201,7 @@ class LlmExecutor(UnifiedExecutor):
             UnsupportedError: a setting of the adapter is not supported, or the model takes no adapters.
         """
         with self._call(), warming_up():
-            model = self._adaptable()
+            model = self._paged()
             with self._alike(Kind.LOAD_LORA, str(name), str(path)):
                 failure = load_adapter(model, name, path)
             if failure is not None:
@@ -214,13 +215,45 @@ class LlmExecutor(UnifiedExecutor):
             UnsupportedError: the model takes no adapters.
         """
         with self._call(), nullcontext() if self._driver is None else self._driver.lock:
-            self._adaptable().adapters.unload(name)
+            self._paged().adapters.unload(name)
             with self._alike(Kind.UNLOAD_LORA, name):
                 pass
 
     def list_loras(self) -> tuple[str, ...]:
         """Return the names of the loaded adapters, none if the model takes none."""
         return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
+
+    def update_weights(self, source: Source, *, check_finite: bool = False) -> None:
+        """Replace the weights by those of a folder or of named tensors, all or none; no sequence may be live.
+
+        They are read into host memory first and checked as when a model is loaded. The prefix cache is emptied.
+        Adapters, a draft head and the scales of an 8-bit cache stay. CUDA graphs stay valid, unless weights are
+        quantised: then they are captured again, as steps on a CPU are recorded again.
+
+        Args:
+            source: a checkpoint's folder, with the config.json of the model that runs; or pairs of a name as in such a
+                checkpoint and a tensor on any device, if this process runs the model alone.
+            check_finite: whether infinity and NaN are refused.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, or has another shape or dtype; or the configuration
+                differs; or a weight is not finite.
+            InvalidInputError: sequences are live, whose K/V are of the old weights; or the source is something else.
+            UnsupportedError: the model is not a `PagedCausalLM`, or tensors are given to one of several ranks.
+        """
+        check_finite = as_bool("check_finite", check_finite)
+        with self._call(), warming_up():
+            model = self._paged("no weights of this package")
+            if live := len(model.kv_manager.handles()):
+                raise InvalidInputError(f"update_weights: {live} sequences hold K/V of the old weights, expected none")
+            is_folder = isinstance(source, str | Path)
+            if not is_folder and self._ranks.size > 1:
+                raise UnsupportedError("source: tensors, expected a folder that every rank can read")
+            words = (str(source) if is_folder else "", "yes" if check_finite else "")
+            with self._alike(Kind.UPDATE_WEIGHTS, *words):
+                failure = update_weights(model, source, check_finite=check_finite)
+            if failure is not None:
+                raise failure
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay.
@@ -241,9 +274,9 @@ class LlmExecutor(UnifiedExecutor):
             self._driver.stop()
         self._lm.reset()
 
-    def _adaptable(self) -> PagedCausalLM:
+    def _paged(self, lack: str = "no adapters") -> PagedCausalLM:
         if not isinstance(self.model, PagedCausalLM):
-            raise UnsupportedError(f"{type(self.model).__name__} takes no adapters")
+            raise UnsupportedError(f"{type(self.model).__name__} takes {lack}")
         return self.model
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:

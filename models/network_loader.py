@@ -14,6 +14,7 @@ from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.models.families.llama import Llama, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
+from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.weights import (
     Read,
     StoredTensors,
@@ -49,7 +50,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def load_network(
     network_class: type[Llama],
     config: DecoderConfig,
-    folder: Path,
+    folder: Path | GivenTensors,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -58,7 +59,7 @@ def load_network(
     track: Track = untracked,
     draft_prefix: str | None = None,
 ) -> Llama:
-    """Load a network with the weights of a folder; with several ranks, this rank's part.
+    """Load a network with the weights of a folder, or of given tensors; with several ranks, this rank's part.
 
     Headers are compared with the configuration first, so that wrong sizes allocate no memory. Tensors whose names begin
     with `draft_prefix` are left to the draft head.
@@ -158,7 +159,7 @@ def rank_network(
 
 
 def _tensors_of(
-    network_class: type[Llama], config: DecoderConfig, folder: Path, draft_prefix: str | None = None
+    network_class: type[Llama], config: DecoderConfig, folder: Path | GivenTensors, draft_prefix: str | None = None
 ) -> StoredTensors:
     """Return the tensors of a folder that the network uses, by the family's names.
 
@@ -203,7 +204,7 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
     return config.attention[layer].shares_kv_with is not None and _KV.match(name, match.end()) is not None
 
 
-def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: Path) -> None:
+def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: Path | GivenTensors) -> None:
     """Check the numbers of layers and experts before their modules are made."""
     layers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
     if config.num_layers > len(layers):

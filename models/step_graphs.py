@@ -152,6 +152,11 @@ class StepGraphs:
         self._sent_table: NDArray[np.int32] | None = None
         self.num_unrecorded = 0
 
+    @property
+    def are_captured(self) -> bool:
+        """Whether there are graphs."""
+        return bool(self._replays)
+
     def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
         """Capture a graph for every shape, the largest first; after an error there are none. Needs no cache blocks.
 

@@ -176,6 +176,10 @@ class AsyncEngine:
         """Return the names of the loaded adapters."""
         return await self._call(self.engine.list_loras)
 
+    async def update_weights(self, source: Any, *, check_finite: bool = False) -> None:
+        """Replace the model's weights between two steps while requests run, as `Engine.update_weights`."""
+        await self._call(self.engine.update_weights, source, check_finite=check_finite)
+
     async def status(self) -> EngineStatus:
         """Return the counts of the queue, running sequences and cache blocks."""
         return await self._call(self.engine.status)

@@ -296,6 +296,21 @@ class Engine(EngineCore):
         """Return the names of the loaded adapters."""
         return lora_loader(self.executor).list_loras()
 
+    def update_weights(self, source: Any, *, check_finite: bool = False) -> None:
+        """Replace the model's weights between two steps, as `LlmExecutor.update_weights`.
+
+        Requests go on from the tokens that they have; their K/V are computed again by the new weights.
+
+        Raises:
+            UnsupportedError: the executor cannot, or this is called within a step.
+        """
+        update = getattr(self.executor, "update_weights", None)
+        if update is None:
+            raise UnsupportedError(f"{type(self.executor).__name__} replaces no weights")
+        self._unreported = dict.fromkeys(self.drain())
+        self._scheduler.preempt_all()
+        update(source, check_finite=check_finite)
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -157,12 +157,22 @@ class Scheduler:
         if self._config.preemption == "swap" and not was_swapped:
             warn = partial(_LOG.warning, "%r was not swapped out: %s", victim)
             victim.is_swapped = bool(attempt(warn, self._space.swap_out, victim))
-        if not victim.is_swapped:
-            quietly(self._space.release, victim)
-            victim.requeue()
-        self.add(victim)
+        self._queue_again(victim)
         self._is_full = True
         return victim
+
+    def preempt_all(self) -> None:
+        """Queue everything that holds K/V again, without them."""
+        for one in [*self.prefilling, *self.decoding, *(one for one in self.waiting if one.is_swapped)]:
+            self._leave(one)
+            one.is_swapped = False
+            self._queue_again(one)
+
+    def _queue_again(self, completion: Completion) -> None:
+        if not completion.is_swapped:
+            quietly(self._space.release, completion)
+            completion.requeue()
+        self.add(completion)
 
     def _admit_next(self, left: int) -> bool:
         """Admit the first of the queue if it fits the cache and, if it decodes at once, the rest of the budget."""

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from paged.errors import CheckpointError, PagedError, RankFailedError
 from paged.executors.parallel.driver import compare_states
 from paged.executors.parallel.messages import Channel, Kind, StepMessage
+from paged.models.loading.weights import read_headers
 from paged.models.lora.checkpoint import adapter_files
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.fingerprint import checkpoint_parts
+from paged.models.weight_update import Source, read_new_weights, replace_weights
 
 # Moves of blocks that rank 0's cache sends.
 _MOVES = ("clear", "copy", "swap_in", "swap_out")
@@ -48,7 +50,7 @@ def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception
         parts = checkpoint_parts(*adapter_files(Path(path))) if model.ranks.size > 1 else {}
     except (PagedError, OSError) as error:
         failure = error
-    failed = [rank for rank, flag in enumerate(model.ranks.compare(torch.tensor([int(failure is not None)]))) if flag]
+    failed = _failed(model, failure)
     try:
         if failed:
             raise failure or CheckpointError(f"adapter {name!r}: ranks {failed} cannot load it from {path}")
@@ -60,6 +62,31 @@ def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception
     if is_first:
         model.prepare_adapters()
     return None
+
+
+def update_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) -> Exception | None:
+    """Replace the weights on all ranks or on none; return the error if it is none."""
+    failure: Exception | None = None
+    try:
+        new = read_new_weights(model, source, check_finite=check_finite)
+        parts = {} if model.ranks.size == 1 else checkpoint_parts({}, read_headers(Path(str(source))))
+    except (PagedError, OSError) as error:
+        failure = error
+    failed = _failed(model, failure)
+    if failed:
+        return failure or CheckpointError(f"ranks {failed} cannot read the weights from {source}")
+    try:
+        model.ranks.see_that_same(parts)
+    except PagedError as error:
+        return error
+    replace_weights(model, new)
+    return None
+
+
+def _failed(model: PagedCausalLM, failure: Exception | None) -> list[int]:
+    """Return the ranks that have failed."""
+    flags = model.ranks.compare(torch.tensor([int(failure is not None)]))
+    return [rank for rank, flag in enumerate(flags) if flag]
 
 
 def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]) -> bool:
@@ -81,6 +108,9 @@ def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArr
         model.prepare()
     elif kind is Kind.LOAD_LORA:
         load_adapter(model, *(word.tobytes().decode() for word in arrays))
+    elif kind is Kind.UPDATE_WEIGHTS:
+        path, check_finite = (word.tobytes().decode() for word in arrays)
+        update_weights(model, path, check_finite=bool(check_finite))
     elif kind is Kind.UNLOAD_LORA:
         model.adapters.unload(arrays[0].tobytes().decode())
     else:

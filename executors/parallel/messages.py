@@ -35,8 +35,9 @@ class Kind(IntEnum):
     PREPARE = 2
     LOAD_LORA = 3
     UNLOAD_LORA = 4
-    COMPARE = 5
-    STOP = 6
+    UPDATE_WEIGHTS = 5
+    COMPARE = 6
+    STOP = 7
 
 
 class Channel:

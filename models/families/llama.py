@@ -211,9 +211,7 @@ class Llama(nn.Module):
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache and the rotations of positions below max_seq_len."""
-        for module in self.modules():
-            if isinstance(module, (PackedWeights, SparseMoe)):
-                module.bind()
+        self.bind_weights()
         config, device = self.config, self.embed_tokens.device
         layers, sources, attention = list(self.layers), list(config.cache_layers), list(config.attention)
         if self.draft_head is not None:
@@ -236,6 +234,17 @@ class Llama(nn.Module):
         share_bound(self)
         # Rounded to the weights' dtype, as in training: 33.94 becomes 34 in bfloat16 for Gemma 3 with 1,152.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
+
+    def bind_weights(self) -> None:
+        """Make what layers make of their weights; again when weights have changed."""
+        for module in self.modules():
+            if isinstance(module, (PackedWeights, SparseMoe)):
+                module.bind()
+        for module in self.modules():
+            if isinstance(module, LatentAttention):
+                module.bind_weights()
+        if self._packed_embedding is not None:
+            self._pack_embedding()
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Give every layer k_scale and v_scale of the cache that it reads; a missing scale is 1."""

@@ -77,6 +77,9 @@ class LatentAttention(nn.Module):
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
         self.kv_cache, self.table, self.cos_sin_cache = k_cache.squeeze(2), table, cos_sin_cache
+
+    def bind_weights(self) -> None:
+        """Read the up-projection as matrices; call it when the weights are at their final addresses."""
         self.up = self.kv_b_proj.matrices(self.config.num_heads, self.kv_norm.weight.dtype)
 
     def forward(

@@ -17,7 +17,7 @@ from paged.errors import CheckpointError
 from paged.models.loading.checkpoint_files import regular_size
 from paged.printable import one_line
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
@@ -114,9 +114,9 @@ class TensorFile:
 
     def _dtype(self, name: str) -> torch.dtype:
         stored = self.tensors[name][0]
-        if stored not in _DTYPES:
-            raise self.wrong(f"a tensor of {one_line(stored, 20)}, known are {', '.join(_DTYPES)}")
-        return _DTYPES[stored]
+        if stored not in DTYPES:
+            raise self.wrong(f"a tensor of {one_line(stored, 20)}, known are {', '.join(DTYPES)}")
+        return DTYPES[stored]
 
     def _read(self, name: str, out: torch.Tensor, offset: int) -> torch.Tensor:
         """Fill contiguous memory with a tensor's bytes from an offset on."""
@@ -157,7 +157,7 @@ class TensorFile:
                 dtype, shape, (start, stop) = str(entry["dtype"]), list(entry["shape"]), entry["data_offsets"]
                 if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
                     raise ValueError(f"{name}: the shape or offsets are not sizes")
-                if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start:
+                if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != stop - start:
                     raise ValueError(f"{name}: {stop - start} bytes for shape {shape} of {dtype}")
                 spans.append((start, stop))
                 found[name] = dtype, shape, start, stop

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
@@ -18,6 +18,7 @@ from torch import nn
 from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there, other_kind, read_json
+from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.tensor_file import TensorFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -66,8 +67,9 @@ class ConvertedSlot(NamedTuple):
     is_loose: bool = False
 
 
+Tensors = TensorFile | GivenTensors
 # Reads the part of a tensor that a slot takes, from an open file and by the tensor's name in it.
-Read = Callable[[TensorFile, str, Slot], torch.Tensor]
+Read = Callable[[Tensors, str, Slot], torch.Tensor]
 # Iterates over work and may show progress. `desc` names the work, `unit` the counted unit, and `size` the number of
 # units of an item, 1 by default.
 Track = Callable[..., Iterable[Any]]
@@ -77,13 +79,22 @@ WeightSlots = dict[str, Slot]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file's header; dtype as safetensors names it. stamp: the file's, see `TensorFile`."""
+    """A tensor in a file's header, or a given one; dtype as safetensors names it. stamp: see `TensorFile`."""
 
     name: str
     file: Path
     shape: list[int]
     dtype: str
     stamp: tuple[int, ...] = ()
+    given: GivenTensors | None = None
+
+    def opened(self) -> AbstractContextManager[Tensors]:
+        """Return what the tensor is read from.
+
+        Raises:
+            CheckpointError: as `open_tensors`.
+        """
+        return nullcontext(self.given) if self.given is not None else open_tensors(self.file, self.stamp)
 
 
 # Name -> tensor; by the name in the file or the family's name.
@@ -95,14 +106,17 @@ def untracked(items: Iterable[Any], **_: object) -> Iterable[Any]:
     return items
 
 
-def read_headers(folder: Path) -> StoredTensors:
-    """Read every tensor's description from the headers of a checkpoint's files.
+def read_headers(folder: Path | GivenTensors) -> StoredTensors:
+    """Read every tensor's description from the headers of a checkpoint's files, or of given tensors.
 
     Raises:
         CheckpointError: a tensor occurs twice or is not in the file that the index names; or a file is missing,
             unreadable, truncated or outside of the folder.
     """
     stored: StoredTensors = {}
+    if isinstance(folder, GivenTensors):
+        file, entries = Path(str(folder)), folder.tensors.items()
+        return {name: StoredTensor(name, file, shape, dtype, given=folder) for name, (dtype, shape) in entries}
     for file, promised in _files(folder).items():
         found = read_header(file)
         if absent := sorted(promised - found.keys()):
@@ -126,7 +140,9 @@ def read_header(file: Path) -> StoredTensors:
         }
 
 
-def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: Path) -> None:
+def check_weights(
+    stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: Path | GivenTensors
+) -> None:
     """Check that every slot has a tensor of its name, shape and dtype, and every tensor has a slot.
 
     Exceptions for tensors without a slot: `rotary_emb.inv_freq` buffers of old files, scales of the
@@ -170,11 +186,11 @@ def load_weights(
     """
     ordered = sorted(slots, key=lambda name: (stored[name].file, name))
     sizes = {name: math.prod(slot.shape) * slot.dtype.itemsize for name, slot in slots.items()}
-    stamps = {stored[name].file: stored[name].stamp for name in ordered}
     read = track(ordered, desc="weights", unit="B", size=sizes.__getitem__)
     for file, names in groupby(read, lambda name: stored[name].file):
-        with open_tensors(file, stamps[file]) as tensors:
-            for name in names:
+        first = next(names)
+        with stored[first].opened() as tensors:
+            for name in chain((first,), names):
                 source, slot, part = stored[name].name, slots[name], parts.get(name)
                 try:
                     if part is None and isinstance(slot, torch.Tensor):
@@ -192,7 +208,7 @@ def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: its file became unreadable.
     """
-    with open_tensors(stored[name].file, stored[name].stamp) as tensors:
+    with stored[name].opened() as tensors:
         return tensors.get_tensor(stored[name].name)
 
 

@@ -14,8 +14,7 @@ import torch
 
 from paged.errors import UnsupportedError
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
-from paged.models.loading.tensor_file import TensorFile
-from paged.models.loading.weights import Read, Slot, WeightSlots
+from paged.models.loading.weights import Read, Slot, Tensors, WeightSlots
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # Projections whose results are summed over ranks; only one rank adds their bias.
@@ -42,19 +41,19 @@ class Part(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
     numbers_groups: bool = False
 
-    def read(self, tensors: TensorFile, name: str, slot: Slot) -> torch.Tensor:
+    def read(self, tensors: Tensors, name: str, slot: Slot) -> torch.Tensor:
         """Read the part from an open file."""
         parts = [tensors.get_part(name, self.dim, *bounds) for bounds in self.ranges]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
         return tensor - tensor.min() if self.numbers_groups else tensor
 
 
-def _zeros(tensors: TensorFile, name: str, slot: Slot) -> torch.Tensor:
+def _zeros(tensors: Tensors, name: str, slot: Slot) -> torch.Tensor:
     """Return zeros, for a bias that another rank adds."""
     return torch.zeros(slot.shape)
 
 
-def _own_sizes(tensors: TensorFile, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
+def _own_sizes(tensors: Tensors, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
     """Return the sizes of a rank's parts of a projection."""
     sizes = tensors.get_tensor(name).tolist()
     return torch.tensor([int(size * share) for size, share in zip(sizes, shares, strict=True)])

@@ -1,5 +1,6 @@
 """A model over several processes gives the logits that one process gives, in every way to run it."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from paged.batch import DrawToken, GreedyArgmax, UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.errors import CheckpointError, UnsupportedError
 from paged.executors.llm_executor import LlmExecutor
 from tests.executors.parallel.followers import OPTIONS, Followers
+from tests.models.edits import edit_tensors
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
 PROMPT = tokens(40)
@@ -148,3 +151,24 @@ def test_padded_steps_are_those_of_graphs(case: Case) -> None:
     case.spread.warmup()
     test_whole_prompts_chunks_and_decodes_in_one_batch(case)
     assert case.spread.status().graph_replays == 1
+
+
+def test_new_weights_reach_every_process(tmp_path: Path, followers: Followers) -> None:
+    """Or none: a folder that cannot be read leaves the old ones everywhere."""
+    item = UnifiedBatchItem("a", PROMPT)
+    with _load("llama 2", tmp_path / "old", followers) as case:
+        shutil.copytree(tmp_path / "old", tmp_path / "new")
+        edit_tensors(tmp_path / "new", lambda t: t.update({name: one.roll(1, 0) for name, one in t.items()}))
+        (before,) = case.same(item)
+        case.spread.model.reset()
+        with pytest.raises(CheckpointError):
+            case.spread.update_weights(tmp_path)
+        with pytest.raises(UnsupportedError, match="a folder that every rank can read"):
+            case.spread.update_weights([])
+        case.alone.model.reset()
+        case.same(item)
+        for executor in (case.alone, case.spread):
+            executor.model.reset()
+            executor.update_weights(tmp_path / "new")
+        (after,) = case.same(item)
+        assert not torch.allclose(before, after, atol=0.01)

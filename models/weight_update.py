@@ -1,0 +1,83 @@
+"""New weights for a model that runs: checked and read as a whole first, then put where the old ones are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paged.errors import CheckpointError
+from paged.kernels.common.torch_ops.linear import pack
+from paged.models.families.llama import Llama
+from paged.models.loading.given_tensors import GivenTensors
+from paged.models.loading.load_options import as_folder
+from paged.models.loading.weights import PackedModule
+from paged.models.network_loader import load_network
+from paged.models.paged_lm import PagedCausalLM
+from paged.models.registry import read_model_config
+
+Source = str | Path | Iterable[tuple[str, torch.Tensor]]
+
+
+def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) -> Llama:
+    """Return a network in host memory with this rank's part of the new weights; the model stays as it is.
+
+    Raises:
+        CheckpointError: as loading the model; or settings of the folder's config.json are not the model's; or, with
+            check_finite, a weight is infinite or NaN.
+        InvalidInputError: the source is neither a folder nor pairs of names and tensors.
+    """
+    old = model.network
+    network_class, config = type(old), old.config
+    given: Path | GivenTensors
+    if isinstance(source, str | Path):
+        given = as_folder("source", source)
+        network_class, config = read_model_config(given)
+    else:
+        given = GivenTensors(source)
+    new = load_network(
+        network_class,
+        config,
+        given,
+        dtype=model.dtype,
+        device=torch.device("cpu"),
+        has_fp8_cache=False,
+        ranks=model.ranks,
+    )
+    if type(new) is not type(old) or new.config != old.config:
+        names = [
+            one.name for one in fields(old.config) if getattr(new.config, one.name) != getattr(old.config, one.name)
+        ]
+        raise CheckpointError(f"{given}: {', '.join(names) or type(new).__name__} differ from the model's")
+    if check_finite:
+        for name, weight in new.named_parameters():
+            if weight.is_floating_point() and not weight.float().isfinite().all():
+                raise CheckpointError(f"{given}: {name} holds infinity or NaN")
+    return new
+
+
+@torch.no_grad()
+def replace_weights(model: PagedCausalLM, new: Llama) -> None:
+    """Put weights in the place of the model's, and make anew what was made of the old ones.
+
+    Plain weights keep their addresses, and so do graphs. Others are captured again if they were.
+    """
+    is_moved = False
+    for path, theirs in new.named_modules():
+        module = model.network.get_submodule(path)
+        is_moved |= isinstance(module, PackedModule)
+        for name, weight in theirs.named_parameters(recurse=False):
+            held = getattr(module, name)
+            if held.is_mkldnn:
+                setattr(module, name, nn.Parameter(pack(weight), requires_grad=False))
+                is_moved = True
+            else:
+                held.copy_(weight)
+    if is_moved or model.device.type == "cpu":
+        model.network.bind_weights()
+        if model.graphs.are_captured:
+            model.graphs.capture()
+    model.kv_manager.clear_prefix_cache()

@@ -1,0 +1,162 @@
+"""New weights in a model that runs: afterwards it is the model that loads them, or after an error the old one."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.errors import CheckpointError, InvalidInputError, PagedError
+from tests.models.edits import WEIGHTS, Tensors, edit_config, edit_tensors
+from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint
+from tests.models.quantization.checkpoints import write
+from tests.models.quantization.packers import FORMATS
+from tests.models.stepping import begin, decode
+
+OPTIONS: dict[str, Any] = {"block_size": 8, "num_blocks": 32, "progress": False}
+FAST = ("gemma3", "gptq zeros, order")
+# Two greedy completions, one of which is in the middle of its prompt when the weights change.
+PROMPTS = [5, 9, 2, 7], list(range(3, 40))
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def _rolled(tensors: Tensors) -> None:
+    """Other weights of every kind: the same rows, in another order."""
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0 or name.endswith(("weight_shape", "g_idx")):
+            continue
+        is_small = tensor.dtype.itemsize == 1
+        tensors[name] = (tensor.view(torch.uint8) if is_small else tensor).roll(1, 0).view(tensor.dtype)
+
+
+def _changed(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    edit_tensors(to, _rolled)
+    return to
+
+
+def _load(folder: Path) -> LlmExecutor:
+    executor = LlmExecutor.from_pretrained(folder, **OPTIONS)
+    executor.warmup()
+    return executor
+
+
+def _logits(executor: LlmExecutor) -> torch.Tensor:
+    begin(executor.model, (9, 3))
+    logits = torch.cat([decode(executor.model, (0, 1), 5), decode(executor.model, (1, 0), 9)])
+    executor.model.reset()
+    return logits
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.thorough) for name in (*FAMILIES, *FORMATS)]
+)
+def test_the_model_becomes_the_one_that_loads_them(name: str, packable: Path, tmp_path: Path) -> None:
+    """Packed for a CPU, with steps recorded where they can be; no prefix of the old weights is found."""
+    old = tmp_path / "old"
+    if name in FAMILIES:
+        save_checkpoint(FAMILIES[name], old)
+    else:
+        old = write(name, packable, tmp_path).packed
+    new = _changed(old, tmp_path / "new")
+    running, fresh = _load(old), _load(new)
+    before, expected = _logits(running), _logits(fresh)
+    assert not torch.allclose(expected, before, atol=0.01)
+    running.update_weights(new)
+    assert_same_logits(_logits(running), expected)
+    running.update_weights(load_file(old / WEIGHTS).items())
+    assert_same_logits(_logits(running), before)
+
+
+def _with(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, change)
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a name": (_with(lambda t: t.update({"other": t.pop("model.norm.weight")})), "other: unexpected tensor"),
+    "one is missing": (_with(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")), "up_proj.weight: missing"),
+    "a shape": (_with(lambda t: t.update({"model.norm.weight": torch.ones(65)})), "model.norm.weight: shape"),
+    "a dtype": (_with(lambda t: t.update({"model.norm.weight": torch.ones(64).int()})), "model.norm.weight: dtype"),
+    "not a number": (_with(lambda t: t["model.norm.weight"].fill_(torch.nan)), "norm.weight holds infinity or NaN"),
+    "a setting": (lambda folder: edit_config(folder, rms_norm_eps=0.5), "differ from the model's"),
+    "the end of a file": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]), "bytes"),
+}
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_ones_leave_the_old(name: str, as_tensors: bool, llama_folder: Path, folder: Path) -> None:
+    change, message = WRONG[name]
+    _changed(llama_folder, folder / "new")
+    change(folder / "new")
+    executor = _load(llama_folder)
+    before = _logits(executor)
+    source: Any = folder / "new"
+    if as_tensors:
+        if name in ("a setting", "the end of a file"):
+            pytest.skip("of a folder alone")
+        source = list(load_file(source / WEIGHTS).items())
+    with pytest.raises(CheckpointError, match=message):
+        executor.update_weights(source, check_finite=True)
+    assert torch.equal(_logits(executor), before)
+
+
+@pytest.mark.parametrize(
+    "source", [[("a", 1)], [("a",)], 3, [("a", torch.ones(1))] * 2, [("a", torch.ones(1).cfloat())]]
+)
+def test_other_sources_are_refused(source: Any, llama_folder: Path) -> None:
+    executor = LlmExecutor.from_pretrained(llama_folder, **OPTIONS)
+    before = _logits(executor)
+    with pytest.raises(InvalidInputError, match="source"):
+        executor.update_weights(source)
+    assert torch.equal(_logits(executor), before)
+
+
+def test_live_sequences_are_refused_and_kept(llama_folder: Path) -> None:
+    executor = LlmExecutor.from_pretrained(llama_folder, **OPTIONS)
+    begin(executor.model, (9,))
+    with pytest.raises(InvalidInputError, match="1 sequences hold K/V of the old weights"):
+        executor.update_weights(llama_folder)
+    assert decode(executor.model, (0,), 5).isfinite().all()
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_go_on_by_the_new_weights(preemption: Any, overlap: bool, llama_folder: Path, tmp_path: Path) -> None:
+    """What follows is what the new model says after the tokens that were there; K/V of the old weights are nowhere."""
+    new = _changed(llama_folder, tmp_path / "new")
+    executor = LlmExecutor.from_pretrained(llama_folder, **OPTIONS, num_swap_blocks=8)
+    config = EngineConfig(token_budget=8, overlap=overlap, preemption=preemption)
+    engine = Engine(executor, config)
+    outputs = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(PagedError):
+        engine.update_weights(tmp_path)
+    engine.update_weights(new)
+    begun = [[*one.outputs[0].token_ids] for one in outputs]
+    while engine.num_unfinished:
+        engine.step()
+    engine.update_weights(new)  # which holds nothing
+    fresh = Engine(LlmExecutor.from_pretrained(new, **OPTIONS), config)
+    assert begun[0]
+    assert not begun[1]
+    for output, prompt, tokens in zip(outputs, PROMPTS, begun, strict=True):
+        rest = SamplingParams(temperature=0, max_tokens=12 - len(tokens))
+        (expected,) = fresh.generate([prompt + tokens], rest)
+        assert [*output.outputs[0].token_ids] == [*tokens, *expected.outputs[0].token_ids]
+
+
+@pytest.mark.thorough
+def test_many_updates_take_no_memory(llama_folder: Path, tmp_path: Path) -> None:
+    new = _changed(llama_folder, tmp_path / "new")
+    executor = _load(llama_folder)
+    pages: list[int] = []
+    for number in range(100):
+        executor.update_weights((new, llama_folder)[number % 2])
+        pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    assert pages[-1] - pages[20] < 1024  # of 4 KiB
