@@ -5,8 +5,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-# Without the extra `serve` its modules cannot be imported.
-collect_ignore = [] if find_spec("uvicorn") else ["serving"]
+# Without the extras `serve` and `vision` their modules cannot be imported.
+collect_ignore = [] if find_spec("uvicorn") else ["serving", "vision/test_commands.py"]
+collect_ignore += (
+    [] if find_spec("PIL") else [f"vision/test_{name}.py" for name in ("commands", "images", "vision_model")]
+)
 
 
 @pytest.fixture(autouse=True)
