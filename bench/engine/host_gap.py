@@ -32,10 +32,17 @@ from paged.models import paged_lm, step_graphs
 from paged.staging import HostCopy
 
 BATCHES = (1, 8, 64, 256)
-# Layers cost the host nothing, as their kernels are in the graph.
-_MODEL = MODELS["Llama-10M"] | {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 1024, "intermediate_size": 64}
+# Layers cost the host nothing, as their kernels are in the graph; nor do logits, which a device converts.
+_VOCAB = 64
+_MODEL = MODELS["Llama-10M"] | {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "vocab_size": _VOCAB,
+    "intermediate_size": 64,
+}
 _MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-_PROMPT = 100
+# Lengths differ, so that one sequence in 16 begins a block in a step, as in service.
+_LONGEST_PROMPT = 108
 # Below this a sleep is too coarse; what waits then gives way to other threads, as a wait for a GPU does.
 _SPIN_S = 2e-4
 
@@ -72,7 +79,7 @@ class Clock:
 @contextmanager
 def pretended(num_sequences: int, num_steps: int) -> Iterator[tuple[Clock, Engine]]:
     """A clock, and an engine whose decode steps it runs."""
-    clock, tokens = Clock(), torch.from_numpy(np.arange(1, max(BATCHES) + 1))
+    clock, tokens = Clock(), torch.from_numpy(np.arange(max(BATCHES)) % _VOCAB)
 
     def record(begin: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], str]:
         return clock.run, ""
@@ -88,7 +95,7 @@ def pretended(num_sequences: int, num_steps: int) -> Iterator[tuple[Clock, Engin
         patch.start()
     try:
         executor: LlmExecutor = random_executor(
-            _MODEL, torch.device("cpu"), num_sequences * (_PROMPT + num_steps + 64) + 4096
+            _MODEL, torch.device("cpu"), num_sequences * (_LONGEST_PROMPT + num_steps + 64) + 4096
         )
         assert isinstance(executor.model, paged_lm.PagedCausalLM)
         executor.model.graphs._recorded_only = False
@@ -105,7 +112,8 @@ def params(num_steps: int) -> SamplingParams:
 
 
 def prompt(number: int) -> list[int]:
-    return [(7 * number + i) % 1000 for i in range(_PROMPT)]
+    length = _LONGEST_PROMPT - number % 16
+    return np.random.default_rng(number).integers(_VOCAB, size=length).tolist()  # type: ignore[no-any-return]
 
 
 def begin(engine: Engine, num_sequences: int, num_steps: int) -> None:
