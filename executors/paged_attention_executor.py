@@ -146,7 +146,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
         return self.kv_manager.metrics_snapshot()
 
     def _run(self, batch: UnifiedBatch) -> Answers:
-        with forward_step(self.kv_manager, batch.items, batch.device_ids) as step:
+        with forward_step(self.kv_manager, batch) as step:
             return answer_batch(self._logits(self._attend(step)[step.sample_rows]), batch)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

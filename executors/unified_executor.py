@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 
 from paged.batch import (
+    BatchColumns,
     DecodeInput,
     DecodeOutput,
     PrefillInput,
@@ -59,6 +60,9 @@ class UnifiedExecutor(ModelExecutor):
         self._info, self._memory = info, memory
         self._sequences = sequences
         self._meter = WorkMeter(info.device, lambda: memory.weight_bytes + sequences.used_bytes)
+        # Of the last batch, if it was a decode step of sequences that exist: its columns, how many it followed, and the
+        # longest length after.
+        self._decoded: tuple[BatchColumns | None, int, int] = None, 0, 0
         self._prompts = PromptProgress(lambda item: item.kv_cache or sequences.get_handle(item.seq_id))
 
     @abstractmethod
@@ -152,9 +156,9 @@ class UnifiedExecutor(ModelExecutor):
         with self._call():
             if not inputs:
                 return []
-            item = verify_item(inputs)
-            with self._all_or_nothing([item], ForwardWork(0, 0, len(inputs))):
-                logits = torch.cat([row for row in self._run(UnifiedBatch([item])) if row is not None])
+            batch = UnifiedBatch([verify_item(inputs)])
+            with self._all_or_nothing(batch, ForwardWork(0, 0, len(inputs))):
+                logits = torch.cat([row for row in self._run(batch) if row is not None])
                 if logits.shape[0] != len(inputs):
                     raise PagedError(f"the forward returned {logits.shape[0]} rows of logits for {len(inputs)} tokens")
                 rows = apply_policies(logits, [one.logits_policy for one in inputs])
@@ -193,7 +197,7 @@ class UnifiedExecutor(ModelExecutor):
     def _forward(self, batch: UnifiedBatch, work: ForwardWork) -> Answers:
         if not batch.items:
             return []
-        with self._all_or_nothing(batch.items, work):
+        with self._all_or_nothing(batch, work):
             answers = self._run(batch)
             if isinstance(answers, torch.Tensor):
                 return answers
@@ -202,15 +206,23 @@ class UnifiedExecutor(ModelExecutor):
         return [row if item.is_final_chunk else None for item, row in zip(batch.items, answers, strict=True)]
 
     @contextmanager
-    def _all_or_nothing(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> Iterator[None]:
+    def _all_or_nothing(self, batch: UnifiedBatch, work: ForwardWork) -> Iterator[None]:
         """Check the items and count the work; if the checks or the forward raise, roll every cache back."""
-        new = self._check_items(items)
+        (decoded, num_followed, longest), self._decoded = self._decoded, (None, 0, 0)
+        columns, longest = batch.columns, longest + 1
+        is_next = columns is decoded and batch.num_followed == num_followed + 1
+        is_next &= longest <= self._info.max_sequence_length
+        new = set() if is_next else self._check_items(batch)
         try:
-            self._choose_adapters(items)
+            if not is_next:
+                self._choose_adapters(batch.items)
             with self._meter.forward(work):
                 yield
+            if columns.is_decode and None not in columns.kv_caches:
+                longest = longest if is_next else 1 + max(item.pos_offset for item in batch.items)
+                self._decoded = columns, batch.num_followed, longest
         except BaseException:
-            for item in items:
+            for item in batch.items:
                 handle = self._sequences.get_handle(item.cache_id)
                 if handle is not None:
                     self._roll_back(handle, None if handle.cache_id in new else item.pos_offset)
@@ -226,22 +238,23 @@ class UnifiedExecutor(ModelExecutor):
         if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) > count or ids.device != info.device:
             given = f"{ids.dtype} {list(ids.shape)} on {ids.device}"
             raise InvalidInputError(f"device_ids: {given}, expected int64 [n <= {count}] on {info.device}")
-        if (counts := {len(item.q_tokens) for item in batch.items[: len(ids)]}) - {1}:
+        if not batch.columns.is_decode and (counts := set(batch.columns.counts[: len(ids)])) - {1}:
             raise InvalidInputError(f"device_ids: beside {max(counts)} q_tokens of an item, expected 1")
         return len(ids)
 
-    def _check_items(self, items: Sequence[UnifiedBatchItem]) -> set[SeqId]:
+    def _check_items(self, batch: UnifiedBatch) -> set[SeqId]:
         """Raise unless the items can run; return the caches that do not exist yet."""
-        given = [item.kv_cache for item in items]
-        names = [item.seq_id if handle is None else handle.cache_id for item, handle in zip(items, given, strict=True)]
+        seq_ids, given, *_ = batch.columns
+        names = [seq_id if handle is None else handle.cache_id for seq_id, handle in zip(seq_ids, given, strict=True)]
         handles = self._sequences.get_handles(names)
         if given != handles:
             for one, handle in zip(given, handles, strict=True):
                 if one is not None and handle is not one:
                     self._check_handle(one)
         limits = {"vocab_size": self._info.vocab_size, "max_seq_len": self._info.max_sequence_length}
-        validate_items(items, handles, **limits)
-        check_embeds(items, self.embeds_limits)
+        validate_items(batch.items, handles, **limits)
+        if batch.columns.has_embeds:
+            check_embeds(batch.items, self.embeds_limits)
         if None not in handles:
             return set()
         return {name for name, handle in zip(names, handles, strict=True) if handle is None}

@@ -87,12 +87,10 @@ class DraftSteps:
             OutOfBlocksError: the cache has too few free blocks.
         """
         lengths = np.array([handle.num_tokens for handle in handles], np.int64)
-        ends = (lengths + np.array(counts)).tolist()
-        reservation = self._manager.reserve_lengths([handle.cache_id for handle in handles], ends)
+        reservation, host = self._manager.reserve_step(list(handles), list(counts))
         try:
-            tables = self._manager.host_metadata(zip(handles, counts, strict=True)).block_tables
             features, _ = self._before(handles, lengths, None)
-            yield DraftRun(self._head, features, lengths, tables, self._manager)
+            yield DraftRun(self._head, features, lengths, host.block_tables, self._manager)
         finally:
             reservation.rollback()
 

@@ -147,8 +147,9 @@ class PagedCausalLM(DecoderOnlyLLM):
         is_checked: the items are valid.
         """
         items = batch.items
-        final = [item.logits_policy for item in items if item.is_final_chunk]
-        draws = draws_of(final) if self.ranks.size > 1 else None
+        draws = None
+        if self.ranks.size > 1:
+            draws = draws_of([item.logits_policy for item in items if item.is_final_chunk])
         if draws is not None and self._num_candidates(draws) is None:
             draws = None
         with self._logits(batch, draws, is_checked=is_checked) as rows:
@@ -248,11 +249,8 @@ class PagedCausalLM(DecoderOnlyLLM):
             limits = {"vocab_size": self._config.vocab_size, "max_seq_len": self._config.max_seq_len}
             validate_items(batch.items, handles, **limits)
             check_embeds(batch.items, self.embeds_limits)
-        with (
-            torch.no_grad(),
-            forward_step(self.kv_manager, batch.items, batch.device_ids, returns_hidden=batch.returns_hidden) as step,
-        ):
-            counts = [len(item.q_tokens) for item in batch.items]
+        counts = batch.columns.counts
+        with torch.no_grad(), forward_step(self.kv_manager, batch) as step:
             row_slots = self.adapters.row_slots(step.handles, counts)
             shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
             with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):

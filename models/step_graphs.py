@@ -219,7 +219,7 @@ class StepGraphs:
         if features is not None:
             features = features[: len(step.token_ids)].clone()  # the next graph may overwrite them
         product = self._product[: len(step.token_ids)]
-        if len(step.row_ids) < len(product):
+        if len(step.row_ids) < len(step.token_ids):
             product = product[to_device((step.row_ids,), self._device)[0]]
         return product.to(torch.float32, copy=True), features
 

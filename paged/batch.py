@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
     from paged.cache.kv_cache import KvCacheHandle
     from paged.prompt_embeds import PromptEmbeds
+
+
+_EMBEDS = attrgetter("embeds")
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,22 @@ class UnifiedBatchItem:
         return self.seq_id if self.kv_cache is None else self.kv_cache.cache_id
 
 
+class BatchColumns(NamedTuple):
+    """Fields of a batch's items that stay the same while its sequences decode on.
+
+    Attributes:
+        counts: number of tokens of each item.
+        is_decode: whether each item is one token, and wants what `logits_policy` asks for of that token.
+        has_embeds: whether any item has `embeds`.
+    """
+
+    seq_ids: list[SeqId]
+    kv_caches: list[KvCacheHandle | None]
+    counts: list[int]
+    is_decode: bool
+    has_embeds: bool
+
+
 @dataclass(frozen=True)
 class UnifiedBatch:
     """Items that run in one forward, in any mix of prompts, prompt chunks and decode steps.
@@ -132,11 +153,31 @@ class UnifiedBatch:
     device_ids: torch.Tensor | None = None
     is_stacked: bool = False
     returns_hidden: bool = False
+    # Number of batches that this one follows, see `following`.
+    num_followed: int = field(default=0, init=False, repr=False, compare=False)
+
+    @cached_property
+    def columns(self) -> BatchColumns:
+        items = self.items
+        counts = [len(item.q_tokens) for item in items]
+        is_decode = counts.count(1) == len(counts) and False not in [item.is_final_chunk for item in items]
+        kv_caches, has_embeds = [item.kv_cache for item in items], any(map(_EMBEDS, items))
+        return BatchColumns([item.seq_id for item in items], kv_caches, counts, is_decode, has_embeds)
+
+    def following(self, device_ids: torch.Tensor) -> UnifiedBatch:
+        """Return the batch of the next tokens, int64 [len(items)], after one token of each item has run.
+
+        Its items are the same objects, which their owner has moved one position on: an executor that ran them last does
+        not check them again.
+        """
+        batch = object.__new__(UnifiedBatch)
+        batch.__dict__.update(self.__dict__, device_ids=device_ids, num_followed=self.num_followed + 1)
+        return batch
 
     @property
     def total_q_tokens(self) -> int:
         """Number of tokens that the forward computes."""
-        return sum(len(item.q_tokens) for item in self.items)
+        return sum(self.columns.counts)
 
     @property
     def num_sampled_items(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from operator import add, gt
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import UnifiedBatchItem, VerifyLogits
+from paged.batch import UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
@@ -24,7 +24,7 @@ from paged.kernels.common.attention.plan import AttentionPlan
 from paged.metadata import AttentionMetadata, HostMetadata, OutputRows
 from paged.seq_id import SeqId
 from paged.staging import to_device
-from paged.step_embeds import EMBEDS, StepEmbeds, embed_step
+from paged.step_embeds import StepEmbeds, embed_step
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class ForwardStep:
     token_ids: NDArray[np.int64]
     host: HostMetadata
     row_ids: NDArray[np.int64]
-    handles: tuple[KvCacheHandle, ...]
+    handles: Sequence[KvCacheHandle]
     device: torch.device
     device_ids: torch.Tensor | None = None
     returns_hidden: bool = False
@@ -71,7 +71,7 @@ class ForwardStep:
     def copy_device_ids(self, input_ids: torch.Tensor) -> None:
         """Copy `device_ids` to where they belong in `input_ids`; -1, which stands for no token, runs as 0."""
         if self.device_ids is not None:
-            torch.clamp(self.device_ids, min=0, out=input_ids[: len(self.device_ids)])
+            torch.clamp(self.device_ids, min=0, out=input_ids[: self.device_ids.shape[0]])
 
     @cached_property
     def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, OutputRows | None]:
@@ -88,17 +88,11 @@ class ForwardStep:
 
 
 @contextmanager
-def forward_step(
-    manager: PagedKvCacheManager,
-    items: Sequence[UnifiedBatchItem],
-    device_ids: torch.Tensor | None = None,
-    *,
-    returns_hidden: bool = False,
-) -> Iterator[ForwardStep]:
+def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> Iterator[ForwardStep]:
     """Reserve capacity for all items and yield their forward; then lengths grow and full blocks are published.
 
     An item without `kv_cache` uses the manager's sequence `seq_id`, created on first use. An exception rolls back
-    lengths, capacity and the sequences created here. device_ids, returns_hidden: as in `UnifiedBatch`.
+    lengths, capacity and the sequences created here.
 
     Raises:
         InvalidInputError: a handle is not the manager's, or two items use the same one.
@@ -109,29 +103,30 @@ def forward_step(
     new_ids: list[SeqId] = []  # recorded before the sequences are made, so that an interrupt loses none
     reservation: KvSlotReservation | None = None
     try:
-        handles = []
-        for item in items:
-            handle = item.kv_cache or manager.get_handle(item.seq_id)
-            if handle is None:
-                new_ids.append(item.seq_id)
-                handle = manager.allocate(item.seq_id)
-            handles.append(handle)
-        ids: list[Sequence[int] | None] = [item.q_tokens for item in items]
-        counts = [len(item.q_tokens) for item in items]
-        tokens = np.fromiter(chain.from_iterable([item.q_tokens for item in items]), np.int64, sum(counts))
-        lengths = [handle.num_tokens for handle in handles]
-        reservation = manager.reserve_lengths([handle.cache_id for handle in handles], list(map(add, lengths, counts)))
-        host = manager.host_metadata(zip(handles, counts, strict=True))
-        rows, embeds = _sample_rows(items, counts), None
-        if any(map(EMBEDS, items)):
+        items, (seq_ids, kv_caches, counts, is_decode, has_embeds) = batch.items, batch.columns
+        handles = [handle for handle in kv_caches if handle is not None]
+        if len(handles) < len(seq_ids):
+            handles = []
+            for seq_id, own in zip(seq_ids, kv_caches, strict=True):
+                handle = own or manager.get_handle(seq_id)
+                if handle is None:
+                    new_ids.append(seq_id)
+                    handle = manager.allocate(seq_id)
+                handles.append(handle)
+        num_unknown = 0 if batch.device_ids is None else batch.device_ids.shape[0]
+        known: list[Sequence[int]] = [item.q_tokens for item in items[num_unknown:]]
+        tokens: NDArray[np.int64] = np.zeros(sum(counts), np.int64)
+        if known:
+            tokens[num_unknown:] = list(chain.from_iterable(known))
+        reservation, host = manager.reserve_step(handles, counts)
+        rows, embeds = np.arange(len(counts)) if is_decode else _sample_rows(items, counts), None
+        if has_embeds:
             embeds, host = embed_step(items, host, manager.device)
-            given = [(item.embeds, item.q_tokens, item.pos_offset) for item in items]
-            ids = [tokens if embedded is None else embedded.ids(tokens, start) for embedded, tokens, start in given]
-        yield ForwardStep(tokens, host, rows, tuple(handles), manager.device, device_ids, returns_hidden, embeds)
-        num_unknown = 0 if device_ids is None else len(device_ids)
-        ids[:num_unknown] = [None] * num_unknown
-        is_known = num_unknown < len(ids) and not returns_hidden
-        reservation.commit(ids if is_known else None)  # last, as nothing takes that back
+            given = [(item.embeds, item.q_tokens, item.pos_offset) for item in items[num_unknown:]]
+            known = [tokens if embedded is None else embedded.ids(tokens, start) for embedded, tokens, start in given]
+        yield ForwardStep(tokens, host, rows, handles, manager.device, batch.device_ids, batch.returns_hidden, embeds)
+        is_known = known and not batch.returns_hidden
+        reservation.commit([*repeat(None, num_unknown), *known] if is_known else None)  # last: it cannot be undone
     except BaseException:
         if reservation is not None:
             reservation.rollback()

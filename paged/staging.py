@@ -91,7 +91,7 @@ class Staging:
             buffer = next(self._ring)
             if buffer.copied is not None:
                 buffer.copied.synchronize()
-            if len(buffer.memory) < size:
+            if len(buffer.bytes) < size:
                 buffer.grow(size, is_pinned=self._device.type == "cuda")
             yield buffer
             if buffer.copied is not None:

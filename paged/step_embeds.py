@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +16,6 @@ from paged.errors import InvalidInputError
 from paged.metadata import EmbeddedRows, HostMetadata
 from paged.prompt_embeds import EmbedsLimits
 from paged.staging import to_device
-
-EMBEDS = attrgetter("embeds")
 
 
 class StepEmbeds(NamedTuple):
@@ -67,8 +64,8 @@ def check_embeds(items: Sequence[UnifiedBatchItem], limits: EmbedsLimits | None)
     Raises:
         InvalidInputError, UnsupportedError: they cannot run.
     """
-    for item, embeds in zip(items, map(EMBEDS, items), strict=True):
-        if embeds is None:
+    for item in items:
+        if (embeds := item.embeds) is None:
             continue
         start, end = item.pos_offset, item.pos_offset + len(item.q_tokens)
         rope = embeds.rope_positions

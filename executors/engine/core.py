@@ -23,7 +23,7 @@ from paged.executors.engine.step_runner import CallResults, StepRunner, WrongRes
 from paged.executors.isolation import attempt, describe, quietly
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
-from paged.executors.requests.request import Completion, Request, State
+from paged.executors.requests.request import Completion, Request, State, advance, count_launched
 from paged.executors.sampling.logprobs import prompt_logprobs
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Sampled, Sampler
@@ -162,31 +162,29 @@ class EngineCore:
         self._begin(plan.chunks)
         drafts = draft(self._proposer, plan.decodes, self._vocab_size)
         self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
-        completions, late = [*plan.decodes, *plan.chunks], []
+        completions, batch = [*plan.decodes, *plan.chunks], None
         if self._prefers_tokens and drafts is None:
             self._ask_for_tokens(completions)
         if before is None:
             calls = self._runner.run(completions)
         else:
-            late = [one for one in plan.decodes if one.is_behind]
-            if len(late) < len(plan.decodes):
-                completions = [*late, *(one for one in completions if not one.is_behind)]
-            calls = self._runner.run_ahead(completions, before.token_ids(late, self._device) if late else None)
+            completions, batch = before.next_batch(completions, self._device)
+            calls = self._runner.run_ahead(completions, batch)
             self.metrics.overlapped_steps += bool(calls)
         if not calls:
             return None
-        launched = LaunchedStep(started, bool(plan.decodes), _num_rows(plan.chunks), drafts is not None, late)
+        launched = LaunchedStep(started, bool(plan.decodes), _num_rows(plan.chunks), drafts is not None, batch)
         self._count(calls, launched)
         completions, rows = self._final_rows(calls, launched, has_chunks=bool(plan.chunks))
-        if before is not None and any(one.reads_tokens for one in completions):
+        if before is not None and True in [one.reads_tokens for one in completions]:
             self._take_launched()  # while the device runs this one
         self._step_sampler.sample(completions, rows, launched, drafts and (drafts, plan.decodes))
         return launched
 
     def _count(self, calls: Sequence[CallResults], launched: LaunchedStep) -> None:
-        ran = [one for call in calls for one in call.completions]
-        num_rows, prefill_tokens = len(ran), 0
+        num_rows, prefill_tokens = sum(len(call.completions) for call in calls), 0
         if launched.num_prefill_tokens or launched.is_drafted:
+            ran = [one for call in calls for one in call.completions]
             num_rows = _num_rows(ran)
             prefill_tokens = _num_rows(one for one in ran if one.state is State.PREFILL)
         self.metrics.steps += num_rows > 0
@@ -213,8 +211,7 @@ class EngineCore:
         parts: list[Answers] = []
         for group, answers in calls:
             if not has_chunks:
-                for completion in group:
-                    completion.launched()
+                count_launched(group)
                 completions += group
                 parts.append(answers)
                 continue
@@ -224,7 +221,7 @@ class EngineCore:
             for index, completion in enumerate(group):
                 is_prompt, size = completion.state is State.PREFILL, answer_rows(completion.item)
                 begin, end = end, end + size
-                completion.launched()
+                count_launched([completion])
                 if not size:
                     continue
                 entry = None if isinstance(answers, torch.Tensor) else answers[index]
@@ -285,13 +282,20 @@ class EngineCore:
             self._scheduler.pacer.observe(seconds, step.num_prefill_tokens)
 
     def _note_known(self, ahead: LaunchedStep) -> None:
-        """Tell the cache the tokens that a step ran before they were known; leave a step whose completions have ended.
+        """Tell the cache the tokens of the blocks that a step has filled; leave a step without requests.
 
         An error leaves blocks unpublished.
         """
-        late, manager = [one for one in ahead.late if one.state is State.DECODE], self.executor.kv_manager
-        known = [(one.handle, one.token_ids[-1:]) for one in late if one.handle is not None]
-        if known and manager is not None:
+        manager = self.executor.kv_manager
+        assert manager is not None
+        size = manager.config.block_size
+        known = [
+            (one.handle, one.tokens_from(one.handle.num_known_tokens))
+            for completions, _ in ahead.parts
+            for one in completions
+            if not one.cached % size and one.state is State.DECODE and one.handle is not None
+        ]
+        if known:
             attempt(partial(_LOG.warning, "blocks were not published: %s"), manager.append_tokens, known)
         if not self._requests:
             self._take_launched()
@@ -358,7 +362,7 @@ class EngineCore:
         """
         self._sampled = perf_counter()
         token_ids, logprobs = sampled
-        if any(one.state is State.FINISHED for one in completions):  # while the step was under way
+        if State.FINISHED in [one.state for one in completions]:  # while the step was under way
             left = [row for row, one in enumerate(completions) if one.state is not State.FINISHED]
             self.metrics.dropped_tokens += len(completions) - len(left)
             completions, token_ids = [completions[row] for row in left], [token_ids[row] for row in left]
@@ -370,8 +374,7 @@ class EngineCore:
                     quietly(self._measure_first_token, request)
         self._changed.update(dict.fromkeys([completion.request_output for completion in completions]))
         if not drafted and logprobs is None:
-            pairs = zip(completions, token_ids, strict=True)
-            for completion in [completion for completion, (token,) in pairs if completion.advance(token)]:
+            for completion in advance(completions, token_ids):
                 self._finish_if_done(completion)
             self.metrics.generated_tokens += len(completions)
         else:
@@ -429,7 +432,7 @@ class EngineCore:
         """Give a completion its accepted drafts and one token more, until one ends it; roll back the others."""
         ran_to, before, is_done = completion.cached, len(completion.token_ids), False
         for token in token_ids:
-            is_done = completion.advance(token) and self._finish_if_done(completion)
+            is_done = bool(advance([completion], [[token]])) and self._finish_if_done(completion)
             if is_done:
                 break
         # One that was no token is not there any more.

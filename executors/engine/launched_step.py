@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paged.batch import UnifiedBatch
 from paged.executors.engine.step_runner import WrongResultsError
 from paged.executors.isolation import describe, raise_exit
-from paged.executors.requests.request import Completion, Request
+from paged.executors.requests.request import Completion, Request, count_sampled
 from paged.executors.sampling.rows import index_tensor, row_matrix
 from paged.executors.sampling.sampler import Drafts, SampledOnDevice, Sampler
 from paged.executors.speculation.drafting import aligned_drafts
@@ -22,7 +23,7 @@ class LaunchedStep:
 
     Attributes:
         started: when it was planned.
-        late: completions whose last token was not known when it was launched.
+        batch: what ran if it was launched ahead.
         parts: completions and their tokens, in as many parts as were sampled.
         prompts: requests, and what reads the log probabilities of their prompts' next tokens.
     """
@@ -31,11 +32,21 @@ class LaunchedStep:
     has_decodes: bool
     num_prefill_tokens: int
     is_drafted: bool
-    late: list[Completion]
+    batch: UnifiedBatch | None
     parts: list[tuple[list[Completion], SampledOnDevice]] = field(default_factory=list)
     prompts: list[tuple[Request, Callable[[], list[dict[int, float]]]]] = field(default_factory=list)
 
-    def token_ids(self, completions: list[Completion], device: torch.device) -> torch.Tensor:
+    def next_batch(self, completions: list[Completion], device: torch.device) -> tuple[list[Completion], UnifiedBatch]:
+        """Return the next step's completions, those whose last tokens only the device knows first, and its batch."""
+        if len(self.parts) == 1 and self.parts[0][0] == completions and self.batch and self.batch.columns.is_decode:
+            assert self.parts[0][1].token_ids is not None
+            return completions, self.batch.following(self.parts[0][1].token_ids)
+        late = [one for one in completions if one.is_behind]
+        completions = [*late, *(one for one in completions if not one.is_behind)]
+        items = [one.item for one in completions]
+        return completions, UnifiedBatch(items, self._token_ids(late, device) if late else None, is_stacked=True)
+
+    def _token_ids(self, completions: list[Completion], device: torch.device) -> torch.Tensor:
         """Return the newest tokens of some of its completions, int64 [n] on the device."""
         parts = [(own, sampled.token_ids) for own, sampled in self.parts if sampled.token_ids is not None]
         tokens = torch.cat([tokens for _, tokens in parts]) if len(parts) > 1 else parts[0][1]
@@ -103,8 +114,7 @@ class StepSampler:
             self.sample(completions[middle:], halves[1], launched, drafted)
             return
         launched.parts.append((completions, sampled))
-        for completion in completions:
-            completion.sampled()
+        count_sampled(completions)
 
 
 def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -89,7 +89,7 @@ class Scheduler:
         """Plan the next step, and admit what fits."""
         config, cost = self._config, self._decode_cost
         fitting = max(config.token_budget // cost, 1)
-        decodes = [one for one in self.decoding if one.has_next]
+        decodes = [one for one in self.decoding if one.num_sampled < one.max_tokens]
         if len(decodes) > fitting:  # in turns
             decodes = decodes[:fitting]
             turn = set(decodes)

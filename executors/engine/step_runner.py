@@ -71,13 +71,10 @@ class StepRunner:
         self._run(completions, ran)
         return ran
 
-    def run_ahead(self, completions: list[Completion], device_ids: torch.Tensor | None) -> list[CallResults]:
-        """Run all in one call, or after an error none: it runs again, by `run`, when all tokens are known.
-
-        device_ids: as in `UnifiedBatch`.
-        """
+    def run_ahead(self, completions: list[Completion], batch: UnifiedBatch) -> list[CallResults]:
+        """Run their batch, or after an error none: it runs again, by `run`, when all tokens are known."""
         try:
-            return [CallResults(completions, self._forward(completions, device_ids))]
+            return [CallResults(completions, self._run_batch(batch))]
         except (ExecutorShutDownError, RankFailedError):
             raise
         except WrongResultsError as error:
@@ -129,25 +126,22 @@ class StepRunner:
                 ran.append(CallResults(group, answers))
                 return
 
-    def _forward(
-        self, group: Sequence[Completion], device_ids: torch.Tensor | None = None
-    ) -> list[torch.Tensor | None] | torch.Tensor:
+    def _run_batch(self, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
+        answers, items = self._executor.unified_decode(batch), batch.items
+        if isinstance(answers, torch.Tensor):
+            count = answers.shape[0]  # six times as fast as `len`
+            expected = len(items) if batch.columns.is_decode else sum(map(answer_rows, items))
+            mismatch = None if count == expected else f"{count} results for {len(items)} items, expected {expected}"
+        else:
+            mismatch = results_mismatch(items, answers)
+        if mismatch is not None:
+            raise WrongResultsError(mismatch)
+        return answers
+
+    def _forward(self, group: Sequence[Completion]) -> list[torch.Tensor | None] | torch.Tensor:
         """Make one call; return per item None if it is not final, else logits [V], or [rows, V] for VerifyLogits."""
         if self._is_unified:
-            items = [completion.item for completion in group]
-            answers = self._executor.unified_decode(UnifiedBatch(items, device_ids, is_stacked=True))
-            if isinstance(answers, torch.Tensor):
-                expected = sum(map(answer_rows, items))
-                mismatch = (
-                    None
-                    if len(answers) == expected
-                    else f"{len(answers)} results for {len(items)} items, expected {expected}"
-                )
-            else:
-                mismatch = results_mismatch(items, answers)
-            if mismatch is not None:
-                raise WrongResultsError(mismatch)
-            return answers
+            return self._run_batch(UnifiedBatch([completion.item for completion in group], is_stacked=True))
         first = group[0]
         if _is_decode(first):
             outputs = self._executor.batch_decode([_decode_input(one, one.item.q_tokens[0]) for one in group])

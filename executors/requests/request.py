@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -123,6 +123,35 @@ class Request:
         return self.adapter if self.cache_salt is None else (self.adapter, self.cache_salt)
 
 
+# Loops over all completions of a step, without a call for each.
+
+
+def count_launched(completions: Iterable[Completion]) -> None:
+    """Count the tokens of their items as cached."""
+    for one in completions:
+        fields = one.item_fields
+        one.cached = fields["pos_offset"] = one.cached + len(fields["q_tokens"])
+
+
+def count_sampled(completions: Iterable[Completion]) -> None:
+    """Count a token of each that the host does not know yet, and that runs next."""
+    for one in completions:
+        one.num_sampled += 1
+        one.item_fields["q_tokens"] = _UNKNOWN
+
+
+def advance(completions: Iterable[Completion], tokens: Iterable[list[int]]) -> list[Completion]:
+    """Append one token to the output of each, given in a list; return those for which it may be the last."""
+    ending = []
+    for one, token in zip(completions, tokens, strict=True):
+        token_ids = one.token_ids
+        token_ids.append(token[0])
+        one.item_fields["q_tokens"] = token
+        if token[0] in one.ending_ids or len(token_ids) >= one.max_tokens or one.is_watched:
+            ending.append(one)
+    return ending
+
+
 class Completion:
     """One completion of a request: its tokens and its sequence in the cache.
 
@@ -132,6 +161,11 @@ class Completion:
         tokens: what has to run before the next token can be sampled: the prompt and, after a preemption, the output so
             far.
         cached: number of tokens in the cache, or on their way there.
+        item_fields: its attributes, to set them in place.
+        max_tokens: most tokens of the output.
+        ending_ids: tokens that end it.
+        is_watched: whether something reads every token of it.
+        reads_tokens: whether its earlier tokens must be known to sample the next one.
         is_swapped: whether its K/V lie in host memory.
         token_ids: the output's.
         num_sampled: number of tokens sampled, those that the host does not know yet included.
@@ -153,15 +187,16 @@ class Completion:
         self.tokens: Sequence[int] = request.prompt
         self.cached = self.num_sampled = 0
         self.item = RunningItem(self.seq_id, (), metadata=request.metadata, embeds=request.embeds)
-        self._item_fields = self.item.__dict__
+        self.item_fields = self.item.__dict__
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
         self.token_mask = request.token_masks[index] if request.token_masks else None
         self.logits_processor = request.logits_processors[index] if request.logits_processors else None
-        self._is_watched = tokenizer is not None or self.token_mask is not None
+        self.is_watched = tokenizer is not None or self.token_mask is not None
         self._last_of_prompt = len(request.prompt) - 1
-        self._max_tokens = request.max_tokens
-        self._end_token_ids = request.ending_ids
+        self.max_tokens = request.max_tokens
+        self.reads_tokens = self.token_mask is not None or self.logits_processor is not None
+        self.ending_ids = request.ending_ids
 
     def __repr__(self) -> str:
         return f"Completion({self.request.request_id!r}, {self.index}, {self.state.name}, {self.num_tokens} tokens)"
@@ -202,16 +237,6 @@ class Completion:
     def is_decoding(self) -> bool:
         """Whether all but its newest token are in the cache."""
         return self.cached > 0 and self.cached == self.num_tokens - 1 and bool(self.token_ids)
-
-    @property
-    def has_next(self) -> bool:
-        """Whether another token may follow those that were sampled."""
-        return self.num_sampled < self._max_tokens
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether its earlier tokens must be known to sample the next one."""
-        return self.token_mask is not None or self.logits_processor is not None
 
     @property
     def is_behind(self) -> bool:
@@ -257,26 +282,10 @@ class Completion:
         policy = VerifyLogits() if drafts else FullLogits()
         self.item.move([self.token_ids[-1], *drafts], self.cached, logits_policy=policy)
 
-    def launched(self) -> None:
-        """Count the item's tokens as cached."""
-        fields = self._item_fields
-        self.cached = fields["pos_offset"] = self.cached + len(fields["q_tokens"])
-
-    def sampled(self) -> None:
-        """Count a token that the host does not know yet, and that runs next."""
-        self.num_sampled += 1
-        self._item_fields["q_tokens"] = _UNKNOWN
-
-    def advance(self, token: int) -> bool:
-        """Append a token to the output; return whether it may be the last. 256 calls take 60 us."""
-        self.token_ids.append(token)
-        self._item_fields["q_tokens"] = [token]
-        return token in self._end_token_ids or len(self.token_ids) >= self._max_tokens or self._is_watched
-
     def keep(self) -> None:
         """Drop what ran beyond the known tokens, which were drafts."""
         self.num_sampled = len(self.token_ids)
-        self.cached = self._item_fields["pos_offset"] = self._last_of_prompt + self.num_sampled
+        self.cached = self.item_fields["pos_offset"] = self._last_of_prompt + self.num_sampled
 
     def finish_reason(self) -> str | None:
         """Update the text; return the finish reason if the newest token ends the output, else None."""
@@ -284,7 +293,7 @@ class Completion:
         if token < 0:
             self.token_ids.pop()
             return "error"
-        is_end, is_full = token in self._end_token_ids, count >= self._max_tokens
+        is_end, is_full = token in self.ending_ids, count >= self.max_tokens
         if self._detokenizer is not None and self._read_text(count - is_end, is_last=is_end or is_full):
             return "stop"
         if is_end:

@@ -70,8 +70,24 @@ class BlockTables:
             self._last, self._last_rows = states, np.array(rows, np.int64)
         return True
 
+    def at(self, states: list[SequenceState], indices: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return int32 [len(states)], the first table's block of each at an index; 0 if there is none. As `gather`."""
+        self._update(states)
+        width = self._rows.shape[2]
+        try:
+            blocks: NDArray[np.int32] = self._rows[0, self._last_rows, indices]
+        except IndexError:  # no sequence has so many blocks yet
+            blocks = self._rows[0, self._last_rows, np.minimum(indices, width - 1)] * (indices < width)
+        return blocks
+
     def gather(self, states: list[SequenceState]) -> NDArray[np.int32]:
         """Return int32 [tables, len(states), most blocks of a sequence], padded with block 0. Call `owns` first."""
+        self._update(states)
+        width = int(self._num_blocks[self._last_rows].max(initial=0))
+        return self._rows[:, self._last_rows, :width]
+
+    def _update(self, states: list[SequenceState]) -> None:
+        """Store the blocks of these sequences in their rows."""
         if self._is_updating:  # an earlier call was interrupted, so rows may hold anything
             self._rows[:] = 0
             self._free = [(row, ()) for row, _ in self._free]
@@ -80,12 +96,10 @@ class BlockTables:
         self._is_updating = True
         for state in states:
             if state.row_blocks is not state.blocks:
-                self._update(state)
+                self._store(state)
         self._is_updating = False
-        width = int(self._num_blocks[self._last_rows].max(initial=0))
-        return self._rows[:, self._last_rows, :width]
 
-    def _update(self, state: SequenceState) -> None:
+    def _store(self, state: SequenceState) -> None:
         new, old, row, count = state.blocks, state.row_blocks, state.row, self._num_tables
         length = len(new) // count
         while length > self._rows.shape[2]:

@@ -236,6 +236,11 @@ class KvCacheHandle:
         return self._state.num_cached_tokens
 
     @property
+    def num_known_tokens(self) -> int:
+        """Number of leading positions whose token ids the cache knows."""
+        return len(self._state.chain.ids)
+
+    @property
     def blocks(self) -> tuple[int, ...]:
         """Block ids by position: the first block of every table, then the second of every table, and so on.
 

@@ -124,16 +124,13 @@ class LiveSequences:
         pairs = zip(targets, admissions, strict=True)
         return states, targets, [target if admission is None else admission for target, admission in pairs]
 
-    def of_step(
-        self, handles: list[KvCacheHandle], counts: list[Any], *, any_swapped: bool
-    ) -> tuple[list[SequenceState], NDArray[np.int64]]:
-        """Return the sequences of a step, all ready to run, and the number of new tokens of each.
+    def of_step(self, handles: list[KvCacheHandle], *, any_swapped: bool) -> list[SequenceState]:
+        """Return the sequences of a step, all ready to run.
 
         any_swapped: whether any sequence is swapped out; otherwise this is not checked.
 
         Raises:
-            InvalidInputError, StaleHandleError: a sequence is unknown, freed, swapped out or given twice, or its number
-                is negative.
+            InvalidInputError, StaleHandleError: a sequence is unknown, freed, swapped out or given twice.
         """
         states = [handle._state for handle in handles]
         is_owned = self.tables.owns(states)
@@ -142,10 +139,14 @@ class LiveSequences:
                 self.state(handle)
         if not is_owned:
             raise InvalidInputError("items: a sequence is given twice")
+        return states
+
+    def query_lens(self, counts: list[Any]) -> NDArray[np.int64]:
+        """Return the numbers of new tokens of a step; raise InvalidInputError if one is no integer, or negative."""
         different = set(counts) if set(map(type, counts)) <= {int} else None  # a decode step: all are 1
         if different is None or min(different, default=0) < 0 or max(different, default=0) > MAX_TOKEN_IDS:
             counts = [as_int("items: new tokens", count, high=MAX_TOKEN_IDS) for count in counts]
-        return states, np.array(counts, np.int64)
+        return np.array(counts, np.int64)
 
     def step_pairs(
         self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]

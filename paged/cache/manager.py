@@ -6,17 +6,19 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
+from operator import add
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.cache.events import CacheEvent, MemoryPressure, Notifier, recovering
 from paged.cache.inspection import KvInspection
 from paged.cache.integrity import check_integrity, recount
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.cache.live_sequences import LiveSequences, RequestColumns, as_columns, as_pairs
+from paged.cache.live_sequences import LiveSequences, as_columns, as_pairs
 from paged.cache.prefix.chain import TokenChain, pack
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.recurrent.states import RecurrentStates
@@ -34,7 +36,7 @@ from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.staging import to_device
 from paged.token_ids import as_token_ids
 
-M = TypeVar("M", KvCacheHandle, KvSlotReservation)
+M = TypeVar("M")
 
 
 @recovering
@@ -320,13 +322,8 @@ class PagedKvCacheManager:
             SequenceTooLongError: a sequence would exceed `max_seq_len`.
             OutOfBlocksError: the pool has too few free blocks.
         """
-        return self._reserve(as_columns(requests))
+        columns = as_columns(requests)
 
-    def reserve_lengths(self, cache_ids: list[SeqId], lengths: list[int]) -> KvSlotReservation:
-        """Reserve as `reserve`, for ids and target lengths whose types are right: they are not checked."""
-        return self._reserve((cache_ids, lengths, [None] * len(lengths)))
-
-    def _reserve(self, columns: RequestColumns) -> KvSlotReservation:
         def make() -> KvSlotReservation:
             states, targets, highest = self._sequences.requested(columns)
             if highest is not None:
@@ -334,6 +331,30 @@ class PagedKvCacheManager:
             return self._slots.reserve(states, targets)
 
         return self._made(make, KvSlotReservation.rollback)
+
+    def reserve_step(self, handles: list[KvCacheHandle], counts: list[int]) -> tuple[KvSlotReservation, HostMetadata]:
+        """Reserve capacity for new tokens of every sequence, for all or for none, and build their forward's metadata.
+
+        counts: number of new tokens of each, not negative. Errors are those of `reserve`.
+        """
+
+        def make() -> tuple[KvSlotReservation, HostMetadata]:
+            states, query_lens, tables = (
+                self._states_of_step(handles),
+                np.array(counts, np.int64),
+                self._sequences.tables,
+            )
+            starts = [state.num_tokens for state in states]
+            lengths, targets = np.array(starts, np.int64), list(map(add, starts, counts))
+            self._sequences.check_length(max(targets, default=0))
+            needs = None
+            if len(self.config.tables) == 1 and counts.count(1) == len(counts):
+                blocks = tables.at(states, lengths // self.config.block_size)
+                needs = self._slots.decode_needs(states, starts, blocks.tolist())
+            reservation = self._slots.reserve(states, targets, needs)
+            return reservation, self._metadata(states, lengths, query_lens)
+
+        return self._made(make, lambda made: made[0].rollback())
 
     def _made(self, make: Callable[[], M], give_up: Callable[[M], None]) -> M:
         """Run `make` under the lock; if a callback raises after it, give up what was made."""
@@ -508,28 +529,27 @@ class PagedKvCacheManager:
             OutOfBlocksError: a shared block has to be copied and none is free. This cannot happen after `reserve`.
                 Recurrent layers need `reserve` first.
         """
-        pairs = self._sequences.step_pairs(items)
+        handles, counts = self._sequences.step_pairs(items)
         with self._guard:  # to the end, so that block copies are rolled back on failure
-            host = self._host_metadata(*pairs)
+            states = self._states_of_step(handles)
+            query_lens = self._sequences.query_lens(counts)
+            lengths = np.array([state.num_tokens for state in states], np.int64)
+            self._slots.make_ready(states, (lengths + query_lens).tolist())
+            host = self._metadata(states, lengths, query_lens)
             return host.over(to_device(host.arrays, self.device))
 
-    def host_metadata(self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]) -> HostMetadata:
-        """Build the metadata as `build_metadata` does, but on the host."""
-        pairs = self._sequences.step_pairs(items)
-        with self._guard:
-            return self._host_metadata(*pairs)
+    def _states_of_step(self, handles: list[KvCacheHandle]) -> list[SequenceState]:
+        return self._sequences.of_step(handles, any_swapped=self._swap.num_sequences > 0)
 
-    def _host_metadata(self, handles: list[KvCacheHandle], counts: list[Any]) -> HostMetadata:
-        any_swapped = self._swap.num_sequences > 0
-        states, query_lens = self._sequences.of_step(handles, counts, any_swapped=any_swapped)
-        lengths = np.array([state.num_tokens for state in states], np.int64)
-        targets = (lengths + query_lens).tolist()
-        self._slots.make_ready(states, targets)
+    def _metadata(
+        self, states: list[SequenceState], lengths: NDArray[np.int64], query_lens: NDArray[np.int64]
+    ) -> HostMetadata:
         tables = self._sequences.tables.gather(states)
         host = make_host_metadata(lengths, query_lens, tables, self.config.block_size)
         if self._recurrent is None:
             return host
-        return replace(host, states=self._recurrent.arrays(states, targets), max_append=self._recurrent.spec.max_append)
+        arrays = self._recurrent.arrays(states, host.seq_lens.tolist())
+        return replace(host, states=arrays, max_append=self._recurrent.spec.max_append)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor

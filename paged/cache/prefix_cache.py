@@ -9,7 +9,7 @@ import numpy as np
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared, Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.cache.prefix.chain import TokenChain, pack, to_int32
+from paged.cache.prefix.chain import Hash, TokenChain, pack, to_int32
 from paged.cache.prefix.index import PrefixIndex
 from paged.cache.recurrent.states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
@@ -136,11 +136,29 @@ class PrefixCache:
         """Record the ids at the last positions of sequences whose earlier ids are known; publish full blocks."""
         chains = [state.chain for state in states]
         self._rollback.append((_cut_ids, chains, [len(chain.ids) for chain in chains]))
+        ready = []
         for state, chain, ids in zip(states, chains, token_ids, strict=True):
             if len(chain.ids) + len(ids) == state.num_tokens:
                 chain.ids += ids
                 if state.num_tokens // self._block_size > len(chain.serials):
-                    self.publish(state)
+                    ready.append(state)
+        if not (len(ready) > 1 and self._publish_one_each(ready)):
+            for state in ready:
+                self.publish(state)
+
+    def _publish_one_each(self, states: Sequence[SequenceState]) -> bool:
+        """Publish the next block of every sequence at once, as after a decode step; False if one needs `publish`."""
+        ends = [len(state.chain.serials) + 1 for state in states]
+        if len(self._tables) > 1 or not self._is_enabled or 1 in ends:
+            return False
+        if ends != [state.num_tokens // self._block_size for state in states]:
+            return False
+        blocks = [state.blocks[end - 1] for state, end in zip(states, ends, strict=True)]
+        if 0 in blocks or not self.index.publish_one_each(blocks, [state.chain for state in states]):
+            return False
+        for state, end in zip(states, ends, strict=True):
+            self._report(state, end - 1)
+        return True
 
     def publish(self, state: SequenceState) -> None:
         """Publish the full blocks whose token ids are known and that are not published yet."""
@@ -158,7 +176,12 @@ class PrefixCache:
         displaced = self.index.publish(blocks, chain, state.namespace, others)
         for block, _ in displaced:
             self.pool.unpublished(block)
+        self._report(state, first, displaced)
+
+    def _report(self, state: SequenceState, first: int, displaced: Sequence[tuple[int, Hash]] = ()) -> None:
+        """Tell listeners that a sequence's blocks from `first` on were published, and others displaced."""
         if self._guard.has_event_listeners:
+            chain, block_size = state.chain, self._block_size
             hashes = tuple(chain.hashes[first:])
             for _, hash_ in displaced:
                 if hash_ not in hashes:

@@ -52,13 +52,17 @@ class KvSlotAllocator:
         """Raise OutOfBlocksError unless every sequence could grow to its target length; takes no blocks."""
         self._pool.require(_blocks_needed(self._needs(_spans(states, targets))))
 
-    def reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> KvSlotReservation:
+    def reserve(
+        self, states: Sequence[SequenceState], targets: Sequence[int], needs: Sequence[_Need] | None = None
+    ) -> KvSlotReservation:
         """Reserve capacity for every sequence up to its target length: for all of them or for none.
+
+        needs: from `decode_needs`, if each sequence gets one token.
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks.
         """
-        undo = self._make_room(self._unready(states, targets))
+        undo = self._make_room(self._needs(self._unready(states, targets)) if needs is None else needs)
         for state in states:
             if state.reservation is not None:
                 state.reservation.settle(state)
@@ -90,7 +94,7 @@ class KvSlotAllocator:
         Raises:
             OutOfBlocksError: the pool has too few free blocks.
         """
-        for undo in self._make_room(spans).values():
+        for undo in self._make_room(self._needs(spans)).values():
             self._pool.release(list(undo.replaced.values()))
 
     def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
@@ -113,6 +117,17 @@ class KvSlotAllocator:
         if self._are_writable(written):
             return without_room
         return _spans(states, targets)
+
+    def decode_needs(
+        self, states: Sequence[SequenceState], lengths: Sequence[int], blocks: Sequence[int]
+    ) -> list[_Need]:
+        """Return the changes that make room for one more token of each sequence, in a cache of one table.
+
+        blocks: where the tokens go, 0 for a block that does not exist yet.
+        """
+        if self._pool.shared.isdisjoint(blocks) and self._index.published.isdisjoint(blocks):
+            return [(state, [], [], 1) for state, block in zip(states, blocks, strict=True) if not block]
+        return self._needs((state, length, length + 1) for state, length in zip(states, lengths, strict=True))
 
     def _are_writable(self, blocks: Sequence[int]) -> bool:
         """Return whether all blocks exist and none is shared or published."""
@@ -140,12 +155,11 @@ class KvSlotAllocator:
                 needs.append((state, replaced, stale, max(0, last - num_blocks)))
         return needs
 
-    def _make_room(self, spans: Iterable[Span]) -> dict[SeqId, Undo]:
-        """Extend sequences to their spans' ends, copy shared blocks there, and withdraw published ones.
+    def _make_room(self, needs: Sequence[_Need]) -> dict[SeqId, Undo]:
+        """Extend sequences, copy shared blocks, and withdraw published ones.
 
         Returns data to undo this for each changed sequence. The caller owns the references to replaced blocks.
         """
-        needs = self._needs(spans)
         if not needs:
             return {}
         rollback, num_tables = self._guard.rollback, self._num_tables
@@ -159,14 +173,17 @@ class KvSlotAllocator:
                 # Neither copies nor blocks to be written are published: the chain continues before them.
                 state.chain.cut(len(state.chain.ids), min([*replaced, *stale]) // num_tables, rollback)
             if replaced or fresh:
-                originals = {index: state.blocks[index] for index in replaced}
-                undo[state.request_id] = Undo(len(state.blocks), state.num_written, originals)
-                blocks = list(state.blocks)
-                for index, new in zip(replaced, taken, strict=False):
-                    if blocks[index]:
-                        pairs.append((blocks[index], new))
-                    blocks[index] = new
-                state.keep(rollback)
+                before = blocks = state.blocks
+                originals = {index: before[index] for index in replaced}
+                undo[state.request_id] = Undo(len(before), state.num_written, originals)
+                if replaced:
+                    copied = list(before)
+                    for index, new in zip(replaced, taken, strict=False):
+                        if before[index]:
+                            pairs.append((before[index], new))
+                        copied[index] = new
+                    blocks = tuple(copied)
+                rollback.append((setattr, state, "blocks", before))
                 state.blocks = (*blocks, *islice(taken, fresh))
         if pairs:
             self._prefixes.overwrite(new_blocks)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paged import KvCacheHandle, PagedKvCacheConfig, PagedKvCacheManager, UnifiedBatchItem
+from paged import KvCacheHandle, PagedKvCacheConfig, PagedKvCacheManager, UnifiedBatch, UnifiedBatchItem
 from paged.cache.events import BlockRemoved, BlocksStored, CacheEvent
 from paged.forward_step import forward_step
 from paged.seq_id import as_namespace
@@ -23,7 +23,7 @@ FORGED: list[Callable[[Any], int]] = [
 
 
 def forged_chain(hash_of: Callable[[Any], int]) -> Callable[..., list[int]]:
-    """In place of `ChainHash.extend`."""
+    """In place of `ChainHash.extend` and `extend_each`."""
     return lambda self, previous, blocks: [hash_of(block) for block in blocks]
 
 
@@ -55,7 +55,7 @@ class Cache:
         """One forward of one sequence."""
         item = UnifiedBatchItem(handle.cache_id, tokens, kv_cache=handle, pos_offset=handle.num_tokens)
         known = [*self.tokens[handle], *tokens]
-        with forward_step(self.manager, [item]) as step:
+        with forward_step(self.manager, UnifiedBatch([item])) as step:
             for layer in self.layers:
                 rows = self.expected(handle.namespace, layer, known)[handle.num_tokens :]
                 _, slots = step.metadata.table(self.manager.table_of(layer))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, OutOfBlocksError, SequenceTooLongError, StaleHandleError
-from paged.batch import UnifiedBatchItem
+from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.forward_step import forward_step, validate_items
@@ -24,7 +24,7 @@ def test_a_step_moves_every_sequence_on(manager: PagedKvCacheManager) -> None:
         UnifiedBatchItem("chunk", [6, 7], is_final_chunk=False),
         UnifiedBatchItem("theirs", [8], kv_cache=mine, pos_offset=2),
     ]
-    with forward_step(manager, items) as step:
+    with forward_step(manager, UnifiedBatch(items)) as step:
         assert step.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
         assert step.input_ids.dtype == step.sample_rows.dtype == torch.int64
         assert step.sample_rows.tolist() == [4, 7]
@@ -33,23 +33,23 @@ def test_a_step_moves_every_sequence_on(manager: PagedKvCacheManager) -> None:
         assert [handle.num_tokens for handle in step.handles] == [0, 0, 2]
         assert [handle.cache_id for handle in step.handles] == ["new", "chunk", "mine"]
     assert [handle.num_tokens for handle in step.handles] == [5, 2, 3]
-    with forward_step(manager, [UnifiedBatchItem("new", [9], pos_offset=5)]) as step:
+    with forward_step(manager, UnifiedBatch([UnifiedBatchItem("new", [9], pos_offset=5)])) as step:
         assert step.metadata.seq_lens.tolist() == [6]
     assert manager.stats().num_tokens == 11
     manager.check_integrity()
-    with forward_step(manager, []) as step:
+    with forward_step(manager, UnifiedBatch([])) as step:
         assert step.input_ids.shape == step.sample_rows.shape == (0,)
         assert step.metadata.cu_seqlens_q.tolist() == [0]
 
 
 def test_tokens_that_only_the_device_knows(manager: PagedKvCacheManager) -> None:
     """They run in place of the placeholders; their block is published once the cache learns them."""
-    with forward_step(manager, [UnifiedBatchItem("a", [1, 2, 3]), UnifiedBatchItem("b", [4])]) as step:
+    with forward_step(manager, UnifiedBatch([UnifiedBatchItem("a", [1, 2, 3]), UnifiedBatchItem("b", [4])])) as step:
         pass
     a, b = step.handles
     ids = torch.tensor([7, -1], device=manager.device)
     items = [UnifiedBatchItem("a", [0], pos_offset=3), UnifiedBatchItem("b", [0], pos_offset=1)]
-    with forward_step(manager, [*items, UnifiedBatchItem("c", [9, 8, 7, 6])], ids) as step:
+    with forward_step(manager, UnifiedBatch([*items, UnifiedBatchItem("c", [9, 8, 7, 6])], ids)) as step:
         assert step.input_ids.tolist() == [7, 0, 9, 8, 7, 6], "-1 is no token"
     assert [handle.num_tokens for handle in step.handles] == [4, 2, 4]
 
@@ -80,11 +80,11 @@ def test_a_batch_that_cannot_be_reserved_does_not_run(manager: PagedKvCacheManag
         ([UnifiedBatchItem("b", [1], kv_cache=foreign)], InvalidInputError),
         ([UnifiedBatchItem("a", [1]), UnifiedBatchItem("b", [1], kv_cache=mine)], InvalidInputError),
     ):
-        with pytest.raises(error), forward_step(manager, [first, *items]):
+        with pytest.raises(error), forward_step(manager, UnifiedBatch([first, *items])):
             pytest.fail("ran")
         assert snapshot(manager)["handles"] == before
         assert manager.stats().used_blocks == 1
-    with forward_step(manager, [first, UnifiedBatchItem("b", range(16))]):
+    with forward_step(manager, UnifiedBatch([first, UnifiedBatchItem("b", range(16))])):
         assert manager.stats().free_blocks == 0
 
 

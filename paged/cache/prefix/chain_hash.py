@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from operator import mul
 
 import numpy as np
@@ -55,6 +55,14 @@ class ChainHash:
         chain: list[Hash] = sums.tolist()
         return chain
 
+    def extend_each(self, previous: Sequence[Hash], blocks: TokenArray) -> list[Hash]:
+        """Return the hashes of `blocks` [n, block_size]; each follows another block, with a hash of `previous`."""
+        sums = blocks.astype(np.uint64) @ self._factor_array
+        sums += np.uint64(self._factor_sum)
+        sums += np.array(previous, np.uint64) * np.uint64(_CHAIN_FACTOR)
+        hashes: list[Hash] = sums.tolist()
+        return hashes
+
     def _grow(self) -> None:
         size = max(64, 2 * len(self._powers))
         self._powers = np.cumprod(np.full(size, _CHAIN_FACTOR, np.uint64), dtype=np.uint64)
@@ -76,6 +84,10 @@ class Sha256Chain:
             previous = hashlib.sha256(previous + block.tobytes()).digest()
             hashes.append(previous)
         return hashes
+
+    def extend_each(self, previous: Sequence[Hash], blocks: TokenArray) -> list[Hash]:
+        """Like `ChainHash.extend_each`."""
+        return [self.extend(before, block[None])[0] for before, block in zip(previous, blocks, strict=True)]
 
     def root(self, namespace: Hashable) -> Hash:
         """Like `ChainHash.root`."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, KeysView, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain as flatten
 
 import numpy as np
 
@@ -177,7 +178,9 @@ class PrefixIndex:
             self._rollback.keep_absence(self._hash_of, blocks)
             present = list(map(self._block_of.setdefault, hashes, blocks))
         if present == list(blocks):
-            serials = self._publish_new(blocks, tokens, hashes, previous)
+            first_serial = self._last_serial + 1
+            parents = [previous, *range(first_serial, first_serial + len(blocks) - 1)]
+            serials = self._publish_new(blocks, tokens, hashes, parents)
             if has_contents or self._contents:
                 for block, ids in zip(blocks, contents, strict=True):
                     self._set_contents(block, ids)
@@ -198,16 +201,41 @@ class PrefixIndex:
                     self.other_tables.add(other, block, column)
         return displaced
 
+    def publish_one_each(self, blocks: Sequence[int], chains: Sequence[TokenChain]) -> bool:
+        """Publish the next block of each chain that has begun, all at once; False if one is not new, and none is.
+
+        Raises:
+            InvalidInputError: an id is not an integer of 32 bits.
+        """
+        size = self._block_size
+        ids = [chain.ids[len(chain.serials) * size : (len(chain.serials) + 1) * size] for chain in chains]
+        tokens, has_contents = self._pack(list(flatten(*ids)), 0, len(blocks))
+        hashes = self._chain.extend_each([chain.hashes[-1] for chain in chains], tokens)
+        parents, rows = [chain.serials[-1] for chain in chains], np.array(blocks, np.int64)
+        is_new = self._hash_of.keys().isdisjoint(blocks) and self._block_of.keys().isdisjoint(hashes)
+        if has_contents or self._contents or not is_new or len(set(hashes)) < len(hashes):
+            return False
+        # Blocks that held the same content before keep their serials, see `_publish_each`.
+        if ((self._parents[rows] == parents) & (self._tokens[rows] == tokens).all(axis=1)).any():
+            return False
+        self._rollback.keep_absence(self._hash_of, blocks)
+        self._rollback.append((_shorten, chains, [len(chain.serials) for chain in chains]))
+        self._block_of.update(zip(hashes, blocks, strict=True))
+        serials = self._publish_new(blocks, tokens, hashes, parents)
+        for chain, hash_, serial in zip(chains, hashes, serials, strict=True):
+            chain.hashes.append(hash_)
+            chain.serials.append(serial)
+        return True
+
     def _publish_new(
-        self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
+        self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], parents: Sequence[int]
     ) -> Sequence[int]:
         """Publish new blocks at once, which `_block_of` holds without a collision; return their serials."""
         first = self._last_serial + 1
         self._last_serial += len(blocks)
         ids = np.array(blocks, np.int64)
-        serials = np.arange(first, first + len(blocks))
-        self._tokens[ids], self._serials[ids] = tokens, serials
-        self._parents[ids[1:]], self._parents[blocks[0]] = serials[:-1], previous
+        self._tokens[ids], self._parents[ids] = tokens, parents
+        self._serials[ids] = np.arange(first, first + len(blocks))
         self._hash_of.update(zip(blocks, hashes, strict=True))
         self.published.update(blocks)
         return range(first, first + len(blocks))
@@ -351,3 +379,8 @@ class PrefixIndex:
     def _next_serial(self) -> int:
         self._last_serial += 1
         return self._last_serial
+
+
+def _shorten(chains: Iterable[TokenChain], counts: Iterable[int]) -> None:
+    for chain, count in zip(chains, counts, strict=True):
+        del chain.hashes[count:], chain.serials[count:]

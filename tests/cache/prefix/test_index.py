@@ -1,9 +1,11 @@
 """Prompts start from K/V computed before: what is found, whose blocks are shared, and what is forgotten when."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from paged import InvalidInputError
+from paged import InvalidInputError, KvSlotRequest
 from tests.cache.prefix_cache import Cache
 from tests.cache.snapshot import snapshot
 
@@ -148,3 +150,31 @@ def test_a_published_tail_that_is_advanced_over_gives_way(cache: Cache) -> None:
     cache.manager.evict(9)
     assert cache.manager.stats().published_blocks == 0
     cache.check(cache.run("c", range(8)))
+
+
+@pytest.mark.parametrize("algorithm", ["fast", "sha256"])
+def test_blocks_that_are_filled_in_one_step_are_found(algorithm: str, device: torch.device) -> None:
+    """They are published together if all of them are new, and else one by one."""
+    cache = Cache(device=device, num_blocks=40, prefix_hash=algorithm)
+    handles = {name: cache.run(name, [name, 1, 2, 3]) for name in range(5)}
+    handles[5] = cache.run(5, [0, 1, 2, 3])
+    index, together = cache.manager._prefixes.index, list[bool]()
+    publish = index.publish_one_each
+
+    def noted(*given: Any) -> bool:
+        together.append(publish(*given))
+        return together[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "publish_one_each", noted)
+        for step in [{0: 6, 1: 7, 2: 7}, {1: 8, 5: 6}, {3: 9, 4: 9, 2: 9}]:  # 5 repeats 0
+            given = [(handles[name], [token] * 4) for name, token in step.items()]
+            room = [KvSlotRequest(handle.cache_id, handle.num_tokens + 4) for handle, _ in given]
+            cache.manager.reserve(room).commit()
+            cache.manager.append_tokens(given)
+            for handle, ids in given:
+                cache.tokens[handle] += ids
+            cache.manager.check_integrity()
+    assert together == [True, False, True]
+    assert all(cache.found(tokens) == len(tokens) > 4 for tokens in cache.tokens.values())
+    assert [cache.found([4, 1, 2, 3, *[token] * 4]) for token in (6, 9)] == [4, 8]

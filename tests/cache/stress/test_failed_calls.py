@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import paged.cache.manager
-from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, UnifiedBatchItem
+from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, UnifiedBatch, UnifiedBatchItem
 from paged.forward_step import forward_step
 from tests.cache.prefix_cache import Cache
 from tests.cache.snapshot import snapshot
@@ -66,8 +66,18 @@ def _free_reserved(manager: PagedKvCacheManager) -> Callable[[], object]:
 
 def _forward(manager: PagedKvCacheManager) -> None:
     items = [UnifiedBatchItem("fork", [5], pos_offset=9), UnifiedBatchItem("new", [1, 2, 3, 4, 5])]
-    with forward_step(manager, items) as step:
+    with forward_step(manager, UnifiedBatch(items)) as step:
         assert step.metadata.max_seqlen_q == 5
+
+
+def _fill_blocks(manager: PagedKvCacheManager) -> Callable[[], object]:
+    """Of two sequences at once, by ids that are told after the forward."""
+    for first in (80, 90):
+        manager.allocate(first, token_ids=range(first, first + 4))
+    for target, ids in ((4, [[*range(80, 84)], [*range(90, 94)]]), (8, None)):
+        manager.reserve([KvSlotRequest(80, target), KvSlotRequest(90, target)]).commit(ids)
+    handles = [manager.get_handle(first) for first in (80, 90)]
+    return partial(manager.append_tokens, [(handles[0], [1, 2, 3, 4]), (handles[1], [5, 6, 7, 8])])
 
 
 NEW_IDS = [[9, 10, 11], [22, 23, 24, 25], []]
@@ -81,6 +91,7 @@ CASES: dict[str, Case] = {
     "advance": _call("advance", "room", 5),
     "commit ids": _call("commit", "room", []),
     "append": lambda m: partial(m.append_tokens, [(m.get_handle("room"), [])]),
+    "append blocks": _fill_blocks,
     "truncate": _call("truncate", "a", 5),
     "truncate all": _call("truncate", "other", 0),
     "fork": _call("fork", "b", "new"),

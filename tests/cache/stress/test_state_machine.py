@@ -331,7 +331,8 @@ class CollidingMachine(CacheMachine):
 
     @initialize(forged=st.sampled_from(FORGED))
     def forge(self, forged: Callable[[Any], int]) -> None:
-        self.stack.enter_context(mock.patch.object(ChainHash, "extend", forged_chain(forged)))
+        chain = forged_chain(forged)
+        self.stack.enter_context(mock.patch.multiple(ChainHash, extend=chain, extend_each=chain))
 
 
 class WindowMachine(CacheMachine):

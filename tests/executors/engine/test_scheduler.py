@@ -8,7 +8,7 @@ import pytest
 from paged import EngineConfig, RequestOutput, SamplingParams
 from paged.executors.engine.scheduler import Plan, Scheduler, StepPacer
 from paged.executors.requests.output import CompletionOutput
-from paged.executors.requests.request import Completion, Request, State
+from paged.executors.requests.request import Completion, Request, State, advance, count_launched, count_sampled
 
 
 class Numbers:
@@ -69,13 +69,13 @@ def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
     """What the engine does after a forward; those that got a token."""
     ended = []
     for completion in [*plan.decodes, *plan.chunks]:
-        completion.launched()
+        count_launched([completion])
         if completion.item.is_final_chunk:
             if completion.state is State.PREFILL:
                 scheduler.to_decoding(completion)
             ended.append(completion)
-            completion.sampled()
-            completion.advance(1)
+            count_sampled([completion])
+            advance([completion], [[1]])
     return ended
 
 
