@@ -30,7 +30,7 @@ Group = tuple[int, int, int]
 class AttentionCase:
     """One row. kind: "prefill" (whole prompts), "decode" (one query per sequence) or "mixed" (anything else).
 
-    v_head_dim: 0 if values are as wide as keys.
+    v_head_dim: 0 if values are as wide as keys. latent: whether a value is the beginning of its key, stored once.
     """
 
     kind: str
@@ -40,6 +40,7 @@ class AttentionCase:
     block_size: int = 16
     head_dim: int = 128
     v_head_dim: int = 0
+    latent: bool = False
 
     @property
     def name(self) -> str:
@@ -73,7 +74,8 @@ class AttentionCase:
         lengths, (num_q_heads, num_kv_heads) = self.lengths if lengths is None else lengths, self.heads
         pairs = sum(q * (seq_len - q) + q * (q + 1) // 2 for q, seq_len in lengths)
         head_dims = sum(self.head_dims)
-        elements = sum(q * num_q_heads + seq_len * num_kv_heads for q, seq_len in lengths) * head_dims
+        of_a_key = self.head_dim if self.latent else head_dims
+        elements = sum(q * num_q_heads * head_dims + seq_len * num_kv_heads * of_a_key for q, seq_len in lengths)
         num_blocks = sum(-(-seq_len // self.block_size) for _, seq_len in lengths)
         return Cost(2 * num_q_heads * head_dims * pairs, elements * dtype.itemsize + 4 * num_blocks)
 
@@ -104,8 +106,11 @@ class AttentionCase:
         )
         q_shape = (int(q_lens.sum()), self.heads[0], self.head_dim)
         shapes = (q_shape, *((sum(blocks_of) + 1, self.block_size, self.heads[1], size) for size in self.head_dims))
-        layers = [Layer(*(torch.randn(s, device=device, dtype=dtype) for s in shapes)) for _ in range(num_layers)]
-        return step, layers
+        shapes = shapes[:2] if self.latent else shapes
+        drawn = [[torch.randn(s, device=device, dtype=dtype) for s in shapes] for _ in range(num_layers)]
+        if self.latent:
+            drawn = [[q, latents, latents[..., : self.v_head_dim]] for q, latents in drawn]
+        return step, [Layer(*each) for each in drawn]
 
 
 @dataclass(frozen=True)
@@ -144,15 +149,22 @@ MakeCalls = Callable[[Step, list[Layer]], list[Call]]
 """One call per layer; it returns the output [num_tokens, num_q_heads, v_head_dim] or a view of that size."""
 
 
+def _attend(step: Step, layer: Layer, plan: paged.AttentionPlan) -> Any:
+    if not step.case.latent:
+        return paged.paged_attention(**vars(layer), **step.arguments, plan=plan)
+    sizes: dict[str, Any] = {"v_head_dim": step.case.v_head_dim, "softmax_scale": step.case.head_dim**-0.5}
+    return paged.paged_mla_attention(layer.q, layer.k_cache.squeeze(2), **sizes, **step.arguments, plan=plan)
+
+
 def ours(step: Step, layers: list[Layer]) -> list[Call]:
-    """`paged_attention` with a plan shared by the layers: the cost of one more layer."""
+    """`paged_attention`, or that of latents, with a plan shared by the layers: the cost of one more layer."""
     plan = step.plan()
-    return [lambda x=layer: paged.paged_attention(**vars(x), **step.arguments, plan=plan) for layer in layers]  # type: ignore[misc]
+    return [lambda x=layer: _attend(step, x, plan) for layer in layers]  # type: ignore[misc]
 
 
 def ours_with_planning(step: Step, layers: list[Layer]) -> list[Call]:
-    """`paged_attention` that makes its own plan: the cost of a step's first layer."""
-    return [lambda x=layer: paged.paged_attention(**vars(x), **step.arguments, plan=step.plan()) for layer in layers]  # type: ignore[misc]
+    """The same with its own plan: the cost of a step's first layer."""
+    return [lambda x=layer: _attend(step, x, step.plan()) for layer in layers]  # type: ignore[misc]
 
 
 def expected(step: Step, layer: Layer) -> torch.Tensor:
@@ -205,6 +217,12 @@ def _chunk(**options: Any) -> AttentionCase:
     return AttentionCase("mixed", "chunk_2k+63x8k", ((1, 2048, 8192), (63, 1, 8192)), **options)
 
 
+def _latents(kind: str, batch: str, *groups: Group, heads: int = 128) -> AttentionCase:
+    """DeepSeek-V3's sizes; 16 heads are those of one of 8 ranks."""
+    sizes: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "latent": True}
+    return AttentionCase(kind, f"latents_{batch}", groups, (heads, 1), 64, **sizes)
+
+
 # Options other than the usual heads and blocks.
 _OPTIONS: tuple[dict[str, Any], ...] = (
     *({"heads": heads} for heads in ((64, 8), (28, 4), (16, 16))),
@@ -215,6 +233,8 @@ CASES = (
     _decode(64, 8),
     _prefill(1, 8),
     _chunk(),
+    _latents("decode", "64x8k", (64, 1, 8192)),
+    _latents("decode", "64x8k", (64, 1, 8192), heads=16),
     AttentionCase("mixed", "1x128k+31x4k", ((1, 1, 1 << 17), (31, 1, 4096))),
     AttentionCase("mixed", "122x600+8x10000", ((122, 1, 600), (8, 1, 10_000))),
     AttentionCase("mixed", "verify_64x5x8k", ((64, 5, 8192),)),
@@ -237,4 +257,6 @@ CASES = (
     _prefill(4, 4, heads=(16, 2), head_dim=512),
     _decode(64, 8, heads=(16, 16), head_dim=192, v_head_dim=128),
     _prefill(4, 4, heads=(16, 16), head_dim=192, v_head_dim=128),
+    _latents("decode", "1x128k", (1, 1, 1 << 17)),
+    _latents("mixed", "verify_64x2x8k", (64, 2, 8192)),
 )

@@ -27,18 +27,21 @@ _WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation recommends
 # Of vLLM's Triton backend: programs that its kernel without splits needs, splits of the other, and the longest query
 # that it splits.
 _VLLM_MIN_GRID, _VLLM_SEGMENTS, _VLLM_MAX_SPLIT_QUERY = 128, 16, 8
+_VLLM_MLA_SPLIT = 512
 
 
 Refuses = Callable[[AttentionCase, torch.dtype, torch.device], str | None]
 
 
-def _needs(name: str, load: Callable[[], Any]) -> Refuses:
-    """Return the check of a peer that needs a GPU, values of the keys' size, and its package."""
+def _needs(name: str, load: Callable[[], Any], *, latent: bool = False) -> Refuses:
+    """Return the check of a peer that needs a GPU and its package; it takes latents, or values of the keys' size."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != "cuda":
             return "needs a GPU"
-        if case.v_head_dim:
+        if latent and not (case.latent and case.kind == "decode"):
+            return "takes decode steps over latents only"
+        if case.v_head_dim and not latent:
             return "takes values of the keys' size only"
         try:
             load()
@@ -50,8 +53,8 @@ def _needs(name: str, load: Callable[[], Any]) -> Refuses:
 
 
 @functools.cache
-def vllm_attention() -> Callable[..., None]:
-    """vLLM's Triton kernel for all lengths.
+def vllm_kernel(module: str, name: str) -> Callable[..., None]:
+    """Return a Triton kernel's function of vLLM.
 
     Its module imports the compiled extension through the platform without using it: if only the Python files exist, an
     empty module replaces the extension.
@@ -61,7 +64,11 @@ def vllm_attention() -> Callable[..., None]:
         sys.modules[extension] = ModuleType(extension)
     if not importlib.import_module("vllm.triton_utils").HAS_TRITON:
         raise ImportError("vLLM sees no active Triton driver")
-    return importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(f"vllm.v1.attention.ops.{module}"), name)  # type: ignore[no-any-return]
+
+
+vllm_attention = functools.partial(vllm_kernel, "triton_unified_attention", "unified_attention")
+vllm_mla_decode = functools.partial(vllm_kernel, "triton_decode_attention", "decode_attention_fwd")
 
 
 def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
@@ -104,10 +111,32 @@ def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
     return [functools.partial(call, layer) for layer in layers]
 
 
+def _vllm_mla_calls(step: Step, layers: list[Layer]) -> list[Call]:
+    """The arguments that TritonMLAImpl passes, with its number of splits: one for each 512 keys, a power of two."""
+    (num_heads, _), device, case = step.case.heads, step.block_table.device, step.case
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    splits = min(1 << (max(1, step.max_seqlen_k // _VLLM_MLA_SPLIT) - 1).bit_length(), 2 * num_sms)
+    partial_out = torch.empty(len(case.lengths), num_heads, splits, case.v_head_dim + 1, device=device)
+    scale, attend = torch.ones(1, device=device), vllm_mla_decode()
+
+    def call(layer: Layer) -> torch.Tensor:
+        out = layer.q.new_zeros(len(layer.q), num_heads, case.v_head_dim)
+        lse = layer.q.new_zeros(len(layer.q), num_heads)
+        attend(
+            layer.q, layer.k_cache, layer.v_cache, out, lse, step.block_table, step.seq_lens, partial_out, splits,
+            case.head_dim**-0.5, case.block_size, k_scale=scale, v_scale=scale, is_mla=True,
+        )  # fmt: skip
+        return out
+
+    return [functools.partial(call, layer) for layer in layers]
+
+
 def _dense_on(device_type: str) -> Refuses:
     """Return the check of a dense peer, compared on one type of device, for sequences of one length."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
+        if case.latent:
+            return "has no latents"
         if device.type != device_type:
             return f"is compared on {device_type} devices only"
         if not case.is_uniform:
@@ -172,6 +201,7 @@ def _load_flashinfer() -> Any:
 
 PEERS = (
     Peer("vllm", _needs("vLLM", vllm_attention), _vllm_calls),
+    Peer("vllm_mla", _needs("vLLM", vllm_mla_decode, latent=True), _vllm_mla_calls),
     Peer("sdpa_cudnn", _dense_on("cuda"), _sdpa_calls(SDPBackend.CUDNN_ATTENTION)),
     Peer("sdpa_flash", _dense_on("cuda"), _sdpa_calls(SDPBackend.FLASH_ATTENTION)),
     Peer("sdpa_math", _dense_on("cpu"), _sdpa_calls(SDPBackend.MATH)),

@@ -1,6 +1,6 @@
 """Simulate how evenly paged attention's work lists fill a GPU: needs no GPU, runs the real planning kernel.
 
-    TRITON_INTERPRET=1 python -m bench.attention.schedule [--sms 132 ...] [--heads 32/8 ...] [--only NAME]
+    TRITON_INTERPRET=1 python -m bench.attention.schedule [--sms 132 ...] [--heads 32/8 ...] [--only NAME] [--latents]
 
 The planning kernel runs in Triton's interpreter as if on a GPU with this many SMs. Its programs, items times KV heads,
 are then dealt to SMs in grid order, each to the first free SM, as the hardware does. No time in the table is measured.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -30,6 +30,7 @@ from paged.kernels.common.attention import plan as attention_plan
 from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.common.attention.tile import AttentionTile
 from paged.kernels.common.device import Device
+from paged.kernels.mla.config import MlaShape
 
 Lengths = Sequence[tuple[int, int]]  # (query length, key length) a sequence
 # The architecture whose tiles a chip of so many SMs gets: A100, H100 and H200, B200.
@@ -47,11 +48,22 @@ SWEEP: dict[str, Lengths] = {
     for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)
     for length in (1024, 4096, 8192, 32_768)
 }
-HEAD_DIM, ELEMENT_SIZE = 128, 2
+ELEMENT_SIZE = 2
 SM_BANDWIDTH, SM_FLOPS, L2_SPEEDUP = 4.3e12 / 132, 790e12 / 132, 2
 # A program's start: five dependent loads (count, item, lengths, block table, keys) and its epilogue; that of one which
 # finds no item: one load. A kernel's launch, with the wait for the one before.
 START_S, IDLE_S, LAUNCH_S = 2e-6, 0.7e-6, 4e-6
+
+
+class Sizes(NamedTuple):
+    """Numbers of a key and its value in a KV head, products of a query and a key it sees, numbers of an output."""
+
+    key: int = 256
+    products: int = 256
+    out: int = 128
+
+
+HEAD, LATENT = Sizes(), Sizes(576, 576 + 512, 512)
 
 
 class Launch(NamedTuple):
@@ -68,18 +80,19 @@ class Launch(NamedTuple):
     items: Sequence[tuple[int, bool]]
     num_tiles: int
     num_idle: int = 0
+    sizes: Sizes = HEAD
 
     @property
     def partial_s(self) -> float:
         """Seconds in which one SM moves a partial result, outputs and log-sum-exps in float32."""
-        return self.tile.block_m * (HEAD_DIM + 1) * 4 / SM_BANDWIDTH
+        return self.tile.block_m * (self.sizes.out + 1) * 4 / SM_BANDWIDTH
 
     @property
     def block_s(self) -> float:
         """Seconds one key block takes where as many programs as fit share the SM."""
-        num_bytes = 2 * self.tile.block_n * HEAD_DIM * ELEMENT_SIZE
+        num_bytes = self.tile.block_n * self.sizes.key * ELEMENT_SIZE
         memory = num_bytes / (SM_BANDWIDTH * (L2_SPEEDUP if self.kind == "prefill" else 1))
-        matmul = 4 * self.tile.block_m * self.tile.block_n * HEAD_DIM / SM_FLOPS
+        matmul = 2 * self.tile.block_m * self.tile.block_n * self.sizes.products / SM_FLOPS
         return max(memory, matmul) * self.tile.programs_per_sm
 
     def programs(self) -> list[float]:
@@ -121,7 +134,7 @@ def simulate(launches: Sequence[Launch], num_sms: int, roofline_s: float = 0.0) 
     }
 
 
-def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]:
+def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int, sizes: Sizes = HEAD) -> list[Launch]:
     """Return the work lists that the planning kernel writes for causal attention with `num_sms`, in the interpreter.
 
     The planner asks `device_of` for the chip; here it gets this answer instead.
@@ -129,12 +142,12 @@ def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]
     num_q_heads, num_kv_heads = heads
     q_lens, seq_lens = (torch.tensor(column, dtype=torch.int32) for column in zip(*lengths, strict=True))
     offsets = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
-    shape = AttentionShape(
+    shape = (MlaShape if sizes is LATENT else AttentionShape)(
         num_tokens=int(offsets[-1]),
         num_kv_heads=num_kv_heads,
         group=num_q_heads // num_kv_heads,
-        head_dim=HEAD_DIM,
-        v_head_dim=HEAD_DIM,
+        head_dim=sizes.products - sizes.out,
+        v_head_dim=sizes.out,
         element_size=ELEMENT_SIZE,
         window=(NO_LIMIT, 0),
     )
@@ -147,16 +160,17 @@ def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]
             blocks = [(end - begin, slot >= 0) for _, _, begin, end, slot in items]
             num_tiles = len({(seq, tile) for seq, tile, *_ in items})
             num_idle = (len(schedule.items) - len(items)) * num_kv_heads
-            found.append(Launch(kind, schedule.tile, num_kv_heads, blocks, num_tiles, num_idle))
+            found.append(Launch(kind, schedule.tile, num_kv_heads, blocks, num_tiles, num_idle, sizes))
     return found
 
 
-def outcome(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> dict[str, float]:
+def outcome(lengths: Lengths, heads: tuple[int, int], num_sms: int, sizes: Sizes = HEAD) -> dict[str, float]:
     """Plan and simulate one batch."""
-    cost = AttentionCase("", "", (), heads, head_dim=HEAD_DIM).cost(torch.bfloat16, lengths)
+    options: Any = {"head_dim": sizes.products - sizes.out, "v_head_dim": sizes.out, "latent": sizes is LATENT}
+    cost = AttentionCase("", "", (), heads, **options).cost(torch.bfloat16, lengths)
     bandwidth = SM_BANDWIDTH * num_sms
     limits = Ceilings(copy=bandwidth, read=bandwidth, matmul=SM_FLOPS * num_sms)
-    return simulate(plan(lengths, heads, num_sms), num_sms, limits.bound(cost)[0])
+    return simulate(plan(lengths, heads, num_sms, sizes), num_sms, limits.bound(cost)[0])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -164,12 +178,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = option_parser(__doc__, "only")
     parser.add_argument("--sms", nargs="+", type=int, choices=list(ARCH), default=[132])
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query heads / KV heads")
+    parser.add_argument("--latents", action="store_true", help="of 512 + 64 numbers, such as --heads 128/1")
     args = parser.parse_args(argv)
+    sizes = LATENT if args.latents else HEAD
     cases = {name: lengths for name, lengths in (CASES | SWEEP).items() if args.only in name}
     print(f"{'case, us':36} {'heads':>5} SMs    makespan       ideal       ratio    roofline       total")
     for num_sms, heads, (name, lengths) in itertools.product(args.sms, args.heads, cases.items()):
         num_q_heads, num_kv_heads = map(int, heads.split("/"))
-        found = outcome(lengths, (num_q_heads, num_kv_heads), num_sms)
+        found = outcome(lengths, (num_q_heads, num_kv_heads), num_sms, sizes)
         print(f"{name:36} {heads:>5} {num_sms:3} " + " ".join(f"{value:11.3f}" for value in found.values()))
 
 

@@ -50,6 +50,17 @@ def test_values_narrower_than_keys_get_a_row(monkeypatch: pytest.MonkeyPatch) ->
     assert found.calls["ours"][0]().shape == (3, 4, 16)
 
 
+def test_latents_get_a_row_whose_keys_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_attention, "PEERS", ())
+    case = replace(DECODE, heads=(4, 1), head_dim=48, v_head_dim=32, latent=True)
+    found, _ = contest(case, SETTING)
+    assert found.calls["ours"][0]().shape == (len(case.lengths), 4, 32)
+    keys = sum(seq_len for _, seq_len in case.lengths)
+    apart = replace(case, latent=False).cost(torch.float32)
+    assert apart.num_bytes - case.cost(torch.float32).num_bytes == 4 * 32 * keys
+    assert apart.flops == case.cost(torch.float32).flops
+
+
 def test_wrong_and_failing_peers_get_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong in a row that is compared with the reference, wrong in one that is compared with ours alone, and broken."""
 

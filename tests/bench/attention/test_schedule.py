@@ -2,7 +2,7 @@
 
 import pytest
 
-from paged.bench.attention.schedule import CASES, SWEEP, Launch, makespan, outcome, plan, simulate
+from paged.bench.attention.schedule import CASES, LATENT, SWEEP, Launch, makespan, outcome, plan, simulate
 from paged.kernels.common.attention.tile import AttentionTile
 from paged.kernels.common.compat import interpreting
 
@@ -31,6 +31,13 @@ def test_chunk_beside_decodes_is_balanced(heads: tuple[int, int], num_sms: int) 
 @pytest.mark.parametrize("name", [f"{batch} decodes at 8k" for batch in (8, 64, 256)])
 def test_equal_decodes_are_balanced(name: str) -> None:
     assert outcome(SWEEP[name], (32, 8), 132)["ratio"] < 1.11
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_decodes_over_latents_are_balanced(heads: int) -> None:
+    result = outcome(SWEEP["64 decodes at 8k"], (heads, 1), 132, LATENT)
+    assert 1.0 <= result["ratio"] < 1.15
+    assert result["ideal"] > 0.99 * result["roofline"]  # which also reads queries and block ids
 
 
 def test_unsplit_schedule_is_seen_as_unbalanced() -> None:
