@@ -28,7 +28,6 @@ from paged.models.families.experts import EXPERT_PARTS, EXPERTS
 from paged.models.families.gemma4 import Gemma4
 from paged.models.families.hybrid import HYBRIDS
 from paged.models.families.llama import Llama
-from paged.models.families.mamba import MAMBAS
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
@@ -46,7 +45,6 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     **EXPERTS,
     **DEEPSEEK,
     **HYBRIDS,
-    **MAMBAS,
     "Cohere2ForCausalLM": Cohere2,
     "Gemma4ForCausalLM": Gemma4,
 }
@@ -208,35 +206,37 @@ def with_draft_layer(network: Llama) -> DecoderConfig:
     return (
         config
         if head is None
-        else replace(
-            config,
-            attention=(*config.attention, head.attention),
-            recurrent=(*config.recurrent, None),
-            attends=(*config.attends, True),
-        )
+        else replace(config, attention=(*config.attention, head.attention), recurrent=(*config.recurrent, None))
     )
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     """Return the cache configuration of a model; layers are grouped by K/V shape and window, recurrent ones apart.
 
-    fields: other fields of PagedKvCacheConfig.
+    Keys of a layer's indexer are those of one more layer, num_layers behind it.
+
+    fields: other fields of PagedKvCacheConfig; keys of indexers depend on its dtype.
     """
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
     for index, layer in enumerate(config.attention):
-        if layer.shares_kv_with is None and config.attends[index]:
+        if layer.shares_kv_with is None and config.recurrent[index] is None:
             kinds.setdefault(layer.cache_kind, []).append(index)
     sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0], False)
     if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
         fields["sliding_window"] = config.windows[0]
     else:
         fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
+    num_layers, latents = config.num_layers, [layer.latent for layer in config.attention]
+    if indexer := next((one.index for one in latents if one is not None), None):
+        size = indexer.key_size(fields.get("dtype") or torch.get_default_dtype())
+        fields["groups"].append(CacheGroup(tuple(range(num_layers, 2 * num_layers)), 1, size, size, latent=True))
+        num_layers *= 2
     recurrent = {index: one for index, one in enumerate(config.recurrent) if one is not None}
     if recurrent:
         (one,) = set(recurrent.values())
         shape = one.channels, one.conv_width, one.num_heads, one.head_dim, one.num_key_heads, one.key_dim
         fields["recurrent"] = RecurrentSpec(tuple(recurrent), *shape)
-    return PagedKvCacheConfig(config.num_layers, config.num_kv_heads, config.head_dim, **fields)
+    return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
@@ -260,7 +260,6 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     wrapper = next((name for name in names if name in WRAPPERS), None)
     family, hf = (_of_architecture(hf, names), hf) if wrapper is None else _text_part(hf, wrapper)
     hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # callers may register families
-    family = family.variant(hf)
     config = family.read_config(hf)
     refuse_unread(hf, config)
     return family, config

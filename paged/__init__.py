@@ -77,6 +77,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.attention.merge_attn_states": ("merge_attn_states",),
     "paged.kernels.moe.moe_align_block_size": ("MoeAlignment", "moe_align_block_size"),
     "paged.kernels.attention.paged_attention": ("paged_attention",),
+    "paged.kernels.mla.choose_keys": ("choose_keys",),
     "paged.kernels.mla.paged_mla_attention": ("paged_mla_attention",),
     "paged.kernels.cache.qk_norm_rope_and_cache": ("qk_norm_rope_and_cache",),
     "paged.kernels.cache.reshape_and_cache": ("reshape_and_cache",),

@@ -13,7 +13,9 @@ from torch.nn import functional
 
 import paged
 from paged.bench.attention.cases import AttentionCase, Layer, expected, ours
+from paged.bench.attention.problem import Problem
 from paged.bench.limits import Cost
+from paged.bench.mla.problem import index_problem
 from paged.bench.moe.cases import MoeCase, MoeModel
 from paged.bench.timing import Call
 from paged.cache.kv_cache import row_bytes
@@ -144,6 +146,19 @@ def paged_mla_attention(
         lambda: paged.paged_mla_attention(**call, plan=plan),
         lambda: mla_reference.paged_mla_attention(**without)[0],
         Cost(cost.flops, num_bytes),
+    )
+
+
+def choose_keys(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, dim: int, top_k: int) -> Work:
+    """A query, a key and a head take 2 dim operations; a key's row is read once, a score written and read."""
+    problem = Problem("", tuple(lengths), (heads, 1), dim, block_size=64, dtype=draw.dtype)
+    given = index_problem(problem, draw.device, is_packed=True)
+    pairs = sum(q_len * (2 * seq_len - q_len + 1) // 2 for q_len, seq_len in lengths)
+    num_bytes = sum(seq_len for _, seq_len in lengths) * (dim + 4) + 8 * pairs + _bytes(given["q"], given["weights"])
+    return Work(
+        lambda: paged.choose_keys(**given, top_k=top_k),
+        lambda: mla_reference.choose_keys(**given, top_k=top_k),
+        Cost(2 * heads * dim * pairs, num_bytes),
     )
 
 

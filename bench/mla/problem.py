@@ -99,6 +99,25 @@ def _stored(cache: torch.Tensor, form: str) -> torch.Tensor:
     return torch.cat([part.contiguous().view(torch.uint8) for part in (latent, scales, rope)], -1)
 
 
+def index_problem(
+    problem: attention_problem.Problem, device: torch.device, *, is_packed: bool = False
+) -> dict[str, Any]:
+    """Make the arguments of `choose_keys` but top_k, with one KV head's keys in one of the two forms of their cache."""
+    given = attention_problem.make(problem, torch.device("cpu"))
+    keys = given.k_cache[:, :, 0]
+    if is_packed:
+        scales = keys.float().abs().amax(-1, keepdim=True) / 448
+        codes = (keys / scales).to(torch.float8_e4m3fn)
+        keys = torch.cat([part.contiguous().view(torch.uint8) for part in (codes, scales)], -1)
+    tensors = {
+        "q": given.q,
+        "weights": torch.randn(given.q.shape[:2]),
+        "key_cache": keys,
+        **{name: getattr(given, name) for name in ("block_table", "cu_seqlens_q", "seq_lens")},
+    }
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True)
 class Solved:
     """The result of `paged_mla_attention` and the expected one; `arguments` are the reference's."""

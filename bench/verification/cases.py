@@ -31,6 +31,7 @@ from paged.kernels.attention import reference as attention_reference
 from paged.kernels.cache import reference as cache_reference
 from paged.kernels.common.device import use_triton
 from paged.kernels.layers import reference as layers_reference
+from paged.kernels.mla import reference as mla_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.sampling import reference as sampling_reference
 
@@ -84,6 +85,13 @@ def _latent_attention(problem: mla_problem.Problem, device: torch.device, dtype:
     solved = mla_problem.solve(replace(problem, dtype=dtype), device)
     yield solved.out, solved.expected_out
     yield solved.lse, solved.expected_lse
+
+
+def _chosen_keys(is_packed: bool, device: torch.device, dtype: torch.dtype) -> Pairs:
+    problem = Problem("", ((1, 300), (3, 3), (9, 40)), (32, 1), 128, padding_rows=1, dtype=dtype)
+    given = mla_problem.index_problem(problem, device, is_packed=is_packed)
+    for top_k in (16, 2048):
+        yield from _both("choose_keys", mla_reference, **given, top_k=top_k)
 
 
 def _both(operation: str, reference: ModuleType, *arguments: Any, **options: Any) -> Pairs:
@@ -271,6 +279,8 @@ CHECKS = (
         )
         for layout in FORMATS
     ),
+    Check("choose_keys", partial(_chosen_keys, False)),
+    Check("choose_keys: e4m3", partial(_chosen_keys, True), is_quick=True),
     Check("route_tokens: groups, bias, shared experts", _routing),
     Check("greedy_argmax: ties, masks, penalties", _argmax),
     Check("rotary_embedding: a quarter of the head", partial(_rotary, False)),

@@ -135,7 +135,7 @@ def _needs(
     device_bytes: int | None,
     share: Share,
 ) -> Needs:
-    cache = cache_config(share.config(config), block_size=block_size)
+    cache = cache_config(share.config(config), block_size=block_size, dtype=cache_dtype)
     parameters, weight_bytes = _loaded(network_class, config, dtype, share)
     kv_tokens = None
     if device_bytes is not None:
@@ -154,7 +154,7 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
     """
     if config.quantization is not None:
         return _size(network_class, config, dtype, share)
-    fields = ("attention", "moe", "intermediate_size", "recurrent", "attends")
+    fields = ("attention", "moe", "intermediate_size", "recurrent")
     nothing: dict[str, Any] = dict.fromkeys(fields, ())
     none = replace(config, **nothing)
     rest = num_parameters, num_bytes = _size(network_class, none, dtype, share)

@@ -17,6 +17,7 @@ from paged.kernels.common.checks import (
     NARROW_DTYPES,
     check_last_dim_contiguous,
     check_scale,
+    check_sequences_fit,
     check_tensor,
     check_writable,
 )
@@ -219,11 +220,8 @@ def check_attention_tensors(
             raise InvalidInputError(f"{name} {size}, expected 1 to {MAX_HEAD_DIM}")
     if k_cache.shape[1] == 0:
         raise InvalidInputError("k_cache: block_size 0, expected a positive one")
-    check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), q.device)
-    num_seqs = seq_lens.shape[0]
-    check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), (torch.int32,), q.device)
-    check_tensor("block_table", block_table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), q.device)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
+    check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_last_dim_contiguous(name, tensor)
 
 

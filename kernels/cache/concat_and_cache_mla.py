@@ -11,6 +11,7 @@ from paged.kernels.cache.write import slot_offset
 from paged.kernels.common.attention.latent_cache import (
     PACKED_GROUP,
     check_latent_cache,
+    check_latent_scale,
     latent_kind,
     latent_parts,
 )
@@ -24,7 +25,6 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, nothing, strides
@@ -157,12 +157,7 @@ class LatentWrite(NamedTuple):
         for name, tensor in (("latent", latent), ("k_rope", k_rope)):
             check_last_dim_contiguous(name, tensor)
         check_writable("kv_cache", kv_cache)
-        if scale is not None:
-            if kv_cache.dtype != torch.float8_e4m3fn:
-                raise InvalidInputError(f"scale: given, expected None for a cache of {kv_cache.dtype}")
-            check_tensor("scale", scale, scale.shape, (torch.float32,), latent.device)
-            if scale.numel() != 1:
-                raise InvalidInputError(f"scale: shape {list(scale.shape)}, expected [] or [1]")
+        check_latent_scale("scale", scale, kv_cache)
 
     @property
     def slots(self) -> Ids:

@@ -92,6 +92,17 @@ def check_last_dim_contiguous(name: str, tensor: torch.Tensor) -> None:
         raise InvalidInputError(f"{name}: last dimension has stride {tensor.stride(-1)}, expected 1")
 
 
+def check_sequences_fit(
+    block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, device: torch.device
+) -> None:
+    """Raise InvalidInputError unless these are int32 on `device`, for the same number of sequences."""
+    check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), device)
+    num_seqs = len(seq_lens)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), (torch.int32,), device)
+    check_tensor("block_table", block_table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), device)
+    check_last_dim_contiguous("block_table", block_table)
+
+
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Raise InvalidInputError unless `tensor` is contiguous."""
     if not tensor.is_contiguous():

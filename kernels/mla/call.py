@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from paged.kernels.common.attention.latent_cache import check_latent_cache
+from paged.kernels.common.attention.latent_cache import check_latent_cache, check_latent_scale
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     check_last_dim_contiguous,
+    check_sequences_fit,
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError
@@ -47,19 +48,10 @@ class MlaCall:
         check_tensor("q", q, ("num_tokens", "num_heads", size), (q.dtype,), self.kv_cache.device)
         if q.shape[1] == 0:
             raise InvalidInputError("q: 0 heads, expected at least 1")
-        check_tensor("seq_lens", self.seq_lens, ("num_seqs",), (torch.int32,), device)
-        num_seqs = len(self.seq_lens)
-        check_tensor("cu_seqlens_q", self.cu_seqlens_q, (num_seqs + 1,), (torch.int32,), device)
-        check_tensor("block_table", self.block_table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), device)
-        check_last_dim_contiguous("block_table", self.block_table)
+        check_sequences_fit(self.block_table, self.cu_seqlens_q, self.seq_lens, device)
         if self.sinks is not None:
             check_tensor("sinks", self.sinks, (q.shape[1],), FLOAT_DTYPES, device)
-        if self.k_scale is not None:
-            if self.kv_cache.dtype != torch.float8_e4m3fn:
-                raise InvalidInputError(f"k_scale: given, expected None for a cache of {self.kv_cache.dtype}")
-            check_tensor("k_scale", self.k_scale, self.k_scale.shape, (torch.float32,), device)
-            if self.k_scale.numel() != 1:
-                raise InvalidInputError(f"k_scale: shape {list(self.k_scale.shape)}, expected [] or [1]")
+        check_latent_scale("k_scale", self.k_scale, self.kv_cache)
         if self.indices is not None:
             check_tensor("indices", self.indices, (len(q), "k"), (torch.int32,), device)
             check_last_dim_contiguous("indices", self.indices)

@@ -60,3 +60,44 @@ def paged_mla_attention(
                     lse[head, row] = torch.logsumexp(scores, 0)
                     out[row, head] = torch.exp(scores[: len(keys)] - lse[head, row]) @ values[places]
     return out, lse
+
+
+def index_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    key_cache: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The scores of every token and the keys that it sees, in the order of `choose_keys`' formula."""
+    keys, block_size, head_dim = key_cache.cpu(), key_cache.shape[1], q.shape[2]
+    if keys.dtype == torch.uint8:
+        codes, scales = keys[..., :head_dim].contiguous(), keys[..., head_dim:].contiguous()
+        wide = f64(codes.view(torch.float8_e4m3fn)) * f64(scales.view(torch.float32))
+    else:
+        wide = f64(keys)
+    q, weights, offsets, table = f64(q), f64(weights), cu_seqlens_q.tolist(), block_table.tolist()
+    found = [torch.zeros(0, dtype=torch.float64)] * len(q)
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        for row in range(offsets[seq], offsets[seq + 1]):
+            end = seq_len - offsets[seq + 1] + row + 1
+            seen = [wide[table[seq][key // block_size], key % block_size] for key in range(end)]
+            found[row] = torch.tensor(
+                [float(weights[row] @ (q[row] @ key).clamp(min=0)) for key in seen], dtype=torch.float64
+            )
+    return found
+
+
+def choose_keys(
+    q: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, *, top_k: int, **sequences: torch.Tensor
+) -> torch.Tensor:
+    """`choose_keys`, each row in ascending order."""
+    scores = index_scores(q, weights, key_cache, **sequences)
+    count = min(top_k, sequences["block_table"].shape[1] * key_cache.shape[1])
+    indices = torch.full((len(q), count), -1, dtype=torch.int32)
+    for row, each in enumerate(scores):
+        best = each.argsort(descending=True)[:count].sort().values.int()
+        indices[row, count - len(best) :] = best
+    return indices

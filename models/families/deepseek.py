@@ -1,13 +1,16 @@
-"""Families with latent attention: DeepSeek-V2 and V3 with their descendants, GLM-4.7-Flash."""
+"""Families with latent attention: DeepSeek-V2 and V3 with their descendants, GLM-4.7-Flash, Mistral 4, MiniCPM3."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.models.families.dense import query_growth
 from paged.models.families.experts import after_dense, sigmoid_experts
 from paged.models.families.llama import family
-from paged.models.layers.config import LatentConfig, MoeConfig
+from paged.models.layers.config import IndexConfig, LatentConfig, MoeConfig
 from paged.models.layers.decoder_config import count_layers, moe_config
 from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig
@@ -24,15 +27,15 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
         raise UnsupportedError(f"{hf.source}: num_key_value_heads {kv_heads}, expected num_attention_heads {num_heads}")
     for key in ("head_dim", "qk_head_dim"):
         hf.value(key)  # transformers writes both, of other sizes; neither is read
-    rank, nope, rope, v_head_dim = (
-        hf.integer(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
+    rank, nope, rope = (hf.integer(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+    v_head_dim = hf.integer("v_head_dim", hf.integer("hidden_size") // num_heads)
     for key, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)):
         if size % 16 or size > 512:
             raise UnsupportedError(f"{hf.source}: {key} {size}, known are multiples of 16 up to 512")
     section, scale = rope_section(hf), (nope + rope) ** -0.5
-    if section.text("rope_type", section.text("type", "default")) != "default":
-        scale *= yarn_magnitude(section.number("factor"), section.number("mscale_all_dim", 0.0, may_be_zero=True)) ** 2
+    magnitude = section.number("mscale_all_dim", 0.0, may_be_zero=True)
+    if magnitude and section.text("rope_type", section.text("type", "default")) != "default":
+        scale *= yarn_magnitude(section.number("factor"), magnitude) ** 2
     return {
         "num_heads": num_heads,
         "num_kv_heads": 1,
@@ -79,13 +82,45 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4.7-Flash (Z.ai, 2026): as DeepSeek-V3; `mlp_layer_types` may name the layers with experts."""
+    """GLM-4.7-Flash (Z.ai, 2026): as DeepSeek-V3, with `mlp_layer_types`."""
+    return {**_with_sigmoid_experts(hf), "moe": _by_mlp_layer_types(hf)}
+
+
+def _deepseek_v32(hf: HfConfig) -> dict[str, Any]:
+    """DeepSeek-V3.2 (2025): V3 with an indexer in every layer, whose heads rotate by halves."""
+    return _with_indexer(hf, interleaved=False)
+
+
+def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
+    """GLM-5 (Z.ai, 2026): as DeepSeek-V3.2; heads of the indexer rotate in neighbouring pairs.
+
+    A later one has indexers in some layers only, which is not supported.
+    """
+    hf.choice("index_topk_freq", 1)
+    hf.value("index_skip_topk_offset")  # counts from where the frequency begins
+    if kinds := {*hf.items("indexer_types", str), *hf.text("index_topk_pattern", "")} - {"full", "F"}:
+        raise UnsupportedError(f"{hf.source}: indexer type {min(kinds)!r}, known is 'full': an indexer in every layer")
+    return _with_indexer(hf, interleaved=True)
+
+
+def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
+    if kinds := {*hf.items("layer_types", str)} - {"indexed_attention"}:
+        raise UnsupportedError(f"{hf.source}: layer type {min(kinds)!r}, known is 'indexed_attention'")
+    num_heads, head_dim, top_k = (hf.integer(key) for key in ("index_n_heads", "index_head_dim", "index_topk"))
+    index, fields = IndexConfig(num_heads, head_dim, top_k, interleaved), _latent_attention(hf)
+    latent = replace(fields["latent"], q_rank=hf.integer("q_lora_rank"), index=index)
+    return {**fields, "latent": latent, "rope": rope_config(hf, interleaved=True), "moe": _by_mlp_layer_types(hf)}
+
+
+def _by_mlp_layer_types(hf: HfConfig) -> tuple[MoeConfig | None, ...]:
+    """Return the experts of each layer; `mlp_layer_types` may name the layers with experts."""
     moe, kinds = _experts(hf), hf.items("mlp_layer_types", str)
+    by_count = after_dense(hf, moe)
     if not kinds:
-        return {**_with_sigmoid_experts(hf), "moe": after_dense(hf, moe)}
+        return by_count
     if len(kinds) != count_layers(hf) or not {*kinds} <= {"dense", "sparse"}:
         raise CheckpointError(f"{hf.source}: mlp_layer_types {kinds}, expected dense or sparse for each layer")
-    return {**_with_sigmoid_experts(hf), "moe": tuple(moe if kind == "sparse" else None for kind in kinds)}
+    return tuple(moe if kind == "sparse" else None for kind in kinds)
 
 
 def _experts(hf: HfConfig) -> MoeConfig:
@@ -98,9 +133,41 @@ def _with_sigmoid_experts(hf: HfConfig) -> dict[str, Any]:
     return {**_latent_attention(hf), "rope": rope_config(hf, interleaved=hf.flag("rope_interleave", True))}
 
 
+def _mistral4(hf: HfConfig) -> dict[str, Any]:
+    """Mistral Small 4 (Mistral AI, 2026): softmax routing; queries grow with their position as in Ministral 3."""
+    hf.choice("n_group", 1)  # a group counts the sum of its two best, which softmax routing does not have
+    hf.choice("topk_group", 1)
+    moe = sigmoid_experts(hf, scoring="softmax", correction_bias=None, float32_router=False)
+    rope = rope_config(hf, is_partial=True, interleaved=hf.flag("rope_interleave"))
+    share = hf.integer("qk_rope_head_dim") / (hf.integer("qk_nope_head_dim") + hf.integer("qk_rope_head_dim"))
+    if (rotated := rope_section(hf).number("partial_rotary_factor", share)) != share:  # of all a head's dimensions
+        raise CheckpointError(f"{hf.source}: partial_rotary_factor {rotated}, expected {share}")
+    return {
+        **_latent_attention(hf),
+        "rope": replace(rope, fraction=1.0),
+        "query_growth": query_growth(hf),
+        "moe": after_dense(hf, moe),
+    }
+
+
+def _minicpm3(hf: HfConfig) -> dict[str, Any]:
+    """MiniCPM3 (OpenBMB, 2024): no experts; multipliers as in MiniCPM (Hu et al., 2024)."""
+    hidden, no_scale = hf.integer("hidden_size"), sqrt(count_layers(hf))
+    return {
+        **_latent_attention(hf),
+        "embedding_scale": hf.number("scale_emb"),
+        "residual_scale": hf.number("scale_depth", no_scale) / no_scale,
+        "logits_scale": hf.integer("dim_model_base", hidden) / hidden,
+    }
+
+
 # Keys are names in `architectures` of config.json.
 DEEPSEEK = {
     "DeepseekV2ForCausalLM": family("deepseek_v2", _deepseek_v2),
     "DeepseekV3ForCausalLM": family("deepseek_v3", _deepseek_v3),
+    "DeepseekV32ForCausalLM": family("deepseek_v32", _deepseek_v32),
     "Glm4MoeLiteForCausalLM": family("glm4_moe_lite", _glm4_moe_lite),
+    "GlmMoeDsaForCausalLM": family("glm_moe_dsa", _glm_moe_dsa),
+    "MiniCPM3ForCausalLM": family("minicpm3", _minicpm3),
+    "Mistral4ForCausalLM": family("mistral4", _mistral4),
 }

@@ -24,7 +24,7 @@ NO_BIAS = {"qkv_bias": False, "o_bias": False}
 HUNYUAN_RENAMES = {r"\.query_layernorm\.": ".q_norm.", r"\.key_layernorm\.": ".k_norm."}
 _STARCODER_RENAMES = {r"\.mlp\.c_fc\.": ".mlp.up_proj.", r"\.mlp\.c_proj\.": ".mlp.down_proj."}
 # OLMo 2 (OLMo Team, 2024): norms only after attention and MLP, and over all query and key heads together.
-OLMO: dict[str, Any] = {
+_OLMO: dict[str, Any] = {
     "before_attention": None,
     "after_attention": "post_attention_layernorm",
     "before_mlp": None,
@@ -73,7 +73,7 @@ def _exaone4(hf: HfConfig) -> dict[str, Any]:
     period = 1 if window is None or isinstance(pattern, str) else hf.integer("sliding_window_pattern")
     windows, rope = layer_windows(hf, window, lambda layer: (layer + 1) % period != 0), rope_config(hf)
     rotates_all = None if window is not None else rope
-    return {"window": windows, "rope": by_window(windows, rotates_all, rope), **OLMO, **NO_BIAS, "qk_norm": "head"}
+    return {"window": windows, "rope": by_window(windows, rotates_all, rope), **_OLMO, **NO_BIAS, "qk_norm": "head"}
 
 
 def _gemma(hf: HfConfig) -> dict[str, Any]:
@@ -193,13 +193,15 @@ def _ministral(hf: HfConfig) -> dict[str, Any]:
 
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
     """Ministral 3 (Mistral AI, 2025): queries grow with the log of their position beyond the pre-training length."""
+    window, growth = hf.optional_integer("sliding_window"), query_growth(hf)
+    return {"window": window, **NO_BIAS, "rope": rope_config(hf), "query_growth": growth}
+
+
+def query_growth(hf: HfConfig) -> QueryGrowth:
+    """Return the growth that the object of the rotation names."""
     rope = rope_section(hf)
-    growth = QueryGrowth(
-        rope.number("llama_4_scaling_beta", may_be_zero=True),
-        rope.integer("original_max_position_embeddings"),
-        offset=0,
-    )
-    return {"window": hf.optional_integer("sliding_window"), **NO_BIAS, "rope": rope_config(hf), "query_growth": growth}
+    weight = rope.number("llama_4_scaling_beta", may_be_zero=True)
+    return QueryGrowth(weight, rope.integer("original_max_position_embeddings"), offset=0)
 
 
 def _nemotron(hf: HfConfig) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def _olmo3(hf: HfConfig) -> dict[str, Any]:
     """OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers; these do not scale their rotation."""
     windows = periodic_windows(hf, 4)
     ropes = ropes_by_kind(hf, hf.defaults["rope_theta"])
-    return {"window": windows, "rope": by_window(windows, *ropes), **OLMO}
+    return {"window": windows, "rope": by_window(windows, *ropes), **_OLMO}
 
 
 def _phi3(hf: HfConfig) -> dict[str, Any]:
@@ -314,7 +316,7 @@ DENSE = {
     "MinistralForCausalLM": family("ministral", _ministral),
     "Ministral3ForCausalLM": family("ministral3", _ministral3),
     "NemotronForCausalLM": family("nemotron", _nemotron),
-    "Olmo2ForCausalLM": family("olmo2", lambda hf: OLMO),
+    "Olmo2ForCausalLM": family("olmo2", lambda hf: _OLMO),
     "Olmo3ForCausalLM": family("olmo3", _olmo3),
     "Phi3ForCausalLM": family("phi3", _phi3),
     "Qwen2ForCausalLM": family("qwen2", _qwen2),

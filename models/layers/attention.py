@@ -102,9 +102,7 @@ class Attention(nn.Module):
         if self.config.qk_norm == "unit" or self.config.v_norm:
             self.unit_weight = torch.ones(self.config.head_dim, device=device)
         if (growth := self.config.query_growth) is not None:
-            positions = torch.arange(len(cos_sin_cache), dtype=torch.float32, device=device)
-            periods = torch.floor((positions + growth.offset) / growth.period)
-            self.query_factors = (1 + growth.weight * torch.log1p(periods))[:, None, None]
+            self.query_factors = growth.factors(len(cos_sin_cache), device)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paged.models.layers.recurrent_config import RecurrentConfig
+from paged.kernels.common.attention.latent_cache import INDEX_SCALE_BYTES
 from paged.models.layers.rope import RopeConfig
 from paged.models.quantization.layouts import Quantization
 
@@ -19,6 +19,31 @@ class QueryGrowth:
     period: int
     offset: int
 
+    def factors(self, num_positions: int, device: torch.device) -> torch.Tensor:
+        """Return the factors, float32 [num_positions, 1, 1]."""
+        positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+        periods = torch.floor((positions + self.offset) / self.period)
+        return (1 + self.weight * torch.log1p(periods))[:, None, None]
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """An indexer of sparse attention.
+
+    Attributes:
+        top_k: keys that a query attends to.
+        interleaved: as in RopeConfig, for the indexer's own heads.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+
+    def key_size(self, dtype: torch.dtype) -> int:
+        """Return the elements of a key in a cache of `dtype`: float32 as it is, else e4m3 and a float32 scale."""
+        return self.head_dim if dtype.itemsize == 4 else (self.head_dim + INDEX_SCALE_BYTES) // dtype.itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
@@ -30,6 +55,7 @@ class LatentConfig:
         nope_dim, rope_dim: parts of a query head that do not rotate and that do.
         v_head_dim: size of a head's value.
         eps: of the norms of both latents.
+        index: what chooses the keys of a query; None if it attends to all.
     """
 
     rank: int
@@ -38,6 +64,7 @@ class LatentConfig:
     rope_dim: int
     v_head_dim: int
     eps: float = 1e-6
+    index: IndexConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +124,45 @@ class AttentionConfig:
     def rotated_dim(self) -> int:
         """Dimensions of a head that `rope` is about."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """A gated delta net (Yang et al., 2024) in place of attention.
+
+    Attributes:
+        num_heads, head_dim: heads of values.
+        num_key_heads, key_dim: heads of keys and queries, which value heads share in groups.
+        conv_width: tokens that the convolution reads, its own included.
+        by_head: whether a checkpoint stores all parts of a key head together: q, k, v and z in one tensor, b and a in
+            another; else each part is whole.
+        eps: of the gated norm.
+        gate: activation of the gate, "silu" or "sigmoid".
+    """
+
+    num_heads: int
+    head_dim: int
+    num_key_heads: int
+    key_dim: int
+    conv_width: int
+    by_head: bool
+    eps: float
+    gate: str
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all values of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all keys of a token."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return self.value_size + 2 * self.key_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,18 +251,16 @@ class DecoderConfig:
 
     Attributes:
         model_type: name of the family in transformers.
-        intermediate_size: intermediate size of each layer's plain MLP; 0 and no experts for a layer without an MLP.
+        intermediate_size: intermediate size of each layer's plain MLP.
         max_position_embeddings: longest sequence in tokens.
         attention: attention of each layer.
         moe: mixture of experts of each layer; None for a plain MLP.
-        recurrent: recurrent part of each layer; None for none.
-        attends: whether each layer uses its `attention`.
+        recurrent: recurrent state of each layer, instead of its `attention`; None for attention.
         mlp_name: name of MLPs and experts in a checkpoint.
         fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
         activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`; without a gate, one of
             `PlainMlp`.
         gated: whether MLPs without experts have a gate.
-        mlp_factors: factors for the gate before its activation, and for the output of gated MLPs without experts.
         embedding_scale, residual_scale, logits_scale: factors for embeddings, for everything added to the residual
             stream, and for logits.
         logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
@@ -217,13 +281,11 @@ class DecoderConfig:
     norms: NormConfig
     moe: tuple[MoeConfig | None, ...]
     recurrent: tuple[RecurrentConfig | None, ...]
-    attends: tuple[bool, ...]
     mlp_name: str = "mlp"
     mlp_bias: bool = False
     fused_mlp: bool = False
     activation: str
     gated: bool = True
-    mlp_factors: tuple[float, float] = (1.0, 1.0)
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0

@@ -14,6 +14,7 @@ from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
+from paged.models.layers.indexer import Indexer
 from paged.models.loading.weights import WeightSlots
 
 Queries = AttentionMetadata | OutputRows | AbsorbedPart
@@ -49,6 +50,7 @@ class LatentAttention(nn.Module):
     table: int
     cos_sin_cache: torch.Tensor
     up: torch.Tensor
+    query_factors: torch.Tensor | None = None
     mean_of_ranks: object = None
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
@@ -67,6 +69,9 @@ class LatentAttention(nn.Module):
             self.down_proj = Linear(hidden, {"q_a_proj": sizes.q_rank, **down}, bias=layer.qkv_bias)
             self.q_b_proj = Linear(sizes.q_rank, {"q_b_proj": q_size})
             self.q_norm = RmsNorm(sizes.q_rank, norms)
+        self.indexer: Indexer | None = None
+        if sizes.index is not None and sizes.q_rank is not None:
+            self.indexer = Indexer(hidden, sizes.q_rank, sizes.index)
         self.kv_norm = RmsNorm(sizes.rank, norms)
         of_a_head = sizes.nope_dim + sizes.v_head_dim
         self.kv_b_proj = UpProjection(sizes.rank, {"kv_b_proj": layer.num_heads * of_a_head})
@@ -77,6 +82,8 @@ class LatentAttention(nn.Module):
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
         self.kv_cache, self.table, self.cos_sin_cache = k_cache.squeeze(2), table, cos_sin_cache
+        if (growth := self.config.query_growth) is not None:
+            self.query_factors = growth.factors(len(cos_sin_cache), cos_sin_cache.device)
 
     def bind_weights(self) -> None:
         """Read the up-projection as matrices; call it when the weights are at their final addresses."""
@@ -93,11 +100,13 @@ class LatentAttention(nn.Module):
         sizes, queries = self.sizes, metadata if outputs is None else outputs
         _, slot_mapping = metadata.table(self.table)
         down = self.down_proj(hidden)
+        q_latent = hidden
         if self.q_b_proj is None:
             q = self.q_proj(hidden, metadata.lora)
         else:
             q_latent, down = down.split((sizes.q_rank, down.shape[1] - sizes.q_rank), -1)
-            q = self.q_b_proj(self.q_norm(q_latent)[0])
+            q_latent = self.q_norm(q_latent)[0]
+            q = self.q_b_proj(q_latent)
         latent, k_rope = down.split((sizes.rank, sizes.rope_dim), -1)
         q = q.unflatten(-1, (self.config.num_heads, -1))
         self.write(
@@ -113,10 +122,21 @@ class LatentAttention(nn.Module):
             interleaved=self.interleaved,
             scale=self.k_scale,
         )
-        if outputs is None:
+        if self.indexer is not None:
+            self.indexer.write(hidden, positions, metadata)
+        if outputs is not None:
+            q, positions = q[outputs.rows], positions[outputs.rows]
+            if self.indexer is not None:
+                hidden, q_latent = hidden[outputs.rows], q_latent[outputs.rows]
+        indices: torch.Tensor | None = None
+        if self.indexer is not None:
+            indices = self.indexer.choose(hidden, q_latent, positions, metadata, queries)
+        if self.query_factors is not None:
+            q = (q * self.query_factors[positions]).to(q.dtype)
+        if outputs is None and indices is None:
             out = self._attend(q, metadata)
         else:
-            out = self._absorbed(q[outputs.rows], metadata.table(self.table)[0], metadata.seq_lens, outputs)
+            out = self._absorbed(q, metadata.table(self.table)[0], metadata.seq_lens, queries, indices)
         projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)
         return projected
 
@@ -161,7 +181,12 @@ class LatentAttention(nn.Module):
         return found
 
     def _absorbed(
-        self, q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, queries: Queries
+        self,
+        q: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        queries: Queries,
+        indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention to latents; q [num_tokens, num_heads, nope + rope] -> [num_tokens, num_heads, v_head_dim]."""
         sizes = self.sizes
@@ -179,6 +204,7 @@ class LatentAttention(nn.Module):
             max_seqlen_q=queries.max_seqlen_q,
             softmax_scale=self.config.softmax_scale,
             k_scale=self.k_scale,
+            indices=indices,
             plan=queries.plan,
             out=attended,
         )
@@ -193,4 +219,6 @@ class LatentAttention(nn.Module):
         slots |= self.kv_norm.weight_slots(f"{prefix}.kv_a_layernorm")
         if self.q_b_proj is not None:
             slots |= self.q_norm.weight_slots(f"{prefix}.q_a_layernorm")
+        if self.indexer is not None:
+            slots |= self.indexer.weight_slots(f"{prefix}.indexer")
         return slots

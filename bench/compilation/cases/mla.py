@@ -8,6 +8,7 @@ from paged.bench.compilation.case import NATIVE_FP8, TARGETS, CompileCase, kerne
 from paged.bench.compilation.cases.attention import ELEMENT_SIZE, TENSOR_CORES
 from paged.kernels.cache.concat_and_cache_mla import _concat_and_cache_mla_kernel
 from paged.kernels.common.attention.tile import AttentionTile, padded_head_dim
+from paged.kernels.mla.choose_keys import _index_scores_kernel, index_tile
 from paged.kernels.mla.config import ONE_LOOP_ROWS, mla_tile
 from paged.kernels.mla.tile_kernel import _mla_attention_kernel
 
@@ -29,6 +30,7 @@ def cases() -> list[CompileCase]:
         found += [_case(target, heads, kind=kind) for heads in (16, 128) for kind in ("e4m3", "packed")]
         found += [_case(target, heads, sparse=True) for heads in (16, 128)]
         found += [_case(target, 128, kind="packed", sparse=True), _case(target, 16, v_head_dim=256)]
+        found += [_index_case(target, heads) for heads in (32, 64)] + [_index_case(target, 64, dtype="fp32")]
         found += [_case(target, 128, v_head_dim=256), _case(target, 128, rope=0), _case(target, 16, dtype="fp32")]
     return found
 
@@ -88,6 +90,32 @@ def _case(
         expect=expect,
         targets=(target,),
         programs_per_sm=tile.programs_per_sm,
+    )
+
+
+def _index_case(target: str, heads: int, *, dtype: str = "bf16") -> CompileCase:
+    block_n, num_warps = index_tile(ELEMENT_SIZE[dtype], 128)
+    is_plain = dtype == "fp32"
+    kinds: dict[str, str | None] = {
+        "key_ptr": "*fp32" if is_plain else "*u8",
+        "scales_ptr": None if is_plain else "*fp32",
+    }
+    kinds |= dict.fromkeys(("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"), "*i32")
+    kinds |= dict.fromkeys(("weights_ptr", "out_ptr"), "*fp32")
+    sizes = {"NUM_HEADS": heads, "HEADS_PADDED": heads, "HEAD_DIM": 128, "DIM_PADDED": 128, "KV_BLOCK_SIZE": 64}
+    tile = {"BLOCK_N": block_n, "BLOCKS": 1024 // block_n, "NATIVE_FP8": target in NATIVE_FP8}
+    aligned = ("q_token", "q_head", "weights_token", "out_token")
+    return kernel_case(
+        f"choose_keys {heads} heads {dtype} for {target}",
+        _index_scores_kernel,
+        {**sizes, **tile},
+        kinds,
+        dtype=dtype,
+        aligned=tuple(f"stride_{name}" for name in aligned),
+        num_warps=num_warps,
+        num_stages=2,
+        expect={} if is_plain else {target: (TENSOR_CORES[target] if heads == 64 or target == "gfx942" else "HMMA",)},
+        targets=(target,),
     )
 
 

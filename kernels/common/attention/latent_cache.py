@@ -1,4 +1,4 @@
-"""What a cache of latents holds: one row a token, the latent and its rotated dimensions."""
+"""What a cache of latents holds: one row a token, the latent and its rotated dimensions; and that of indexer keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from paged.kernels.common.attention.tile import MAX_HEAD_DIM
-from paged.kernels.common.cache_kinds import cache_kind
+from paged.kernels.common.cache_kinds import SMALLEST, cache_kind
 from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor
 from paged.kernels.common.errors import InvalidInputError
 
@@ -73,6 +73,17 @@ def check_latent_cache(kv_cache: torch.Tensor, v_head_dim: int, dtype: torch.dty
     return size
 
 
+def check_latent_scale(name: str, scale: torch.Tensor | None, kv_cache: torch.Tensor) -> None:
+    """Raise InvalidInputError unless `scale` is None or one float32 number of an e4m3 cache."""
+    if scale is None:
+        return
+    if kv_cache.dtype != torch.float8_e4m3fn:
+        raise InvalidInputError(f"{name}: given, expected None for a cache of {kv_cache.dtype}")
+    check_tensor(name, scale, scale.shape, (torch.float32,), kv_cache.device)
+    if scale.numel() != 1:
+        raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [] or [1]")
+
+
 def dequantized(rows: torch.Tensor, v_head_dim: int, k_scale: torch.Tensor | None) -> torch.Tensor:
     """Return rows of a latent cache as float32 [..., latent + rope]."""
     if rows.dtype != torch.uint8:
@@ -81,3 +92,47 @@ def dequantized(rows: torch.Tensor, v_head_dim: int, k_scale: torch.Tensor | Non
     assert scales is not None
     numbers = latent.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, PACKED_GROUP)) * scales.unsqueeze(-1)
     return torch.cat([numbers.flatten(-2), rope.view(torch.bfloat16).float()], -1)
+
+
+# Bytes of an indexer key's float32 scale, behind its e4m3 numbers.
+INDEX_SCALE_BYTES = 4
+
+
+def index_parts(key_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return numbers [..., head_dim] of a cache of indexer keys, and scales [..., 1] of one in e4m3."""
+    if key_cache.dtype != torch.uint8:
+        return key_cache, None
+    return key_cache[..., :head_dim], key_cache[..., head_dim:].view(torch.float32)
+
+
+def check_index_cache(key_cache: torch.Tensor, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise InvalidInputError unless a cache holds indexer keys of `head_dim` for queries of `dtype`."""
+    size = head_dim + (INDEX_SCALE_BYTES if key_cache.dtype == torch.uint8 else 0)
+    check_tensor("key_cache", key_cache, ("num_blocks", "block_size", size), (dtype, torch.uint8), device)
+    check_last_dim_contiguous("key_cache", key_cache)
+    if key_cache.shape[1] == 0:
+        raise InvalidInputError("key_cache: block_size 0, expected at least 1")
+    is_aligned = not any(each % 4 for each in (key_cache.data_ptr(), head_dim, *key_cache.stride()[:2]))
+    if key_cache.dtype == torch.uint8 and not is_aligned:
+        raise InvalidInputError(f"key_cache: strides {key_cache.stride()}, expected multiples of 4 bytes")
+
+
+def index_keys(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return rows of a cache of indexer keys as float32 [..., head_dim]."""
+    keys, scales = index_parts(rows, head_dim)
+    return keys.float() if scales is None else keys.view(torch.float8_e4m3fn).float() * scales
+
+
+def write_index_keys(keys: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write indexer keys [num_tokens, head_dim] to their slots of a cache as in `choose_keys`.
+
+    Negative slots are those of padding, whose keys go to block 0, which no sequence has: nothing waits for the device.
+    """
+    block_size = key_cache.shape[1]
+    if key_cache.dtype == torch.uint8:
+        wide = keys.float()
+        scales = wide.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST) / 448.0
+        codes = (wide / scales).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        keys = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], -1)
+    slots = slot_mapping.clamp(min=0)
+    key_cache[slots // block_size, slots % block_size] = keys

@@ -54,6 +54,11 @@ def _latents_expected(*, max_seqlen_q: Any, deterministic: Any = False, **argume
     return mla_reference.paged_mla_attention(**arguments)
 
 
+def _scored_keys() -> Arguments:
+    problem = Problem("", ((1, 20), (3, 3), (9, 20)), heads=(4, 1), head_dim=16, block_size=8)
+    return {**mla_problem.index_problem(problem, DEVICE), "top_k": 5}
+
+
 def _latent_write() -> Arguments:
     slots = torch.tensor([3, 31, -1, 0, 9])
     return {
@@ -282,6 +287,7 @@ CALLS = {
         _cascade, lambda **arguments: paged.cascade_attention(**arguments, return_lse=True), _attention_expected,
         {"max_seqlen_q": int, "shared_prefix_len": int, "softmax_scale": float, "softcap": float},
     ),
+    "choose_keys": Call(_scored_keys, lambda **arguments: paged.choose_keys(**arguments), mla_reference.choose_keys),
     "paged_mla_attention": Call(
         _latents, lambda **arguments: paged.paged_mla_attention(**arguments, return_lse=True), _latents_expected,
         {"max_seqlen_q": int, "v_head_dim": int, "softmax_scale": float, "causal": bool, "deterministic": bool},

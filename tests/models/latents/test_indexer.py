@@ -1,0 +1,115 @@
+"""Sparse attention in models: what the indexer chooses from, and what its keys take in the cache."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paged.errors import UnsupportedError
+from paged.executors.command_line.checkpoint_summary import summarize
+from paged.kernels.common.attention.latent_cache import index_keys
+from paged.models.layers.indexer import Indexer
+from paged.models.loading.hf_config import HfConfig
+from paged.models.registry import ARCHITECTURES, load_model, model_config
+from tests.models.edits import edit_config
+from tests.models.families import FAMILIES, assert_same_logits, forward, logits_of, save_checkpoint, tokens
+from tests.models.published import published
+
+PROMPT = tokens(40)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("deepseek_v32")
+    return folder, save_checkpoint(FAMILIES["deepseek_v32"], folder)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
+    """What indexers return."""
+    found: list[torch.Tensor | None] = []
+    own = Indexer.choose
+
+    def choose(*arguments: Any) -> torch.Tensor | None:
+        found.append(own(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Indexer, "choose", choose)
+    return found
+
+
+def test_an_indexer_that_chooses_all_equals_dense_attention(
+    checkpoint: tuple[Path, Any], chosen: list[torch.Tensor | None]
+) -> None:
+    folder, theirs = checkpoint
+    own = theirs.config.index_topk
+    logits = []
+    try:
+        for top_k in (63, 64):  # a block holds 64 positions, of which a prompt of 40 sees all
+            edit_config(folder, index_topk=top_k)
+            model = load_model(folder, block_size=64, num_blocks=4)
+            (last,) = forward(model, {"a": PROMPT})
+            assert last is not None
+            logits.append(last)
+    finally:
+        edit_config(folder, index_topk=own)
+    assert [each is None for each in chosen] == [False, False, True, True]
+    assert chosen[0] is not None
+    assert chosen[0].shape == (40, 63)
+    assert_same_logits(*logits)
+    assert (logits[0] - logits_of(theirs, PROMPT)[-1]).abs().max() > 1e-2, "five keys give the same as all"
+
+
+def test_cached_keys_are_rounded_in_16_bits(checkpoint: tuple[Path, Any], chosen: list[torch.Tensor | None]) -> None:
+    """By 2^-4 of a number at most, beside bfloat16's own rounding; the keys chosen from them are nearly the same."""
+    folder, theirs = checkpoint
+    models = [load_model(folder, block_size=8, num_blocks=16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for model in models:
+        forward(model, {"a": PROMPT[:23]})
+        (logits,) = forward(model, {"a": PROMPT[23:]})
+    assert logits is not None
+    assert torch.nn.functional.cosine_similarity(logits, logits_of(theirs, PROMPT)[-1], dim=0) > 0.95
+    exact, rounded = (
+        index_keys(model.network.layers[0].self_attn.indexer.key_cache, 32)[model.kv_manager.get_handle("a").blocks[-5]]
+        for model in models
+    )
+    assert (exact - rounded).abs().max() <= (2**-4 + 2**-6) * exact.abs().max()
+    assert not torch.equal(exact, rounded)
+    shared = [len({*one} & {*other}) for one, other in zip(*(chosen[at][-8:].tolist() for at in (0, 4)), strict=True)]
+    assert sum(shared) > 0.8 * 8 * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_a_token"),
+    [
+        ("deepseek-ai/DeepSeek-V3", 61 * 576 * 2),
+        # 9 block tables of 8 slots: 8 hold 61 layers of latents, one the 61 layers of keys, 8 layers in a slot.
+        ("deepseek-ai/DeepSeek-V3.2-Exp", 9 * 8 * 576 * 2),
+    ],
+)
+def test_bytes_a_token_by_inspect(name: str, bytes_a_token: int, tmp_path: Path) -> None:
+    architecture, _, values = published(name)
+    own = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+    config = values | own | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    summary = summarize(tmp_path)
+    assert summary["reason"] is None
+    assert summary["kv_bytes_per_token"] == bytes_a_token == {"deepseek-ai/DeepSeek-V3": 70_272}.get(name, 82_944)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"indexer_types": ["full", "shared"]},
+        {"index_topk_freq": 4},
+        {"index_topk_pattern": "FS"},
+        {"layer_types": ["indexed_attention", "full_attention"]},
+    ],
+)
+def test_layers_without_an_indexer_are_refused(change: dict[str, Any]) -> None:
+    values = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_hidden_layers": 2}
+    assert all(layer.latent and layer.latent.index for layer in model_config(HfConfig(values, ""))[1].attention)
+    with pytest.raises(UnsupportedError, match=r"index|layer type"):
+        model_config(HfConfig(values | change, ""))
