@@ -18,7 +18,7 @@ from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.serving.answer_reader import AnswerReader, Delta
 from paged.executors.serving.answers import Event, Head, finite, respond, usage
 from paged.executors.serving.errors import ApiError
-from paged.executors.serving.schemas import ChatBody, ImagePart, Message, Part
+from paged.executors.serving.schemas import ChatBody, ImagePart, Message, Part, Sampling
 from paged.executors.serving.service import Piece, Service, service_of
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 
@@ -41,14 +41,15 @@ class Conversation:
     async def begin(
         cls,
         request: Request,
+        body: Sampling,
         messages: list[dict[str, Any]],
         params: SamplingParams,
-        options: dict[str, Any],
         tools: Tools | None = None,
         variables: dict[str, Any] | None = None,
     ) -> Conversation:
-        """Render and encode the messages, and check the limits."""
+        """Render and encode the messages, and check the limits; body: what it says of model, stream and form."""
         service = service_of(request)
+        options = await service.options(body)
         listed = [{"type": "function", "function": one} for one in tools.functions] if tools else None
         named: dict[str, Any] = {"tools": listed, **(variables or {})}
         prompt, embeds = await service.encode_chat(messages, named)
@@ -136,7 +137,6 @@ async def chat(body: ChatBody, request: Request) -> Response:
     service = service_of(request)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: only with logprobs", "top_logprobs")
-    adapter = await service.adapter(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service.params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
     messages = [as_template(message) for message in body.messages]
@@ -144,8 +144,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     choice = asked if isinstance(asked, str) else asked.function.name
     is_one = body.parallel_tool_calls is False or not isinstance(asked, str)
     tools = Tools([tool.function.model_dump() for tool in body.tools or ()], choice, is_one)
-    options, variables = await service.options(body, adapter), body.chat_template_kwargs
-    run = await Conversation.begin(request, messages, params, options, tools, variables)
+    run = await Conversation.begin(request, body, messages, params, tools, body.chat_template_kwargs)
     head = Head(request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     return await respond(head, _events(head, run), _as_message)
 

@@ -21,18 +21,21 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     service = service_of(request)
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, f"best_of: {body.best_of}, expected n", "best_of")
-    adapter = await service.adapter(body.model)
-    is_one = isinstance(body.prompt, str) or not body.prompt or isinstance(body.prompt[0], int)
-    given: list[Any] = [body.prompt] if is_one else [*body.prompt]
+    options, given = await service.options(body), _several(body.prompt)
     service.check_choices(len(given), body.n or 1)  # before they are encoded
     prompts = await service.encoded(given)
     echoed = body.logprobs if body.echo else None
     params = service.params(body, body.max_tokens or 16, logprobs=body.logprobs, prompt_logprobs=echoed)
     params = service.check_prompts(prompts, params)
     echoes = [one if isinstance(one, str) else service.tokenizer.decode(one) for one in given] if body.echo else []
-    pieces = service.pieces(request, prompts, params, **await service.options(body, adapter))
+    pieces = service.pieces(request, prompts, params, **options)
     head = Head(request, body, "cmpl", "text_completion")
     return await respond(head, _events(head, pieces, echoes, params.n))
+
+
+def _several(given: Any) -> list[Any]:
+    """Return texts, or lists of token ids, of which a request may have one without a list around it."""
+    return [given] if isinstance(given, str) or not given or isinstance(given[0], int) else list(given)
 
 
 async def _events(
@@ -74,7 +77,7 @@ async def embed(body: EmbeddingsBody, request: Request) -> Response:
     service = service_of(request)
     if await service.adapter(body.model) is not None:
         raise ApiError(400, "model: embeddings take no adapter", "model")
-    given: list[Any] = [body.input] if isinstance(body.input, str) or isinstance(body.input[0], int) else [*body.input]
+    given = _several(body.input)
     service.check_choices(len(given), 1)
     prompts = await service.encoded(given)
     if any(not 0 < len(prompt) <= service.longest for prompt in prompts):

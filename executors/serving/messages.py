@@ -29,15 +29,13 @@ _PIECES = {
 async def answer_messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    adapter = await service.adapter(body.model)
     params = service.params(body, body.max_tokens, stop=body.stop_sequences)
     system = [{"role": "system", "content": text_of(body.system)}] if body.system else []
     messages = [*system, *(one for message in body.messages for one in _as_template(message))]
     given = [
         {"name": tool.name, "parameters": tool.input_schema, **(tool.model_extra or {})} for tool in body.tools or ()
     ]
-    tools = Tools(given, *_choice(body))
-    run = await Conversation.begin(request, messages, params, await service.options(body, adapter), tools)
+    run = await Conversation.begin(request, body, messages, params, Tools(given, *_choice(body)))
     head = Head(request, body, "msg", "message")
     events = _events(head, run)
     if body.stream:

@@ -20,13 +20,11 @@ from paged.executors.serving.service import service_of
 async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
     """Answer an input. Nothing is stored, so there is no previous_response_id."""
     service = service_of(request)
-    adapter = await service.adapter(body.model)
     params = service.params(body, body.max_output_tokens)
     items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = [*system, *({**as_template(item), "type": None} for item in items)]
-    options = await service.options(_format(body), adapter)
-    run = await Conversation.begin(request, messages, params, options)
+    run = await Conversation.begin(request, _format(body), messages, params)
     head = Head(request, body, "resp", "response")
     events = _events(head, run)
     if body.stream:
@@ -35,11 +33,12 @@ async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
 
 
 def _format(body: ResponsesBody) -> OpenAiSampling:
-    """Return what `text.format` says as a chat says it; the schema lies one level deeper there."""
+    """Return what concerns the run as a chat says it; the schema of `text.format` lies one level deeper there."""
     form = body.text.format if body.text is not None else {}
     schema = {"json_schema": form} if form.get("type") == "json_schema" else {}
     try:
-        return OpenAiSampling.model_validate({"response_format": {"type": "text"} | form | schema})
+        form = {"type": "text"} | form | schema
+        return OpenAiSampling.model_validate({"model": body.model, "stream": body.stream, "response_format": form})
     except ValidationError as error:
         raise ApiError(400, f"text.format: {error.errors()[0]['msg']}", "text.format") from None
 

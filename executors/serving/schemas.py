@@ -12,6 +12,7 @@ Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+KeyToken = Annotated[int, Field(strict=False)]  # keys of JSON are texts
 
 
 class Body(BaseModel):
@@ -108,13 +109,13 @@ class OpenAiSampling(Sampling):
     stop: str | list[str] | None = None
     stop_token_ids: Tokens | None = None
     allowed_token_ids: Tokens | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: dict[KeyToken, Number] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[Kind, Any] | None = None
+    structured_outputs: Annotated[dict[Kind, Any], Field(min_length=1, max_length=1)] | None = None
 
 
 class CompletionBody(OpenAiSampling):

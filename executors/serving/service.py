@@ -31,7 +31,7 @@ from paged.prompt_embeds import PromptEmbeds
 P = ParamSpec("P")
 R = TypeVar("R")
 _OWN_VARIABLES = {"messages", "images", "longest", "parse_special", "expand"}
-_SAME_NAME = frozenset(SamplingParams.__dataclass_fields__) - {"n", "max_tokens", "logprobs", "logit_bias"}
+_SAME_NAME = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs"}
 
 
 class Piece(NamedTuple):
@@ -129,18 +129,14 @@ class Service:
 
     def params(self, body: Sampling, max_tokens: int | None, **given: Any) -> SamplingParams:
         """Return the parameters of a request: what it says, else the checkpoint, else the defaults."""
-        values = {name: getattr(body, name) for name in _SAME_NAME if name in type(body).model_fields}
-        if isinstance(body, OpenAiSampling):
-            values |= {"n": body.n, "logit_bias": _biases(body.logit_bias)}
-        named = {name: value for name, value in (values | given).items() if value is not None}
+        values = {name: getattr(body, name) for name in _SAME_NAME if name in type(body).model_fields} | given
+        named = {name: value for name, value in values.items() if value is not None}
         return replace(self.defaults, max_tokens=max_tokens, **named)
 
     def check_choices(self, num_prompts: int, n: int) -> int:
         """Check and return the number of choices that a request asks for."""
-        if num_prompts * n > self.config.max_choices:
-            raise ApiError(
-                400, f"n: {num_prompts} x {n} choices, expected at most {self.config.max_choices} in all", "n"
-            )
+        if num_prompts * n > (most := self.config.max_choices):
+            raise ApiError(400, f"n: {num_prompts} x {n} choices, expected at most {most} in all", "n")
         return num_prompts * n
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SamplingParams:
@@ -161,10 +157,10 @@ class Service:
     def token_text(self, token: int) -> str:
         return str(self.tokenizer.tokenizer.decode([token], skip_special_tokens=False))
 
-    async def options(self, body: Sampling, adapter: str | None) -> dict[str, Any]:
+    async def options(self, body: Sampling) -> dict[str, Any]:
         """Return what else `AsyncEngine.generate` is given; only what the request asks for."""
         options: dict[str, Any] = {"deltas": bool(body.stream), "timeout_s": self.config.request_seconds}
-        if adapter is not None:
+        if (adapter := await self.adapter(body.model)) is not None:
             options["metadata"] = {"lora_adapter": adapter}
         if isinstance(body, OpenAiSampling):
             if body.cache_salt is not None:
@@ -180,12 +176,7 @@ class Service:
             if form.json_schema is None and form.type == "json_schema":
                 raise ApiError(400, "response_format: no json_schema", "response_format.json_schema")
             asked = {"json": {"type": "object"} if form.json_schema is None else form.json_schema.schema_}
-        if asked is None:
-            return None
-        if len(asked) != 1:
-            raise ApiError(400, "structured_outputs: expected one of its forms", "structured_outputs")
-        ((kind, grammar),) = asked.items()
-        return await self.compiled(kind, grammar)
+        return None if asked is None else await self.compiled(*next(iter(asked.items())))
 
     async def compiled(self, kind: Kind, grammar: Any) -> Any:
         """Return a fresh matcher of a grammar, within the limit of time."""
@@ -266,10 +257,3 @@ async def _merged(runs: Sequence[Any]) -> AsyncGenerator[tuple[int, RequestOutpu
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.gather(*(run.aclose() for run in runs))
-
-
-def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:
-    try:
-        return None if given is None else {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise ApiError(400, "logit_bias: expected numbers by token id", "logit_bias") from None
