@@ -87,6 +87,7 @@ def _multi_token_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTen
         attention=(*config.attention, config.attention[-1]),
         moe=(*config.moe, config.moe[-1]),
         recurrent=(*config.recurrent, None),
+        attends=(*config.attends, True),
         intermediate_size=(*config.intermediate_size, config.intermediate_size[-1]),
     )
     as_layer = f"{prefix}{names.layer}".removesuffix("."), f"model.layers.{config.num_layers - 1}"

@@ -28,6 +28,7 @@ from paged.models.families.experts import EXPERT_PARTS, EXPERTS
 from paged.models.families.gemma4 import Gemma4
 from paged.models.families.hybrid import HYBRIDS
 from paged.models.families.llama import Llama
+from paged.models.families.mamba import MAMBAS
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
@@ -45,6 +46,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     **EXPERTS,
     **DEEPSEEK,
     **HYBRIDS,
+    **MAMBAS,
     "Cohere2ForCausalLM": Cohere2,
     "Gemma4ForCausalLM": Gemma4,
 }
@@ -206,7 +208,12 @@ def with_draft_layer(network: Llama) -> DecoderConfig:
     return (
         config
         if head is None
-        else replace(config, attention=(*config.attention, head.attention), recurrent=(*config.recurrent, None))
+        else replace(
+            config,
+            attention=(*config.attention, head.attention),
+            recurrent=(*config.recurrent, None),
+            attends=(*config.attends, True),
+        )
     )
 
 
@@ -219,7 +226,7 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     """
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
     for index, layer in enumerate(config.attention):
-        if layer.shares_kv_with is None and config.recurrent[index] is None:
+        if layer.shares_kv_with is None and config.attends[index]:
             kinds.setdefault(layer.cache_kind, []).append(index)
     sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0], False)
     if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
@@ -260,6 +267,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     wrapper = next((name for name in names if name in WRAPPERS), None)
     family, hf = (_of_architecture(hf, names), hf) if wrapper is None else _text_part(hf, wrapper)
     hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # callers may register families
+    family = family.variant(hf)
     config = family.read_config(hf)
     refuse_unread(hf, config)
     return family, config

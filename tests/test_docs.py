@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import paged
+from paged.models.registry import ALIASES, ARCHITECTURES, WRAPPERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,6 +86,14 @@ def test_links_lead_somewhere() -> None:
         prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)#:]+)\)", prose):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_family_has_a_row() -> None:
+    page = (ROOT / "docs" / "families.md").read_text()
+    rows = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`\w+For.*)$", page, re.MULTILINE)]
+    names = [name for row in rows for name in row if name.endswith(("ForCausalLM", "ForConditionalGeneration"))]
+    assert sorted(names) == sorted((*ARCHITECTURES, *ALIASES, *WRAPPERS))
+    assert {row[0]: row[1] for row in rows if row[0] in WRAPPERS} == WRAPPERS
 
 
 @pytest.mark.thorough  # 5 s; it also fails on a dead link

@@ -154,7 +154,7 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
     """
     if config.quantization is not None:
         return _size(network_class, config, dtype, share)
-    fields = ("attention", "moe", "intermediate_size", "recurrent")
+    fields = ("attention", "moe", "intermediate_size", "recurrent", "attends")
     nothing: dict[str, Any] = dict.fromkeys(fields, ())
     none = replace(config, **nothing)
     rest = num_parameters, num_bytes = _size(network_class, none, dtype, share)

@@ -28,6 +28,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "ernie4_5": (103_424, 1024, 3072, 18, 16, 2, 128, 131_072, 1e-5, 5e5),
     "ernie4_5_moe": (103_424, 2560, 12_288, 28, 20, 4, None, 131_072, 1e-5, 5e5),
     "exaone4": (102_400, 4096, 16_384, 32, 32, 32, None, 2048, 1e-5, 1e4),
+    "falcon_h1": (128_000, 4096, 14_336, 32, 32, 8, None, 8192, 1e-5, 1e4),
     "gemma": (256_000, 3072, 24_576, 28, 16, 16, 256, 8192, 1e-6, 1e4),
     "gemma2": (256_000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-6, 1e4),
     "gemma3_text": (262_208, 2304, 9216, 26, 8, 4, 256, 131_072, 1e-6, 1e6),
@@ -42,10 +43,13 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "gpt_oss": (201_088, 2880, 2880, 36, 64, 8, 64, 131_072, 1e-5, 150_000.0),
     "granite": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "granitemoe": (*_LLAMA_4K, 2048, 1e-6, 1e4),
+    "granitemoehybrid": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "granitemoeshared": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "helium": (48_000, 2560, 7040, 24, 20, 20, 128, 4096, 1e-8, 1e5),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
+    "lfm2": (65_536, 2560, 12_288, 32, 32, 8, None, 128_000, None, 1e6),
+    "lfm2_moe": (65_536, 2048, 7168, 32, 32, 8, None, 128_000, None, 1e6),
     "llama": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "llama4_text": (202_048, 5120, 8192, 48, 40, 8, 128, 131_072, 1e-5, 5e5),
     "minimax_m2": (200_064, 3072, 1536, 62, 48, 8, 128, 196_608, 1e-6, 5e6),
@@ -56,8 +60,10 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "mistral4": (131_072, 4096, 12_288, 36, 32, 32, None, 1_048_576, 1e-6, 1e4),
     "mixtral": (*_MISTRAL, 1e-5, 1e6),
     "nemotron": (256_000, 6144, 24_576, 32, 48, None, None, 4096, None, 1e4),
+    "nemotron_h": (131_072, 4096, 21_504, None, 32, 8, 128, 4096, None, 1e4),
     "olmo2": (*_OLMO, 1e4),
     "olmo3": (*_OLMO, 5e5),
+    "olmo_hybrid": (100_352, 3840, 11_008, 32, 30, None, None, 65_536, 1e-6, 1e4),
     "olmoe": (50_304, 2048, 2048, 16, 16, None, None, 4096, 1e-5, 1e4),
     "phi3": (32_064, 3072, 8192, 32, 32, None, None, 4096, 1e-5, 1e4),
     "qwen2": (*_QWEN, None, 32_768, 1e-6, 1e4),
@@ -117,6 +123,10 @@ _GATED_DELTA = {
 _GATED_DELTA_MOE = {
     **_GATED_DELTA, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1,
 }  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}  # fmt: skip
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 # model_type -> other keys, except those whose default is null, false or empty.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
@@ -142,6 +152,11 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
     },
     "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "falcon_h1": {
+        **_MAMBA, "mamba_d_ssm": 1024,
+        **dict.fromkeys(("lm_head_multiplier", "key_multiplier", "embedding_multiplier"), 1.0),
+        **{f"{part}_{end}_multiplier": 1.0 for part in ("ssm", "attention") for end in ("in", "out")},
+    },
     "gemma": {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     "gemma2": {
         **_GEMMA, "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
@@ -174,8 +189,18 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
+    "granitemoehybrid": {**_GRANITE_MOE, **_MAMBA, "shared_intermediate_size": 1024},
     "granitemoeshared": _GRANITE_MOE,
     "hunyuan_v1_moe": {"num_experts": 1, "moe_topk": 1},
+    "lfm2": {
+        "norm_eps": 1e-5, "tie_word_embeddings": True, "conv_L_cache": 3, "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+    },
+    "lfm2_moe": {
+        "norm_eps": 1e-5, "tie_word_embeddings": True, "conv_L_cache": 3, "moe_intermediate_size": 1792,
+        "num_dense_layers": 2, "num_experts_per_tok": 4, "num_experts": 32, "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+    },
     "llama4_text": {
         "intermediate_size_mlp": 16_384, "num_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
         "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
@@ -196,7 +221,12 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {"num_experts": 8, "num_experts_per_tok": 2},
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "nemotron_h": {
+        "layer_norm_epsilon": 1e-5, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+        "conv_kernel": 4, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu",
+    },
     "olmo3": {"sliding_window": 4096},
+    "olmo_hybrid": {"linear_conv_kernel_dim": 4},
     "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
     "phi3": {"original_max_position_embeddings": 4096},
     "qwen2": _QWEN_WINDOW,

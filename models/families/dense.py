@@ -24,7 +24,7 @@ NO_BIAS = {"qkv_bias": False, "o_bias": False}
 HUNYUAN_RENAMES = {r"\.query_layernorm\.": ".q_norm.", r"\.key_layernorm\.": ".k_norm."}
 _STARCODER_RENAMES = {r"\.mlp\.c_fc\.": ".mlp.up_proj.", r"\.mlp\.c_proj\.": ".mlp.down_proj."}
 # OLMo 2 (OLMo Team, 2024): norms only after attention and MLP, and over all query and key heads together.
-_OLMO: dict[str, Any] = {
+OLMO: dict[str, Any] = {
     "before_attention": None,
     "after_attention": "post_attention_layernorm",
     "before_mlp": None,
@@ -73,7 +73,7 @@ def _exaone4(hf: HfConfig) -> dict[str, Any]:
     period = 1 if window is None or isinstance(pattern, str) else hf.integer("sliding_window_pattern")
     windows, rope = layer_windows(hf, window, lambda layer: (layer + 1) % period != 0), rope_config(hf)
     rotates_all = None if window is not None else rope
-    return {"window": windows, "rope": by_window(windows, rotates_all, rope), **_OLMO, **NO_BIAS, "qk_norm": "head"}
+    return {"window": windows, "rope": by_window(windows, rotates_all, rope), **OLMO, **NO_BIAS, "qk_norm": "head"}
 
 
 def _gemma(hf: HfConfig) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _olmo3(hf: HfConfig) -> dict[str, Any]:
     """OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers; these do not scale their rotation."""
     windows = periodic_windows(hf, 4)
     ropes = ropes_by_kind(hf, hf.defaults["rope_theta"])
-    return {"window": windows, "rope": by_window(windows, *ropes), **_OLMO}
+    return {"window": windows, "rope": by_window(windows, *ropes), **OLMO}
 
 
 def _phi3(hf: HfConfig) -> dict[str, Any]:
@@ -316,7 +316,7 @@ DENSE = {
     "MinistralForCausalLM": family("ministral", _ministral),
     "Ministral3ForCausalLM": family("ministral3", _ministral3),
     "NemotronForCausalLM": family("nemotron", _nemotron),
-    "Olmo2ForCausalLM": family("olmo2", lambda hf: _OLMO),
+    "Olmo2ForCausalLM": family("olmo2", lambda hf: OLMO),
     "Olmo3ForCausalLM": family("olmo3", _olmo3),
     "Phi3ForCausalLM": family("phi3", _phi3),
     "Qwen2ForCausalLM": family("qwen2", _qwen2),

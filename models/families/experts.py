@@ -29,7 +29,7 @@ _MINIMAX_BUILT_IN = {
     "qk_norm_type": "per_layer",
 }
 # Published names; transformers' own names for experts and router are accepted too.
-_GRANITE_RENAMES = {
+GRANITE_RENAMES = {
     r"\.block_sparse_moe\.input_linear\.weight$": ".mlp.experts.gate_up_proj",
     r"\.block_sparse_moe\.output_linear\.weight$": ".mlp.experts.down_proj",
     r"\.block_sparse_moe\.router\.layer\.": ".mlp.router.",
@@ -154,7 +154,7 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def _granite_moe(hf: HfConfig) -> dict[str, Any]:
+def granite_moe(hf: HfConfig) -> dict[str, Any]:
     """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, and optionally a shared MLP."""
     shared_size = hf.integer("shared_intermediate_size", 0, least=0)
     moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
@@ -320,8 +320,8 @@ EXPERTS = {
     "Ernie4_5_MoeForCausalLM": family("ernie4_5_moe", _ernie_moe),
     "Glm4MoeForCausalLM": family("glm4_moe", _glm4_moe),
     "GptOssForCausalLM": family("gpt_oss", _gpt_oss),
-    "GraniteMoeForCausalLM": family("granitemoe", _granite_moe, _GRANITE_RENAMES),
-    "GraniteMoeSharedForCausalLM": family("granitemoeshared", _granite_moe, _GRANITE_RENAMES),
+    "GraniteMoeForCausalLM": family("granitemoe", granite_moe, GRANITE_RENAMES),
+    "GraniteMoeSharedForCausalLM": family("granitemoeshared", granite_moe, GRANITE_RENAMES),
     "HunYuanMoEV1ForCausalLM": family("hunyuan_v1_moe", _hunyuan_moe, HUNYUAN_RENAMES),
     "Llama4ForCausalLM": family("llama4_text", _llama4),
     "MixtralForCausalLM": family("mixtral", _mixtral, _MIXTRAL_RENAMES),

@@ -1,17 +1,25 @@
-"""Families with recurrent layers; they differ from Llama only in fields of `decoder_config` and names of weights."""
+"""Families with gated delta nets or short convolutions beside attention.
+
+They differ from Llama in fields of `decoder_config` and names of weights; OLMo Hybrid also in its layers' norms.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from paged.models.families.dense import NO_BIAS, OLMO
 from paged.models.families.experts import qwen_experts
-from paged.models.families.llama import family
-from paged.models.layers.config import RecurrentConfig
-from paged.models.layers.decoder_config import layer_kinds
-from paged.models.layers.rope import rope_config
+from paged.models.families.llama import DecoderLayer, family
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import layer_kinds, moe_config
+from paged.models.layers.recurrent_config import GatedDeltaConfig, ShortConvConfig
+from paged.models.layers.rope import rope_config, rope_section
 from paged.models.loading.hf_config import HfConfig
 
 _SHARED = {"shared_name": "shared_expert", "shared_gate": "shared_expert_gate"}
+_KINDS = ("linear_attention", "full_attention")
+_LFM2_KINDS = ("conv", "full_attention")
 # Constants of these models in transformers, repeated by published configurations.
 _QWEN_BUILT_IN = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 
@@ -21,9 +29,9 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
     for key, known in _QWEN_BUILT_IN.items():
         hf.choice(key, known)
     interval = hf.integer("full_attention_interval")
-    attends = layer_kinds(hf, "linear_attention", lambda layer: (layer + 1) % interval == 0)
+    kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[(layer + 1) % interval == 0])
     fraction = hf.number("partial_rotary_factor")
-    recurrent = RecurrentConfig(
+    recurrent = GatedDeltaConfig(
         num_heads=hf.integer("linear_num_value_heads"),
         head_dim=hf.integer("linear_value_head_dim"),
         num_key_heads=hf.integer("linear_num_key_heads"),
@@ -34,7 +42,7 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
         gate="sigmoid" if hf.choice("output_gate_type", "silu", "swish", "sigmoid") == "sigmoid" else "silu",
     )
     return {
-        "recurrent": tuple(None if one else recurrent for one in attends),
+        "recurrent": tuple(recurrent if one == _KINDS[0] else None for one in kinds),
         "rope": rope_config(hf, fraction=fraction, is_partial=True),
         "qk_norm": "head",
         "output_gate": True,
@@ -61,8 +69,127 @@ def _qwen3_next(hf: HfConfig) -> dict[str, Any]:
     return {**_qwen(hf, by_head=True), "moe": qwen_experts(hf, shared_size=shared_size, **_SHARED)}
 
 
+# Names of layers and norms in published checkpoints. transformers 5 stores experts one by one, too.
+_LFM2_RENAMES = {
+    r"\.conv\.conv\.": ".linear_attn.conv1d.",
+    r"\.conv\.": ".linear_attn.",
+    r"\.self_attn\.out_proj\.": ".self_attn.o_proj.",
+    r"\.([qk])_layernorm\.": r".\1_norm.",
+    r"\bmodel\.embedding_norm\.": "model.norm.",
+    r"\.feed_forward\.": ".mlp.",
+    r"\.w1\.": ".gate_proj.",
+    r"\.w3\.": ".up_proj.",
+    r"\.w2\.": ".down_proj.",
+}
+
+
+def _lfm2_fields(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Fields of LFM2: short convolutions in most layers, whose state is their last inputs; norms of heads."""
+    conv = ShortConvConfig(
+        conv_width=hf.integer("conv_L_cache"), size=hf.integer("hidden_size"), bias=hf.flag("conv_bias")
+    )
+    return {
+        "recurrent": tuple(conv if one == "conv" else None for one in kinds),
+        "qk_norm": "head",
+        **NO_BIAS,
+        "eps": hf.number("norm_eps"),
+        "before_attention": "operator_norm",
+        "before_mlp": "ffn_norm",
+        "tie_word_embeddings": hf.flag("tie_embedding", hf.flag("tie_word_embeddings")),
+    }
+
+
+def _lfm2(hf: HfConfig) -> dict[str, Any]:
+    """LFM2 (Liquid AI, 2025): the size of MLPs is two thirds of the published one, rounded up."""
+    attends = hf.items("full_attn_idxs", int)
+    kinds = layer_kinds(hf, _LFM2_KINDS, lambda layer: _LFM2_KINDS[not attends or layer in attends])
+    size = hf.integer("block_ff_dim", hf.integer("intermediate_size"))
+    if hf.flag("block_auto_adjust_ff_dim", True):
+        size = int(hf.number("block_ffn_dim_multiplier") * int(2 * size / 3))
+        multiple = hf.integer("block_multiple_of")
+        size = -(-size // multiple) * multiple
+    return {**_lfm2_fields(hf, kinds), "intermediate_size": size}
+
+
+def _lfm2_moe(hf: HfConfig) -> dict[str, Any]:
+    """LFM2 MoE (Liquid AI, 2025): sigmoid routing, for which a bias chooses; the first layers are dense."""
+    kinds = layer_kinds(hf, _LFM2_KINDS, lambda layer: "full_attention")
+    moe = moe_config(
+        hf,
+        size_key="moe_intermediate_size",
+        renormalize=hf.flag("norm_topk_prob"),
+        scoring="sigmoid",
+        correction_bias="expert_bias" if hf.flag("use_expert_bias", True) else None,
+        routed_scaling_factor=hf.number("routed_scaling_factor"),
+    )
+    num_dense = hf.integer("num_dense_layers", least=0)
+    return {
+        **_lfm2_fields(hf, kinds),
+        "moe": tuple(None if layer < num_dense else moe for layer in range(len(kinds))),
+    }
+
+
+# Published names of norms; the norms' places follow from the kind of layer.
+_OLMO_RENAMES = {
+    r"\.attention_layer_norm\.": ".input_layernorm.",
+    r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
+    r"\.linear_attn\.g_proj\.": ".linear_attn.in_proj_z.",
+    r"\.linear_attn\.([ab])_proj\.": r".linear_attn.in_proj_\1.",
+    r"\.linear_attn\.o_": ".linear_attn.out_",
+    r"\.linear_attn\.out_norm\.": ".linear_attn.norm.",
+}
+
+
+class _OlmoHybridLayer(DecoderLayer):
+    """Layers with attention have norms after both parts, the others before them."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        if config.recurrent[index] is not None:
+            norms = replace(
+                config.norms,
+                before_attention="input_layernorm",
+                after_attention=None,
+                before_mlp="post_attention_layernorm",
+                after_mlp=None,
+            )
+            config = replace(config, norms=norms)
+        super().__init__(config, index)
+
+
+def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
+    """OLMo Hybrid (Ai2, 2026): three of four layers are gated delta nets with beta up to 2.
+
+    With a null `rope_theta`, as published, no layer rotates.
+    """
+    most = hf.integer("num_hidden_layers") - 1
+    kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[layer % 4 == 3 or (layer == most < 3)])
+    heads = hf.integer("num_attention_heads")
+    key_heads = hf.integer("linear_num_key_heads", heads)
+    key_dim = hf.integer("linear_key_head_dim", int(0.75 * hf.integer("hidden_size") / key_heads))
+    recurrent = GatedDeltaConfig(
+        num_heads=hf.integer("linear_num_value_heads", heads),
+        head_dim=hf.integer("linear_value_head_dim", 2 * key_dim),
+        num_key_heads=key_heads,
+        key_dim=key_dim,
+        conv_width=hf.integer("linear_conv_kernel_dim"),
+        splits_qkv=True,
+        beta_scale=2.0 if hf.flag("linear_allow_neg_eigval", True) else 1.0,
+        eps=1e-5,  # whatever rms_norm_eps says, in the authors' code and in transformers
+    )
+    section = rope_section(hf).values
+    theta = (section if "rope_theta" in section else hf.values).get("rope_theta", hf.defaults["rope_theta"])
+    return {
+        **OLMO,
+        "recurrent": tuple(recurrent if one == _KINDS[0] else None for one in kinds),
+        "rope": None if theta is None else rope_config(hf),
+    }
+
+
 # Keys are names in `architectures` of config.json.
 HYBRIDS = {
+    "Lfm2ForCausalLM": family("lfm2", _lfm2, _LFM2_RENAMES),
+    "Lfm2MoeForCausalLM": family("lfm2_moe", _lfm2_moe, _LFM2_RENAMES),
+    "OlmoHybridForCausalLM": family("olmo_hybrid", _olmo_hybrid, _OLMO_RENAMES, _OlmoHybridLayer),
     "Qwen3NextForCausalLM": family("qwen3_next", _qwen3_next),
     "Qwen3_5ForCausalLM": family("qwen3_5_text", _qwen3_5),
     "Qwen3_5MoeForCausalLM": family("qwen3_5_moe_text", _qwen3_5_moe),

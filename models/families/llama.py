@@ -24,7 +24,8 @@ from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, emp
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.latent_attention import LatentAttention
-from paged.models.layers.recurrent import GatedDeltaNet
+from paged.models.layers.recurrent import RecurrentLayer, recurrent_layer
+from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
@@ -35,14 +36,16 @@ from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import PackedWeights
 
 # Properties other than tensors that tell layers apart.
-_CONSTANT = (bool, int, float, str, type(None), AttentionConfig, LatentConfig, MoeConfig)
+_CONSTANT = (bool, int, float, str, type(None), AttentionConfig, LatentConfig, MoeConfig, RecurrentConfig)
 
 # Modules of Gemma 4 whose names do not appear in a checkpoint.
 _OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?)\b")
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP on one residual stream, each with the norms that the configuration names.
+    """Attention or a recurrent part, and an MLP, on one residual stream, with the norms that the configuration names.
+
+    A layer may lack one of both, with its norms.
 
     ranks: processes that each hold a part of both; their results are added.
     """
@@ -55,14 +58,19 @@ class DecoderLayer(nn.Module):
         norms = config.norms
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         is_latent = config.attention[index].latent is not None
-        recurrent = config.recurrent[index]
+        recurrent, moe, size = config.recurrent[index], config.moe[index], config.intermediate_size[index]
         attention = LatentAttention if is_latent else self.attention_class
-        self.self_attn = attention(config, index) if recurrent is None else None
-        self.linear_attn = None if recurrent is None else GatedDeltaNet(config, recurrent)
-        moe, size = config.moe[index], config.intermediate_size[index]
-        mlp = GatedMlp if config.gated else PlainMlp
-        self.add_module(self.mlp_name, mlp(config, size) if moe is None else SparseMoe(config, moe))
-        self.norm_names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
+        self.self_attn = attention(config, index) if config.attends[index] else None
+        self.linear_attn = None if recurrent is None else recurrent_layer(config, recurrent)
+        self.has_mlp = moe is not None or size > 0
+        if self.has_mlp:
+            mlp = GatedMlp if config.gated else PlainMlp
+            self.add_module(self.mlp_name, mlp(config, size) if moe is None else SparseMoe(config, moe))
+        mixes = config.attends[index] or recurrent is not None
+        self.norm_names = (
+            *((norms.before_attention, norms.after_attention) if mixes else (None, None)),
+            *((norms.before_mlp, norms.after_mlp) if self.has_mlp else (None, None)),
+        )
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else stream_norm(config) for name in self.norm_names
         )
@@ -84,9 +92,14 @@ class DecoderLayer(nn.Module):
 
         If residual is None, hidden is the residual stream. With `outputs`, only those rows are returned.
         """
-        hidden, residual = _enter(self.before_attention, hidden, residual)
-        attended = self.attend(hidden, positions, metadata, outputs)
-        hidden, residual = self._leave(self.after_attention, self.ranks.sum(attended)), rows_of(residual, outputs)
+        if self.self_attn is not None or self.linear_attn is not None:
+            hidden, residual = _enter(self.before_attention, hidden, residual)
+            attended = self.attend(hidden, positions, metadata, outputs)
+            hidden, residual = self._leave(self.after_attention, self.ranks.sum(attended)), rows_of(residual, outputs)
+        else:
+            hidden, residual = rows_of(hidden, outputs), None if residual is None else rows_of(residual, outputs)
+        if not self.has_mlp:
+            return hidden, residual
         hidden, residual = _enter(self.before_mlp, hidden, residual)
         lora = metadata.lora if outputs is None else outputs.lora
         return self._leave(self.after_mlp, self.run_mlp(hidden, residual, lora)), residual
@@ -111,7 +124,8 @@ class DecoderLayer(nn.Module):
     @staticmethod
     def num_sums(config: DecoderConfig, index: int) -> int:
         """Return the number of all-reduces in a layer."""
-        return 2
+        mixes = config.attends[index] or config.recurrent[index] is not None
+        return mixes + (config.moe[index] is not None or config.intermediate_size[index] > 0)
 
     def _leave(self, norm: RmsNorm | None, hidden: torch.Tensor) -> torch.Tensor:
         if norm is not None:
@@ -120,7 +134,7 @@ class DecoderLayer(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        slots = self.ffn.weight_slots(f"{prefix}.{self.mlp_name}")
+        slots = self.ffn.weight_slots(f"{prefix}.{self.mlp_name}") if self.has_mlp else {}
         for own_name, mixer in (("self_attn", self.self_attn), ("linear_attn", self.linear_attn)):
             if mixer is not None:
                 slots |= mixer.weight_slots(f"{prefix}.{own_name}")
@@ -195,6 +209,11 @@ class Llama(nn.Module):
         neutral.
         """
         return decoder_config(hf, mlp_bias=hf.flag("mlp_bias"))
+
+    @classmethod
+    def variant(cls, hf: HfConfig) -> type[Llama]:
+        """Return the class for a config.json of this family, if names of weights depend on it."""
+        return cls
 
     @classmethod
     def num_sums(cls, config: DecoderConfig) -> int:
@@ -372,7 +391,7 @@ def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights below `root`, except for norms and routers that stay float32."""
     root.to(dtype)
     for module in root.modules():
-        if isinstance(module, (SparseMoe, GatedDeltaNet)):
+        if isinstance(module, (SparseMoe, RecurrentLayer)):
             module.keep_float32()
         elif isinstance(module, RmsNorm) and module.is_zero_centred:
             module.float()
@@ -392,16 +411,19 @@ def quantize(root: nn.Module, prefix: str, config: DecoderConfig, quantization: 
 
 
 def family(
-    model_type: str, fields: Callable[[HfConfig], Mapping[str, Any]], renames: Mapping[str, str] = Llama.renames
+    model_type: str,
+    fields: Callable[[HfConfig], Mapping[str, Any]],
+    renames: Mapping[str, str] = Llama.renames,
+    layer_class: type[DecoderLayer] = DecoderLayer,
 ) -> type[Llama]:
-    """Return a family that differs from Llama only in `fields` of `decoder_config` and in weight names."""
+    """Return a family that differs from Llama only in `fields` of `decoder_config`, weight names and layers."""
 
     class Family(Llama):
         @classmethod
         def read_config(cls, hf: HfConfig) -> DecoderConfig:
             return decoder_config(hf, **fields(hf))
 
-    Family.model_type, Family.renames = model_type, renames
+    Family.model_type, Family.renames, Family.layer_class = model_type, renames, layer_class
     return Family
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paged.kernels.common.attention.latent_cache import INDEX_SCALE_BYTES
+from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.layers.rope import RopeConfig
 from paged.models.quantization.layouts import Quantization
 
@@ -127,45 +128,6 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
-    """A gated delta net (Yang et al., 2024) in place of attention.
-
-    Attributes:
-        num_heads, head_dim: heads of values.
-        num_key_heads, key_dim: heads of keys and queries, which value heads share in groups.
-        conv_width: tokens that the convolution reads, its own included.
-        by_head: whether a checkpoint stores all parts of a key head together: q, k, v and z in one tensor, b and a in
-            another; else each part is whole.
-        eps: of the gated norm.
-        gate: activation of the gate, "silu" or "sigmoid".
-    """
-
-    num_heads: int
-    head_dim: int
-    num_key_heads: int
-    key_dim: int
-    conv_width: int
-    by_head: bool
-    eps: float
-    gate: str
-
-    @property
-    def value_size(self) -> int:
-        """Elements of all values of a token."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def key_size(self) -> int:
-        """Elements of all keys of a token."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return self.value_size + 2 * self.key_size
-
-
-@dataclass(frozen=True, kw_only=True)
 class NormConfig:
     """Norms on the residual stream.
 
@@ -251,16 +213,18 @@ class DecoderConfig:
 
     Attributes:
         model_type: name of the family in transformers.
-        intermediate_size: intermediate size of each layer's plain MLP.
+        intermediate_size: intermediate size of each layer's plain MLP; 0 and no experts for a layer without an MLP.
         max_position_embeddings: longest sequence in tokens.
         attention: attention of each layer.
         moe: mixture of experts of each layer; None for a plain MLP.
-        recurrent: recurrent state of each layer, instead of its `attention`; None for attention.
+        recurrent: recurrent part of each layer; None for none.
+        attends: whether each layer uses its `attention`.
         mlp_name: name of MLPs and experts in a checkpoint.
         fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
         activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`; without a gate, one of
             `PlainMlp`.
         gated: whether MLPs without experts have a gate.
+        mlp_factors: factors for the gate before its activation, and for the output of gated MLPs without experts.
         embedding_scale, residual_scale, logits_scale: factors for embeddings, for everything added to the residual
             stream, and for logits.
         logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
@@ -281,11 +245,13 @@ class DecoderConfig:
     norms: NormConfig
     moe: tuple[MoeConfig | None, ...]
     recurrent: tuple[RecurrentConfig | None, ...]
+    attends: tuple[bool, ...]
     mlp_name: str = "mlp"
     mlp_bias: bool = False
     fused_mlp: bool = False
     activation: str
     gated: bool = True
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0

@@ -147,7 +147,7 @@ def stream_norm(config: DecoderConfig) -> RmsNorm:
 
 
 class GatedMlp(nn.Module):
-    """down(activation(gate(x)) * up(x)).
+    """down(activation(gate(x)) * up(x)), with the configuration's factors.
 
     inputs: checkpoint names of the projections of x.
     """
@@ -158,6 +158,7 @@ class GatedMlp(nn.Module):
         """size: intermediate size."""
         super().__init__()
         self.activation, self.silu_and_mul = config.activation, Bound(silu_and_mul)
+        self.gate_factor, self.out_factor = config.mlp_factors
         parts = {"gate_up_proj": 2 * size} if config.fused_mlp else dict.fromkeys(self.inputs, size)
         self.gate_up_proj = Linear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
@@ -178,13 +179,16 @@ class GatedMlp(nn.Module):
         return max(min(fitting, _MOST_CPU_ROWS), _CPU_ROWS)
 
     def _project(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        gate_up, activated = self.gate_up_proj, None
-        if self.activation == "silu" and lora is None and gate_up.packed is None and gate_up.bias is None:
+        gate_up, activated, is_plain = self.gate_up_proj, None, lora is None and self.gate_factor == 1
+        if self.activation == "silu" and is_plain and gate_up.packed is None and gate_up.bias is None:
             activated = linear_and_silu(x, gate_up.weight)
         if activated is None:
-            activated = self.silu_and_mul(gate_up(x, lora), activation=self.activation)
+            between = gate_up(x, lora)
+            if self.gate_factor != 1:
+                between.chunk(2, -1)[0].mul_(self.gate_factor)
+            activated = self.silu_and_mul(between, activation=self.activation)
         projected: torch.Tensor = self.down_proj(activated, lora)
-        return projected
+        return projected if self.out_factor == 1 else projected.mul_(self.out_factor)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return self.gate_up_proj.weight_slots(prefix) | self.down_proj.weight_slots(prefix)

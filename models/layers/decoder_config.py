@@ -22,6 +22,7 @@ from paged.models.quantization.read import read_quantization
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Those of MLPs without a gate -> those of `PlainMlp`.
 PLAIN_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2", "xielu": "xielu"}
+_RENAMED_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 # The deepest published model has 126 layers. float32 counts positions exactly up to 2^24.
 _MAX_LAYERS = 10_000
 _MAX_POSITIONS = 1 << 24
@@ -35,8 +36,8 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
 
     Args:
         hf: config.json.
-        fields: fields that the family gives. For AttentionConfig, `moe`, `recurrent` and `intermediate_size` they are a
-            tuple with an entry per layer, or one value for all layers.
+        fields: fields that the family gives. For AttentionConfig, `moe`, `recurrent`, `attends` and
+            `intermediate_size` they are a tuple with an entry per layer, or one value for all layers.
 
     Raises:
         CheckpointError: a value is missing, malformed or larger than in any model, or values contradict each other.
@@ -45,12 +46,13 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
     values = {"v_head_dim": values["head_dim"], "moe": None, "recurrent": None, **values}
+    values.setdefault("attends", tuple(one is None for one in _per_layer(values["recurrent"], num_layers)))
     stretched = [one.longest for one in _per_layer(values["rope"], 1) if one is not None]
     values["max_position_embeddings"] = min(max(values["max_position_embeddings"], *stretched, 0), _MAX_POSITIONS)
     norms = NormConfig(**_taken(values, NormConfig))
     layers = {name: _per_layer(value, num_layers) for name, value in _taken(values, AttentionConfig).items()}
     attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
-    for name in ("moe", "recurrent", "intermediate_size"):
+    for name in ("moe", "recurrent", "attends", "intermediate_size"):
         values[name] = _per_layer(values[name], num_layers)
     config = DecoderConfig(attention=attention, norms=norms, **values)
     for layer in set(attention):
@@ -171,25 +173,26 @@ def by_window(windows: Sequence[int | None], whole: Any, local: Any) -> tuple[An
     return tuple(whole if window is None else local for window in windows)
 
 
-def layer_kinds(hf: HfConfig, recurrent: str, default: Callable[[int], bool]) -> tuple[bool, ...]:
-    """Return whether each layer has attention, by `layer_types`, or by `default` of its index if that is absent.
+def layer_kinds(
+    hf: HfConfig, known: Sequence[str], default: Callable[[int], str], key: str = "layer_types"
+) -> tuple[str, ...]:
+    """Return the kind of each layer, by `key`, or by `default` of its index if that is absent.
 
-    recurrent: type of the other layers.
+    The names of transformers before 5, "mamba" and "attention", are "linear_attention" and "full_attention".
 
     Raises:
-        CheckpointError: layer_types has another length.
-        UnsupportedError: a layer type is not supported, or no layer has attention.
+        CheckpointError: there are not as many kinds as layers.
+        UnsupportedError: a kind is not in `known`, or no layer has attention.
     """
-    num_layers, kinds = count_layers(hf), hf.items("layer_types", str)
-    if not kinds:
-        kinds = ["full_attention" if default(layer) else recurrent for layer in range(num_layers)]
+    num_layers = count_layers(hf)
+    kinds = [_RENAMED_KINDS.get(kind, kind) for kind in hf.items(key, str) or map(default, range(num_layers))]
     if len(kinds) != num_layers:
-        raise CheckpointError(f"{hf.source}: {len(kinds)} layer_types for {num_layers} layers")
-    if unknown := set(kinds) - {"full_attention", recurrent}:
-        raise UnsupportedError(f"{hf.source}: layer type {shown(min(unknown))}, known are full_attention, {recurrent}")
+        raise CheckpointError(f"{hf.source}: {len(kinds)} {key} for {num_layers} layers")
+    if unknown := set(kinds) - {*known}:
+        raise UnsupportedError(f"{hf.source}: layer type {shown(min(unknown))}, known are {', '.join(known)}")
     if "full_attention" not in kinds:
         raise UnsupportedError(f"{hf.source}: no layer with attention, supported are models with one or more")
-    return tuple(kind == "full_attention" for kind in kinds)
+    return tuple(kinds)
 
 
 def rotating_layers(hf: HfConfig) -> list[int]:

@@ -1,64 +1,180 @@
-"""A gated delta net in place of a layer's attention, over the cache's state slots."""
+"""Layers over the cache's state slots: gated delta nets, Mamba-2 and short convolutions."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from paged.kernels.common.operation import Bound
 from paged.kernels.recurrent.causal_conv1d import causal_conv1d
 from paged.kernels.recurrent.gated_delta_rule import gated_delta_rule
 from paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
-from paged.kernels.recurrent.metadata import RecurrentState
+from paged.kernels.recurrent.mamba2_scan import mamba2_scan
+from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState
 from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.layers.config import DecoderConfig, RecurrentConfig
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, empty_parameter
+from paged.models.layers.recurrent_config import GatedDeltaConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from paged.models.loading.weights import ConvertedSlot, WeightSlots
 
 
-class GatedDeltaNet(nn.Module):
-    """A gated delta net (Yang et al., 2024), as in Qwen3-Next and Qwen3.5. state: the layer's slots in the cache."""
+class RecurrentLayer(nn.Module):
+    """A causal convolution, and what a subclass adds before and after it.
+
+    state: the layer's slots in the cache. float32_names: parameters that are float32 in models of any dtype.
+    """
 
     state: RecurrentState
+    out_proj: Linear
+    float32_names: tuple[str, ...] = ()
 
-    def __init__(self, config: DecoderConfig, layer: RecurrentConfig) -> None:
+    def __init__(self, layer: RecurrentConfig, *, conv_bias: bool = False) -> None:
         super().__init__()
-        self.config = layer
-        keys, values, heads = layer.key_size, layer.value_size, layer.num_heads
-        parts: tuple[dict[str, int], dict[str, int]]
-        if layer.by_head:
-            parts = {"in_proj_qkvz": 2 * keys + 2 * values}, {"in_proj_ba": 2 * heads}
-        else:
-            parts = {"in_proj_qkv": layer.channels, "in_proj_z": values}, {"in_proj_b": heads, "in_proj_a": heads}
-        self.in_proj, self.gates_proj = (Linear(config.hidden_size, one) for one in parts)
-        self.out_proj = Linear(values, {"out_proj": config.hidden_size})
         self.conv_weight = empty_parameter(layer.channels, layer.conv_width)
-        self.A_log, self.dt_bias = empty_parameter(heads), empty_parameter(heads)
-        self.norm_weight = empty_parameter(layer.head_dim)
-        self.causal_conv1d, self.gated_rms_norm = Bound(causal_conv1d), Bound(gated_rms_norm)
-        self.gated_delta_rule = Bound(gated_delta_rule)
+        self.conv_bias = empty_parameter(layer.channels) if conv_bias else None
+        for name in self.float32_names:
+            self.register_parameter(name, empty_parameter(layer.num_heads))
+        self.causal_conv1d = Bound(causal_conv1d)
 
     def keep_float32(self) -> None:
-        """Convert the decays back to float32, which they are in models of any dtype."""
-        self.A_log.data, self.dt_bias.data = self.A_log.float(), self.dt_bias.float()
+        """Convert parameters back to float32 that are float32 in models of any dtype."""
+        for name in self.float32_names:
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.float()
 
     def forward(
         self, hidden: torch.Tensor, metadata: AttentionMetadata, outputs: OutputRows | None = None
     ) -> torch.Tensor:
         """Return [num_tokens, hidden_size], or the rows of `outputs`; the states of all tokens are written."""
-        layer, batch = self.config, metadata.recurrent
-        assert batch is not None
+        assert metadata.recurrent is not None
+        mixed = self.mix(hidden, metadata.recurrent)
+        out: torch.Tensor = self.out_proj(mixed if outputs is None else mixed[outputs.rows])
+        return out
+
+    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+        """Return the input of `out_proj`."""
+        raise NotImplementedError
+
+    def convolve(self, x: torch.Tensor, batch: RecurrentBatch, activation: str | None = "silu") -> torch.Tensor:
+        """Return the convolution of x [num_tokens, channels]."""
+        return self.causal_conv1d(x, self.conv_weight, self.conv_bias, self.state, batch=batch, activation=activation)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots: WeightSlots = {
+            f"{prefix}.conv1d.weight": self.conv_weight[:, None],
+            **self.out_proj.weight_slots(prefix),
+        }
+        if self.conv_bias is not None:
+            slots[f"{prefix}.conv1d.bias"] = self.conv_bias
+        return slots | {f"{prefix}.{name}": self.get_parameter(name) for name in self.float32_names}
+
+
+class ShortConv(RecurrentLayer):
+    """A convolution between two gates: out_proj(C * conv(B * x)), as in LFM2 (Liquid AI, 2025)."""
+
+    def __init__(self, config: DecoderConfig, layer: ShortConvConfig) -> None:
+        super().__init__(layer, conv_bias=layer.bias)
+        self.in_proj = Linear(config.hidden_size, {"in_proj": 3 * layer.size}, bias=layer.bias)
+        self.out_proj = Linear(layer.size, {"out_proj": config.hidden_size}, bias=layer.bias)
+
+    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+        before, after, x = self.in_proj(hidden).chunk(3, -1)
+        return self.convolve(before * x, batch, None).mul_(after)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return super().weight_slots(prefix) | self.in_proj.weight_slots(prefix)
+
+
+class Mamba2(RecurrentLayer):
+    """Mamba-2 (Dao and Gu, 2024)."""
+
+    float32_names = ("A_log", "dt_bias", "D")
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+    D: nn.Parameter
+
+    def __init__(self, config: DecoderConfig, layer: Mamba2Config) -> None:
+        super().__init__(layer, conv_bias=layer.conv_bias)
+        self.config, size = layer, layer.value_size
+        self.sizes = size, layer.channels, layer.num_heads
+        self.in_proj = Linear(config.hidden_size, {"in_proj": sum(self.sizes)}, bias=layer.bias)
+        self.out_proj = Linear(size, {"out_proj": config.hidden_size}, bias=layer.bias)
+        self.norm_weight = None if layer.eps is None else empty_parameter(size)
+        self.mamba2_scan, self.gated_rms_norm = Bound(mamba2_scan), Bound(gated_rms_norm)
+
+    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+        layer, projected = self.config, self.in_proj(hidden)
+        if any(factor != 1 for factor in layer.in_factors):
+            sizes = layer.value_size, layer.value_size, layer.key_size, layer.key_size, layer.num_heads
+            for part, factor in zip(projected.split_with_sizes(sizes, -1), layer.in_factors, strict=True):
+                part.mul_(factor)
+        z, mixed, dt = projected.split_with_sizes(self.sizes, -1)
+        x = self.mamba2_scan(
+            self.convolve(mixed, batch),
+            dt,
+            self.A_log,
+            self.dt_bias,
+            self.D,
+            self.state,
+            batch=batch,
+            num_groups=layer.num_key_heads,
+            dt_limits=layer.dt_limits,
+        )
+        if self.norm_weight is None or layer.eps is None:
+            return x.flatten(1).mul_(functional.silu(z))
+        group_size = layer.value_size // layer.num_key_heads
+        z = z.unflatten(-1, x.shape[1:])
+        return self.gated_rms_norm(
+            x, z, self.norm_weight, layer.eps, norm_first=layer.norm_first, group_size=group_size
+        ).flatten(1)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = super().weight_slots(prefix) | self.in_proj.weight_slots(prefix)
+        return slots if self.norm_weight is None else {**slots, f"{prefix}.norm.weight": self.norm_weight}
+
+
+class GatedDeltaNet(RecurrentLayer):
+    """A gated delta net (Yang et al., 2024), as in Qwen3-Next and Qwen3.5."""
+
+    float32_names = ("A_log", "dt_bias")
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def __init__(self, config: DecoderConfig, layer: GatedDeltaConfig) -> None:
+        super().__init__(layer)
+        self.config = layer
+        keys, values, heads = layer.key_size, layer.value_size, layer.num_heads
+        gates = {"in_proj_b": heads, "in_proj_a": heads}
+        if layer.by_head:
+            parts, gates = {"in_proj_qkvz": 2 * keys + 2 * values}, {"in_proj_ba": 2 * heads}
+        elif layer.splits_qkv:
+            parts = {"q_proj": keys, "k_proj": keys, "v_proj": values, "in_proj_z": values}
+        else:
+            parts = {"in_proj_qkv": layer.channels, "in_proj_z": values}
+        self.in_proj, self.gates_proj = (Linear(config.hidden_size, one) for one in (parts, gates))
+        self.out_proj = Linear(values, {"out_proj": config.hidden_size})
+        self.norm_weight = empty_parameter(layer.head_dim)
+        self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule)
+
+    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+        layer = self.config
         mixed, z = self._project(self.in_proj, hidden).split_with_sizes((layer.channels, layer.value_size), -1)
         b, a = self._project(self.gates_proj, hidden).chunk(2, -1)
-        mixed = self.causal_conv1d(mixed, self.conv_weight, None, self.state, batch=batch)
         x = self.gated_delta_rule(
-            mixed, a, b, self.A_log, self.dt_bias, self.state, batch=batch, num_k_heads=layer.num_key_heads
+            self.convolve(mixed, batch),
+            a,
+            b,
+            self.A_log,
+            self.dt_bias,
+            self.state,
+            batch=batch,
+            num_k_heads=layer.num_key_heads,
+            beta_scale=layer.beta_scale,
         )
-        gated = self.gated_rms_norm(
+        return self.gated_rms_norm(
             x, z.unflatten(-1, x.shape[1:]), self.norm_weight, layer.eps, norm_first=True, activation=layer.gate
         ).flatten(1)
-        out: torch.Tensor = self.out_proj(gated if outputs is None else gated[outputs.rows])
-        return out
 
     def _project(self, linear: Linear, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = linear(hidden)
@@ -75,19 +191,28 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        slots: WeightSlots = {
-            f"{prefix}.conv1d.weight": self.conv_weight[:, None],
-            f"{prefix}.norm.weight": self.norm_weight,
-            f"{prefix}.A_log": self.A_log,
-            f"{prefix}.dt_bias": self.dt_bias,
-            **self.out_proj.weight_slots(prefix),
-        }
+        slots = {**super().weight_slots(prefix), f"{prefix}.norm.weight": self.norm_weight}
+        if self.config.splits_qkv:
+            sizes = self.config.key_size, self.config.key_size, self.config.value_size
+            del slots[f"{prefix}.conv1d.weight"]
+            parts = zip("qkv", self.conv_weight[:, None].split(sizes), strict=True)
+            slots |= {f"{prefix}.{name}_conv1d.weight": part for name, part in parts}
         for linear in (self.in_proj, self.gates_proj):
             slots |= linear.weight_slots(prefix)
             if self.config.by_head and linear.packed is None:
                 (name,) = linear.parts
                 slots[f"{prefix}.{name}.weight"] = _sorted(linear.weight, self._order(linear))
         return slots
+
+
+def recurrent_layer(config: DecoderConfig, layer: RecurrentConfig) -> RecurrentLayer:
+    """Make the layer of a configuration."""
+    if isinstance(layer, GatedDeltaConfig):
+        return GatedDeltaNet(config, layer)
+    if isinstance(layer, Mamba2Config):
+        return Mamba2(config, layer)
+    assert isinstance(layer, ShortConvConfig)
+    return ShortConv(config, layer)
 
 
 def _sorted(slot: torch.Tensor, order: torch.Tensor) -> ConvertedSlot:

@@ -25,7 +25,10 @@ LENGTHS = (7, 3)
 # Windows; sinks and experts with biases; routing.
 ALWAYS = ("gemma3", "gpt_oss", "qwen3_moe")
 # No graphs: their recurrent layers read the batch on the host.
-WITHOUT = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+WITHOUT = (
+    *("falcon_h1", "granite_hybrid", "granite_moe_hybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+)
 REPLAYED = [name for name in FAMILIES if name not in WITHOUT]
 
 

@@ -4,6 +4,7 @@ from ast import literal_eval
 from collections import UserDict
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from paged.batch import UnifiedBatchItem
 from paged.models.paged_lm import PagedCausalLM
+from tests.models.edits import Tensors, edit_tensors
 
 VOCAB_SIZE = 128
 WINDOW = 8
@@ -98,6 +100,16 @@ _WORDS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
         "layer_types": ["linear_attention", _FULL],
     },
+    "mamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+    },
+    "linear_first": {"layer_types": ["linear_attention", _FULL]},
+    "nemotron_mamba": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16},
+    "no_rotation": {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    "short_conv": {"layer_types": ["conv", _FULL], "norm_eps": 1e-5, "tie_word_embeddings": False},
     "five_layers": {"num_hidden_layers": 5, "layer_types": [_SLIDING, *(_SLIDING, _FULL) * 2]},
 }
 
@@ -141,6 +153,9 @@ FAMILIES = Families(
     ernie4_5_moe="""Ernie4_5_Moe head_dim=16 moe_num_experts=8 moe_k=3 moe_intermediate_size=32 pad_token_id=0
         moe_num_shared_experts=2""",
     exaone4="Exaone4 head_dim=16 window_first",
+    falcon_h1="""FalconH1 mamba mamba_d_ssm=128 mamba_rms_norm=True lm_head_multiplier=0.5 embedding_multiplier=2.0
+        mlp_multipliers=[0.7,1.3] key_multiplier=0.6 attention_out_multiplier=0.8 attention_in_multiplier=1.2
+        ssm_multipliers=[0.9,1.1,0.8,1.2,0.7] ssm_in_multiplier=1.25 ssm_out_multiplier=0.7 pad_token_id=0""",
     gemma="Gemma attention_bias=True hidden_act='gelu'",
     gemma2="Gemma2 window query_pre_attn_scalar=48 attn_logit_softcapping=2.0 final_logit_softcapping=3.0",
     gemma3="Gemma3Text window_first gemma3_rope query_pre_attn_scalar=48",
@@ -159,10 +174,15 @@ FAMILIES = Families(
         rms_norm_eps=1e-5""",
     gpt_oss="GptOss local_experts window yarn_gpt_oss",
     granite="Granite multipliers",
+    granite_hybrid="GraniteMoeHybrid mamba linear_first multipliers num_local_experts=0 shared_intermediate_size=96",
+    granite_moe_hybrid="""GraniteMoeHybrid mamba linear_first multipliers local_experts shared_intermediate_size=48
+        position_embedding_type='rope'""",
     granite_moe_shared="GraniteMoeShared multipliers local_experts shared_intermediate_size=48",
     helium="Helium head_dim=16 biases pad_token_id=0",
     hunyuan_moe="HunYuanMoEV1 alpha_rope num_experts=4 moe_topk=[2,3] attention_bias=True pad_token_id=0",
     hunyuan_v1_dense="HunYuanDenseV1 tied pad_token_id=0",
+    lfm2="Lfm2 short_conv block_auto_adjust_ff_dim=False pad_token_id=0",
+    lfm2_moe="Lfm2Moe short_conv experts num_dense_layers=1 pad_token_id=0",
     llama="Llama",
     llama3_rope="Llama llama3_rope",
     llama4="Llama4Text pad_token_id=0 num_local_experts=4 no_rope_layers=[1,0] floor_scale=8 attn_scale=0.5",
@@ -178,8 +198,11 @@ FAMILIES = Families(
         first_k_dense_replace=1 routed_scaling_factor=1.5 yarn_mistral4 head_dim=40 pad_token_id=0""",
     mixtral="Mixtral local_experts",
     nemotron="Nemotron head_dim=16 attention_bias=True mlp_bias=True",
+    nemotron_h="""NemotronH nemotron_mamba layers_block_type=['linear_attention','mlp','full_attention','mlp']
+        pad_token_id=0""",
     olmo2="Olmo2",
     olmo3="Olmo3 window_first olmo3_rope",
+    olmo_hybrid="OlmoHybrid gated_delta pad_token_id=0 linear_value_head_dim=32 linear_num_key_heads=2",
     olmoe="Olmoe head_dim=16 num_experts=4 num_experts_per_tok=2 norm_topk_prob=True pad_token_id=0",
     phi3="Phi3 head_dim=16 pad_token_id=0 long_rope original_max_position_embeddings=128",
     qwen2="Qwen2",
@@ -224,6 +247,22 @@ VARIANTS = Families(
     llama4_dense_layer="""Llama4Text llama3_rope pad_token_id=0 intermediate_size_mlp=80 attention_chunk_size=8
         num_local_experts=4 interleave_moe_layer_step=2 no_rope_layer_interval=2 use_qk_norm=False
         attn_temperature_tuning=False attention_bias=True""",
+    falcon_h1_without_norm="""FalconH1 mamba mamba_d_ssm=None mlp_bias=True tied time_step_limit=[0.9,1.6]
+        mamba_conv_bias=False pad_token_id=0""",
+    falcon_h1_gate_first="""FalconH1 mamba mamba_d_ssm=128 mamba_rms_norm=True mamba_norm_before_gate=False
+        pad_token_id=0""",
+    granite_hybrid_attention_only="""GraniteMoeHybrid whole num_local_experts=0 shared_intermediate_size=96 tied
+        attention_bias=True mamba_n_heads=8""",
+    granite_hybrid_biases="""GraniteMoeHybrid mamba linear_first local_experts shared_intermediate_size=48
+        mamba_proj_bias=True mamba_conv_bias=False time_step_limit=[0.9,1.6] attention_bias=True""",
+    nemotron_h_attention_last="""NemotronH nemotron_mamba pad_token_id=0 mlp_bias=True use_bias=True use_conv_bias=False
+        layers_block_type=['mlp','linear_attention','linear_attention','full_attention']""",
+    lfm2_adjusted="""Lfm2 short_conv tied conv_bias=True conv_L_cache=4 block_multiple_of=32 intermediate_size=120
+        block_ffn_dim_multiplier=1.3 pad_token_id=0""",
+    lfm2_moe_without_bias="""Lfm2Moe short_conv experts num_dense_layers=0 use_expert_bias=False norm_topk_prob=False
+        routed_scaling_factor=2.0 conv_bias=True pad_token_id=0""",
+    olmo_hybrid_without_rotation="""OlmoHybrid num_hidden_layers=3 num_key_value_heads=4 no_rotation
+        linear_allow_neg_eigval=False linear_num_value_heads=8 tied pad_token_id=0""",
     minimax_m2_rotates_all="MiniMaxM2 local_experts",
     ministral_whole_tied="Ministral window whole tied yarn hidden_act='gelu_pytorch_tanh'",
     ministral3_window="Ministral3 window yarn_beta_0.1",
@@ -312,7 +351,25 @@ def save_checkpoint(config: Any, folder: Path, **save_options: Any) -> Any:
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder, **save_options)
+    if config.model_type == "olmo_hybrid":
+        edit_tensors(folder, partial(_split_convolutions, config))
     return model
+
+
+def _split_convolutions(config: Any, tensors: Tensors) -> None:
+    """As published; transformers 5.23 saves three tensors of the same size, whatever the sizes of q, k and v."""
+    keys, values = (
+        heads * size
+        for heads, size in (
+            (config.linear_num_key_heads, config.linear_key_head_dim),
+            (config.linear_num_value_heads, config.linear_value_head_dim),
+        )
+    )
+    for prefix in {name.removesuffix("q_conv1d.weight") for name in tensors if name.endswith("q_conv1d.weight")}:
+        names = [f"{prefix}{one}_conv1d.weight" for one in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        parts = whole.split([keys, keys, values])
+        tensors.update({name: part.clone() for name, part in zip(names, parts, strict=True)})
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

@@ -160,6 +160,30 @@ _WORDS: dict[str, dict[str, Any]] = {
         residual_multiplier=0.22 rms_norm_eps=1e-05 rope_scaling=None tie_word_embeddings=True
         max_position_embeddings=131072 num_key_value_heads=8 vocab_size=49155"""
     ),
+    "granite4": options(
+        """attention_bias=False attention_dropout=0.0 embedding_multiplier=12 hidden_act='silu' init_method='mup'
+        mamba_chunk_size=256 mamba_conv_bias=True mamba_d_conv=4 mamba_d_head=64 mamba_d_state=128 mamba_expand=2
+        mamba_n_groups=1 mamba_proj_bias=False max_position_embeddings=131072 normalization_function='rmsnorm'
+        output_router_logits=False position_embedding_type='nope' residual_multiplier=0.22 rms_norm_eps=1e-05
+        rope_scaling=None rope_theta=10000 router_aux_loss_coef=0.01 tie_word_embeddings=True vocab_size=100352"""
+    )
+    | {"layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)]},
+    "lfm2_8b_layers": {
+        "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]
+    },
+    "nemotron_h": options(
+        """attention_bias=False attention_dropout=0.0 chunk_size=128 conv_kernel=4 expand=2 hidden_dropout=0.0
+        initializer_range=0.02 layer_norm_epsilon=1e-05 mamba_hidden_act='silu' mamba_num_heads=128
+        mamba_proj_bias=False mlp_bias=False mlp_hidden_act='relu2' n_groups=8 num_logits_to_keep=1
+        rescale_prenorm_residual=True residual_in_fp32=False rms_norm_eps=1e-05 sliding_window=None ssm_state_size=128
+        tie_word_embeddings=False time_step_floor=0.0001 time_step_max=0.1 time_step_min=0.001 time_step_rank=256
+        use_bias=False use_cache=True use_conv_bias=True use_mamba_kernels=True vocab_size=131072"""
+    )
+    | {"time_step_limit": [0.0, float("inf")]},
+    "no_rotation": {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    "three_of_four_recur_32": {
+        "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(32)]
+    },
     "cohere2": options(
         """attention_bias=False attention_dropout=0.0 cache_implementation='hybrid' head_dim=128 hidden_act='silu'
         layer_norm_eps=1e-05 layer_switch=4 logit_scale=0.25 rope_scaling=None num_key_value_heads=8
@@ -480,6 +504,35 @@ _ROWS = {
     "upstage/Solar-Open-100B": """SolarOpen silu no_bias h=4096 i=10240 l=48 q=64 kv=8 d=128 max=131072 moe=1280 top=8
         first_k_dense_replace=0 n_group=1 n_routed_experts=128 n_shared_experts=1 norm_topk_prob=True eps=1e-5 yarn_2
         partial_rotary_factor=1.0 routed_scaling_factor=1.0 theta=1000000 topk_group=1 untied v=196608""",
+    # Hybrids
+    "LiquidAI/LFM2-1.2B": """Lfm2 block_auto_adjust_ff_dim=True block_dim=2048 block_ff_dim=12288
+        block_ffn_dim_multiplier=1.0 block_mlp_init_scale=1.0 block_multiple_of=256 block_norm_eps=1e-5
+        block_use_swiglu=True conv_L_cache=3 conv_bias=False conv_dim=2048 conv_dim_out=2048 conv_use_xavier_init=True
+        full_attn_idxs=[2,5,8,10,12,14] h=2048 l=16 q=32 kv=8 num_heads=32 max=128000 norm_eps=1e-5 theta=1000000.0
+        tie_embedding=True use_pos_enc=True v=65536""",
+    "LiquidAI/LFM2-8B-A1B": """Lfm2Moe lfm2_8b_layers conv_L_cache=3 conv_bias=False h=2048 i=7168 l=24 q=32 kv=8
+        max=128000 moe=1792 norm_eps=1e-5 norm_topk_prob=True num_dense_layers=2 num_experts=32 top=4 theta=1000000.0
+        routed_scaling_factor=1.0 use_expert_bias=True v=65536""",
+    "ibm-granite/granite-4.0-h-micro": """GraniteMoeHybrid granite4 attention_multiplier=0.015625 h=2048 i=8192 l=40
+        q=32 kv=8 logits_scaling=8 mamba_n_heads=64 experts=0 top=0 shared_intermediate_size=8192""",
+    "ibm-granite/granite-4.0-h-tiny": """GraniteMoeHybrid granite4 attention_multiplier=0.0078125 h=1536 i=512 l=40
+        q=12 kv=4 logits_scaling=6 mamba_n_heads=48 experts=64 top=6 shared_intermediate_size=1024""",
+    "nvidia/Nemotron-H-8B-Base-8K": """NemotronH nemotron_h h=4096 i=21504 l=52 q=32 kv=8 attention_head_dim=128
+        hybrid_override_pattern='M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-' mamba_head_dim=64 max=8192""",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": """NemotronH nemotron_h h=4480 i=15680 l=56 q=40 kv=8 d=128 mamba_head_dim=80
+        hybrid_override_pattern='M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-' max=131072""",
+    "tiiuae/Falcon-H1-0.5B-Instruct": """FalconH1 silu no_bias h=1024 i=2048 l=36 q=8 kv=2 d=64 max=16384 eps=1e-5
+        attention_in_multiplier=1.0 attention_out_multiplier=0.9375 embedding_multiplier=5.656854249492381
+        key_multiplier=0.39062499999999994 lm_head_multiplier=0.0390625 mamba_chunk_size=128 mamba_conv_bias=True
+        mamba_d_conv=4 mamba_d_head=64 mamba_d_ssm=1536 mamba_d_state=128 mamba_expand=2 mamba_n_groups=1
+        mamba_n_heads=24 mamba_norm_before_gate=False mamba_proj_bias=False mamba_rms_norm=False mamba_use_mlp=True
+        mlp_bias=False mlp_expansion_factor=8 mlp_multipliers=[0.8838834764831844,0.5859375] num_logits_to_keep=1
+        projectors_bias=False no_rope_scaling theta=100000000000.0 ssm_in_multiplier=1.25
+        ssm_multipliers=[0.3535533905932738,0.25,0.3535533905932738,0.5,0.3535533905932738]
+        ssm_out_multiplier=0.23570226039551587 untied v=32784""",
+    "allenai/Olmo-Hybrid-7B": """OlmoHybrid silu no_bias three_of_four_recur_32 h=3840 i=11008 l=32 q=30 kv=30 max=65536
+        eps=1e-6 linear_allow_neg_eigval=True linear_conv_kernel_dim=4 linear_key_head_dim=96 linear_num_key_heads=30
+        linear_num_value_heads=30 linear_value_head_dim=192 no_rotation untied v=100352""",
     # Granite, Command
     "ibm-granite/granite-3.1-2b-instruct": """Granite granite attention_multiplier=0.015625 h=2048 i=8192 l=40 q=32
         logits_scaling=8.0 mlp_bias=False theta=5000000.0""",

@@ -34,8 +34,8 @@ _MOST = options(
     moe_intermediate_size=32 shared_expert_intermediate_size=48 shared_intermediate_size=48 num_experts=8
     hidden_size_per_layer_input=16 num_global_key_value_heads=1 num_local_experts=8 n_routed_experts=8
     num_experts_per_tok=3 experts_per_token=3 top_k_experts=3 sliding_window=8 sliding_window_size=8
-    moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8 n_group=4 topk_group=2
-    index_topk=16"""
+    moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8 n_group=4 topk_group=2 block_ff_dim=96
+    mamba_num_heads=8 mamba_head_dim=16 ssm_state_size=16 mamba_d_state=16 index_topk=16"""
 )
 
 # Families whose layers others have too.
@@ -51,11 +51,12 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
     own = {
         key: min(value, _MOST[key]) if key in _MOST and type(value) is int else value for key, value in values.items()
     }
-    kinds = values.get("layer_types", [""] * 5 + ["seen"] if model_type == "gemma3_text" else [])
+    pattern = values.get("hybrid_override_pattern", "")
+    kinds = list(pattern) or values.get("layer_types", [""] * 5 + ["seen"] if model_type == "gemma3_text" else [])
     layers = max([4, *(1 + kinds.index(kind) for kind in kinds)])
     if values.get("num_kv_shared_layers"):
         layers, own["num_kv_shared_layers"] = 2 * layers, layers
-    own["num_hidden_layers"] = layers
+    own |= {"num_hidden_layers": layers, **({"hybrid_override_pattern": pattern[:layers]} if pattern else {})}
     for key, value in values.items():
         if isinstance(value, list) and len(value) == values["num_hidden_layers"]:
             own[key] = value[:layers]
@@ -66,10 +67,15 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         own["num_attention_heads"] = heads // of_kv * kv_heads
         if "num_key_value_heads" in values:
             own["num_key_value_heads"] = kv_heads
+    if model_type == "olmo_hybrid":
+        own |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     is_derived = head_dim is None or model_type in ("cohere2", "helium")
     size = (head_dim or values["hidden_size"] // heads) if is_derived else 16
     count = own.get("num_attention_heads", 4)  # of which transformers takes multiples alone
     own["hidden_size"] = count * size if is_derived or 64 % count else 64
+    if "mamba_n_heads" in values:
+        of_heads = min(values.get("mamba_d_ssm", values["mamba_expand"] * own["hidden_size"]), 1536)
+        own["mamba_n_heads"], own["mamba_d_head"] = 8, of_heads // 8
     return own
 
 
@@ -142,7 +148,11 @@ def test_published_rows_are_of_all_families() -> None:
 
 
 def _json(config: Any) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    """Infinity as itself, not as the object that transformers writes and does not read."""
+    values: dict[str, Any] = json.loads(
+        config.to_json_string(use_diff=False),
+        object_hook=lambda one: float(one["__float__"]) if "__float__" in one else one,
+    )
     return values
 
 

@@ -30,7 +30,13 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "every"), [("qwen3_5", 1), ("qwen3_next", 9)])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        *(("falcon_h1", 3), ("granite_hybrid", 13), ("granite_moe_hybrid", 13), ("lfm2", 2), ("lfm2_moe", 13)),
+        *(("nemotron_h", 2), ("olmo_hybrid", 5), ("qwen3_5", 1), ("qwen3_next", 9)),
+    ],
+)
 def test_all_lengths_whole_and_in_random_cuts(name: str, every: int, tmp_path: Path) -> None:
     config = FAMILIES[name]
     config.max_position_embeddings = 256

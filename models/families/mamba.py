@@ -1,0 +1,240 @@
+"""Families with Mamba-2 layers: Granite 4.0, Nemotron-H, Falcon-H1."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+
+from paged.errors import CheckpointError
+from paged.kernels.common.scalars import shown
+from paged.metadata import AttentionMetadata, OutputRows
+from paged.models.families.dense import granite_fields
+from paged.models.families.experts import GRANITE_RENAMES, granite_moe
+from paged.models.families.llama import DecoderLayer, Llama, family
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import PLAIN_ACTIVATIONS, decoder_config, layer_kinds, read_head_dim
+from paged.models.layers.recurrent_config import Mamba2Config
+from paged.models.layers.rope import rope_config
+from paged.models.loading.hf_config import HfConfig
+
+_KINDS = ("linear_attention", "full_attention")
+# Letters of Nemotron-H's `hybrid_override_pattern`, which its first published models have.
+_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_KINDS = (*_KINDS, "mlp")
+_OF_EXPERTS = (
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group"),
+    *("routed_scaling_factor", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+)
+_MAMBA_RENAMES = {r"\.mamba\.": ".linear_attn."}
+_GRANITE_RENAMES = {
+    **_MAMBA_RENAMES,
+    r"\.shared_mlp\.input_linear\.": ".mlp.gate_up_proj.",
+    r"\.shared_mlp\.output_linear\.": ".mlp.down_proj.",
+}
+_GRANITE_MOE_RENAMES = {**_MAMBA_RENAMES, **GRANITE_RENAMES}
+# transformers 5 writes "model." for "backbone.".
+_NEMOTRON_RENAMES = {
+    r"^backbone\.": "model.",
+    r"^model\.embeddings\.": "model.embed_tokens.",
+    r"^model\.norm_f\.": "model.norm.",
+    r"\.mixer\.(?=[qkvo]_proj\.)": ".self_attn.",
+    r"\.mixer\.(?=(?:in_proj|out_proj|conv1d|norm|A_log|dt_bias|D)\b)": ".linear_attn.",
+    r"\.mixer\.": ".mlp.",
+}
+_FALCON_RENAMES = {**_MAMBA_RENAMES, r"^model\.final_layernorm\.": "model.norm."}
+
+
+def _dt_limits(hf: HfConfig) -> tuple[float, float]:
+    """Read `time_step_limit`; transformers 5 writes infinity as an object."""
+    given = hf.value("time_step_limit")
+    try:
+        ends = [float(one["__float__"] if isinstance(one, dict) else one) for one in given or (0.0, math.inf)]
+        least, most = ends
+    except (KeyError, TypeError, ValueError, OverflowError):
+        least, most = math.nan, math.nan
+    if not 0 <= least <= most:
+        raise CheckpointError(
+            f"{hf.source}: time_step_limit = {shown(given)}, expected two rising numbers of at least 0"
+        )
+    return least, most
+
+
+def _mamba(hf: HfConfig, size: int, *, bias: bool, eps: float | None, **fields: Any) -> Mamba2Config:
+    """Read the keys that Granite and Falcon-H1 share. size: elements of all heads."""
+    heads = hf.integer("mamba_n_heads")
+    is_auto = hf.value("mamba_d_head") == "auto"
+    head_dim = max(1, size // heads) if is_auto else hf.integer("mamba_d_head")
+    if heads * head_dim != size:
+        raise CheckpointError(f"{hf.source}: {heads} mamba heads of {head_dim}, expected {size} elements")
+    return Mamba2Config(
+        num_heads=heads,
+        head_dim=head_dim,
+        num_key_heads=_divisor(hf, "mamba_n_groups", heads),
+        key_dim=hf.integer("mamba_d_state"),
+        conv_width=hf.integer("mamba_d_conv", least=2),
+        conv_bias=hf.flag("mamba_conv_bias", True),
+        bias=bias,
+        dt_limits=_dt_limits(hf),
+        eps=eps,
+        **fields,
+    )
+
+
+def _divisor(hf: HfConfig, key: str, heads: int) -> int:
+    groups = hf.integer(key)
+    if heads % groups:
+        raise CheckpointError(f"{hf.source}: {key} = {groups}, expected a divisor of the {heads} mamba heads")
+    return groups
+
+
+def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
+    """Granite 4.0 (IBM, 2025): Mamba-2 in most layers, in some models in none; only some models rotate."""
+    kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[0])
+    size = hf.integer("mamba_expand") * hf.integer("hidden_size")
+    mamba = None
+    if _KINDS[0] in kinds:
+        mamba = _mamba(hf, size, bias=hf.flag("mamba_proj_bias"), eps=hf.number("rms_norm_eps"))
+    rotates = hf.choice("position_embedding_type", "rope", "nope") == "rope"
+    fields = {
+        "recurrent": tuple(mamba if kind == _KINDS[0] else None for kind in kinds),
+        "rope": rope_config(hf) if rotates else None,
+    }
+    if _has_experts(hf):
+        return {**granite_moe(hf), **fields}
+    hf.value("num_experts_per_tok")  # published, and ignored
+    size = hf.integer("shared_intermediate_size")
+    return {**granite_fields(hf), **fields, "intermediate_size": size, "fused_mlp": True}
+
+
+def _has_experts(hf: HfConfig) -> bool:
+    return hf.integer("num_local_experts", 8, least=0) > 0
+
+
+class _GraniteHybrid(Llama):
+    """Granite 4.0 without experts, whose only MLP has the name of the others' shared one."""
+
+    model_type = "granitemoehybrid"
+    renames = _GRANITE_RENAMES
+
+    @classmethod
+    def variant(cls, hf: HfConfig) -> type[Llama]:
+        return _GraniteMoeHybrid if _has_experts(hf) else cls
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        return decoder_config(hf, **_granite_hybrid(hf))
+
+
+class _GraniteMoeHybrid(_GraniteHybrid):
+    renames = _GRANITE_MOE_RENAMES
+
+
+def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
+    """Nemotron-H and Nemotron Nano 2 (Nvidia, 2025): each layer is Mamba-2, attention that does not rotate, or an MLP.
+
+    transformers limits dt to `time_step_min` in prompts only. The authors' kernels use `time_step_limit`, and so does
+    this.
+    """
+    pattern = hf.value("hybrid_override_pattern")
+    listed = hf.items("layers_block_type", str) or [_PATTERN.get(one, one) for one in pattern or "ME*-"]
+    hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 leaves it out
+    kinds = layer_kinds(hf, _NEMOTRON_KINDS, lambda layer: listed[layer], "layers_block_type")
+    hf.choice("mamba_hidden_act", "silu")
+    for key in _OF_EXPERTS:
+        hf.value(key)  # transformers writes them for models without experts, too
+    heads = hf.integer("mamba_num_heads")
+    mamba = Mamba2Config(
+        num_heads=heads,
+        head_dim=hf.integer("mamba_head_dim"),
+        num_key_heads=_divisor(hf, "n_groups", heads),
+        key_dim=hf.integer("ssm_state_size"),
+        conv_width=hf.integer("conv_kernel", least=2),
+        conv_bias=hf.flag("use_conv_bias", True),
+        bias=hf.flag("use_bias"),
+        dt_limits=_dt_limits(hf),
+        eps=hf.number("layer_norm_epsilon"),
+    )
+    size = hf.integer("intermediate_size")
+    return {
+        "recurrent": tuple(mamba if kind == "linear_attention" else None for kind in kinds),
+        "attends": tuple(kind == "full_attention" for kind in kinds),
+        "intermediate_size": tuple(size if kind == "mlp" else 0 for kind in kinds),
+        "rope": None,
+        "gated": False,
+        "activation": PLAIN_ACTIVATIONS[hf.choice("mlp_hidden_act", "relu2", "gelu_pytorch_tanh")],
+        "mlp_bias": hf.flag("mlp_bias"),
+        "eps": hf.number("layer_norm_epsilon"),
+        "before_attention": "norm",
+        "before_mlp": "norm",
+    }
+
+
+class _FalconLayer(DecoderLayer):
+    """Attention and Mamba-2 on the same input, added."""
+
+    def attend(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor:
+        assert self.self_attn is not None
+        assert self.linear_attn is not None
+        before, after, after_mamba = cast(Mamba2Config, self.linear_attn.config).beside_attention
+        mixed: torch.Tensor = self.linear_attn(hidden, metadata, outputs)
+        attended: torch.Tensor = self.self_attn(
+            hidden if before == 1 else hidden * before, positions, metadata, outputs
+        )
+        return attended.mul_(after).add_(mixed, alpha=after_mamba)
+
+
+def _falcon_h1(hf: HfConfig) -> dict[str, Any]:
+    """Falcon-H1 (TII, 2025): attention beside Mamba-2 in every layer; a multiplier for each projection.
+
+    The multiplier of keys is one of scores.
+    """
+    for key in ("mamba_proj_bias", "projectors_bias"):
+        hf.choice(key, False)
+    size = hf.optional_integer("mamba_d_ssm") or hf.integer("mamba_expand") * hf.integer("hidden_size")
+    into = hf.number("ssm_in_multiplier")
+    mamba = _mamba(
+        hf,
+        size,
+        bias=False,
+        eps=hf.number("rms_norm_eps") if hf.flag("mamba_rms_norm") else None,
+        norm_first=hf.flag("mamba_norm_before_gate", True),
+        in_factors=tuple(into * factor for factor in _multipliers(hf, "ssm_multipliers", 5)),
+        beside_attention=tuple(
+            hf.number(key) for key in ("attention_in_multiplier", "attention_out_multiplier", "ssm_out_multiplier")
+        ),
+    )
+    gate, out = _multipliers(hf, "mlp_multipliers", 2)
+    return {
+        "recurrent": mamba,
+        "attends": True,
+        "softmax_scale": hf.number("key_multiplier") * read_head_dim(hf) ** -0.5,
+        "mlp_name": "feed_forward",
+        "mlp_bias": hf.flag("mlp_bias"),
+        "mlp_factors": (gate, out),
+        "before_mlp": "pre_ff_layernorm",
+        "embedding_scale": hf.number("embedding_multiplier"),
+        "logits_scale": hf.number("lm_head_multiplier"),
+    }
+
+
+def _multipliers(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
+    found = (1.0,) * count if hf.value(key) is None else hf.numbers(key)
+    if len(found) != count:
+        raise CheckpointError(f"{hf.source}: {key} = {shown(found)}, expected {count} numbers")
+    return found
+
+
+# Keys are names in `architectures` of config.json.
+MAMBAS = {
+    "FalconH1ForCausalLM": family("falcon_h1", _falcon_h1, _FALCON_RENAMES, _FalconLayer),
+    "GraniteMoeHybridForCausalLM": _GraniteHybrid,
+    "NemotronHForCausalLM": family("nemotron_h", _nemotron_h, _NEMOTRON_RENAMES),
+}
