@@ -115,7 +115,8 @@ EXAMPLES = {
 
 
 def test_all_examples_are_run() -> None:
-    assert {path.stem for path in (ROOT / "examples").iterdir()} == EXAMPLES.keys()
+    """`train_draft_head` by tests/executors/speculation/test_head_proposer.py, which uses the heads."""
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*EXAMPLES, "train_draft_head"}
 
 
 @pytest.mark.thorough

@@ -97,6 +97,7 @@ def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
     if _KINDS[0] in kinds:
         mamba = _mamba(hf, size, bias=hf.flag("mamba_proj_bias"), eps=hf.number("rms_norm_eps"))
     rotates = hf.choice("position_embedding_type", "rope", "nope") == "rope"
+    hf.value("partial_rotary_factor")  # has no effect without rotation
     fields = {
         "recurrent": tuple(mamba if kind == _KINDS[0] else None for kind in kinds),
         "rope": rope_config(hf) if rotates else None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from examples.train_draft_head import save, train
 from paged import (
     Engine,
     EngineConfig,
@@ -19,7 +20,6 @@ from paged import (
     UnifiedBatchItem,
     UnsupportedError,
 )
-from paged.bench.engine.train_draft_head import save, train
 from paged.executors.command_line.cli import RECALL
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts
@@ -29,7 +29,6 @@ from tests.models.drafts.heads import save_head
 from tests.models.families import FAMILIES, save_checkpoint
 from tests.models.lora.folders import Adapter
 
-KINDS = ["eagle3", "mtp"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
@@ -113,9 +112,9 @@ def test_sampled_output_has_the_targets_distribution(tmp_path: Path) -> None:
     save_head("eagle3", tmp_path / "head", vocab_size=6, draft_ids=[1, 2, 5])
     executor = LlmExecutor.from_pretrained(tmp_path / "target", draft=tmp_path / "head", num_blocks=1024, block_size=8)
     prompt, shares = [1, 2, 1, 3, 1], {(): 1.0}
-    params = [SamplingParams(temperature=0.7, max_tokens=4, seed=seed) for seed in range(800)]
+    params = [SamplingParams(temperature=0.7, max_tokens=4, seed=seed) for seed in range(500)]
     engine = SpeculativeDecoder(
-        executor, num_draft_tokens=2, config=EngineConfig(token_budget=8192, max_num_seqs=800), eos_token_ids=()
+        executor, num_draft_tokens=2, config=EngineConfig(token_budget=8192, max_num_seqs=500), eos_token_ids=()
     )
     outputs = engine.generate([prompt] * len(params), params, progress=False)
     counts = Counter(tuple(ids[:3]) for ids in tokens_of(outputs))
@@ -133,19 +132,24 @@ def test_sampled_output_has_the_targets_distribution(tmp_path: Path) -> None:
             for token, chance in enumerate((row / 0.7).softmax(0).tolist())
         }
     common = [ids for ids, share in shares.items() if share * len(params) >= 10]
-    assert len(common) > 10
+    assert len(common) > 8
     found, expected = ([each[ids] for ids in common] for each in (counts, shares))
     assert chi_square_p([*found, len(params) - sum(found)], [*expected, 1 - sum(expected)]) > 1e-4
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_trained_heads(kind: str, tmp_path: Path) -> None:
-    """500 prompts: the target's text, in more than 1.5 tokens a step, or 1.3 without blocks for all drafts."""
-    save(kind, *train(kind, steps=120, longest=32), tmp_path)
+@pytest.fixture(scope="module")
+def prompts_and_texts() -> tuple[list[list[int]], list[list[int]]]:
+    """500 prompts, and the target's texts."""
     prompts = encode(recall_prompts(500, max_tokens=32))
-    plain = Engine(LlmExecutor.from_pretrained(RECALL, num_blocks=1024), eos_token_ids=EOS)
-    expected = run(plain, prompts)
+    return prompts, run(Engine(LlmExecutor.from_pretrained(RECALL, num_blocks=1024), eos_token_ids=EOS), prompts)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "steps"), [("eagle3", 60), ("mtp", 120)])
+def test_trained_heads(kind: str, steps: int, prompts_and_texts: Any, tmp_path: Path) -> None:
+    """500 prompts: the target's text, in more than 1.5 tokens a step, or 1.3 without blocks for all drafts."""
+    save(kind, *train(kind, steps=steps, longest=32), tmp_path)
+    prompts, expected = prompts_and_texts
     for num_blocks, least in ((1024, 1.5), (40, 1.3)):
         executor = load(kind, tmp_path, num_blocks)
         config = EngineConfig(chunk_size=32, admission_tokens=0 if num_blocks == 40 else None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paged.bench.engine.train_draft_head import new_weights, save
+from examples.train_draft_head import new_weights, save
 from paged.executors.command_line.cli import RECALL
 from tests.models.edits import edit_config, edit_tensors
 

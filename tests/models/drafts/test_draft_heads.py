@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.train_draft_head import run_head, target_states
 from paged import CheckpointError, LlmExecutor, UnifiedBatch, UnifiedBatchItem, UnsupportedError
-from paged.bench.engine.train_draft_head import run_head, target_states
 from paged.executors.command_line.cli import RECALL
 from paged.models.paged_lm import PagedCausalLM
 from tests.models.drafts.heads import CONFIG, save_head

@@ -1,6 +1,6 @@
 """Train a draft head for the bundled recall checkpoint: an EAGLE-3 head, or the checkpoint with a multi-token head.
 
-    python -m paged.bench.engine.train_draft_head eagle3|mtp FOLDER
+    python examples/train_draft_head.py eagle3|mtp FOLDER
 
 Takes a minute of one core, needs transformers, and writes what `--draft FOLDER` or `--draft mtp` loads. The head is
 dense PyTorch, written from its papers (Li et al., 2025; DeepSeek-AI, 2024), so it is also a reference for `DraftHead`.
