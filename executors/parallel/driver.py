@@ -44,6 +44,8 @@ class Driver:
         self._stopped = Event()
         model.lead = self._lead
         self._tensors.listener = self._keep_move
+        if self._tensors.states is not None:
+            self._tensors.states.listener = self._keep_move
         Thread(target=self._watch, name="paged-ranks", daemon=True).start()
 
     @contextmanager

@@ -18,7 +18,7 @@ from paged.models.parallel.fingerprint import checkpoint_parts
 from paged.models.weight_update import Source, read_new_weights, replace_weights
 
 # Moves of blocks that rank 0's cache sends.
-_MOVES = ("clear", "copy", "swap_in", "swap_out")
+_MOVES = ("clear", "copy", "swap_in", "swap_out", "swap_in_states", "swap_out_states")
 
 
 def follow(model: PagedCausalLM) -> None:
@@ -103,7 +103,9 @@ def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArr
     elif kind is Kind.MOVE_BLOCKS:
         name = arrays[0].tobytes().decode()
         assert name in _MOVES
-        getattr(model.kv_manager.tensors, name)(*(argument.tolist() for argument in arrays[1:]))
+        tensors = model.kv_manager.tensors
+        memory = tensors.states if name.endswith("_states") else tensors
+        getattr(memory, name.removesuffix("_states"))(*(argument.tolist() for argument in arrays[1:]))
     elif kind is Kind.PREPARE:
         model.prepare()
     elif kind is Kind.LOAD_LORA:

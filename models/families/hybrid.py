@@ -36,7 +36,7 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
         head_dim=hf.integer("linear_value_head_dim"),
         num_key_heads=hf.integer("linear_num_key_heads"),
         key_dim=hf.integer("linear_key_head_dim"),
-        conv_width=hf.integer("linear_conv_kernel_dim"),
+        conv_width=hf.integer("linear_conv_kernel_dim", least=2),
         by_head=by_head,
         eps=hf.number("rms_norm_eps"),
         gate="sigmoid" if hf.choice("output_gate_type", "silu", "swish", "sigmoid") == "sigmoid" else "silu",
@@ -86,7 +86,7 @@ _LFM2_RENAMES = {
 def _lfm2_fields(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
     """Fields of LFM2: short convolutions in most layers, whose state is their last inputs; norms of heads."""
     conv = ShortConvConfig(
-        conv_width=hf.integer("conv_L_cache"), size=hf.integer("hidden_size"), bias=hf.flag("conv_bias")
+        conv_width=hf.integer("conv_L_cache", least=2), size=hf.integer("hidden_size"), bias=hf.flag("conv_bias")
     )
     return {
         "recurrent": tuple(conv if one == "conv" else None for one in kinds),
@@ -171,7 +171,7 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
         head_dim=hf.integer("linear_value_head_dim", 2 * key_dim),
         num_key_heads=key_heads,
         key_dim=key_dim,
-        conv_width=hf.integer("linear_conv_kernel_dim"),
+        conv_width=hf.integer("linear_conv_kernel_dim", least=2),
         splits_qkv=True,
         beta_scale=2.0 if hf.flag("linear_allow_neg_eigval", True) else 1.0,
         eps=1e-5,  # whatever rms_norm_eps says, in the authors' code and in transformers

@@ -46,8 +46,8 @@ _NEMOTRON_RENAMES = {
 _FALCON_RENAMES = {**_MAMBA_RENAMES, r"^model\.final_layernorm\.": "model.norm."}
 
 
-def _dt_limits(hf: HfConfig) -> tuple[float, float]:
-    """Read `time_step_limit`; transformers 5 writes infinity as an object."""
+def _dt_limits(hf: HfConfig) -> tuple[float, float] | None:
+    """Read `time_step_limit`, None for 0 to infinity, which transformers 5 writes as an object."""
     given = hf.value("time_step_limit")
     try:
         ends = [float(one["__float__"] if isinstance(one, dict) else one) for one in given or (0.0, math.inf)]
@@ -58,7 +58,7 @@ def _dt_limits(hf: HfConfig) -> tuple[float, float]:
         raise CheckpointError(
             f"{hf.source}: time_step_limit = {shown(given)}, expected two rising numbers of at least 0"
         )
-    return least, most
+    return None if (least, most) == (0, math.inf) else (least, most)
 
 
 def _mamba(hf: HfConfig, size: int, *, bias: bool, eps: float | None, **fields: Any) -> Mamba2Config:
@@ -138,8 +138,8 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     transformers limits dt to `time_step_min` in prompts only. The authors' kernels use `time_step_limit`, and so does
     this.
     """
-    pattern = hf.value("hybrid_override_pattern")
-    listed = hf.items("layers_block_type", str) or [_PATTERN.get(one, one) for one in pattern or "ME*-"]
+    pattern = hf.text("hybrid_override_pattern", "ME*-")
+    listed = hf.items("layers_block_type", str) or [_PATTERN.get(one, one) for one in pattern]
     hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 leaves it out
     kinds = layer_kinds(hf, _NEMOTRON_KINDS, lambda layer: listed[layer], "layers_block_type")
     hf.choice("mamba_hidden_act", "silu")

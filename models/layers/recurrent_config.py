@@ -36,6 +36,11 @@ class RecurrentConfig:
         """Channels of the convolution: queries, keys and values."""
         return self.value_size + 2 * self.key_size
 
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Return the sizes, up to a common factor, of what ranks split evenly in a tensor of this name."""
+        is_mixed = name in ("conv1d", "in_proj_qkv")
+        return (self.key_size, self.key_size, self.value_size) if is_mixed else (self.num_heads,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaConfig(RecurrentConfig):
@@ -72,11 +77,15 @@ class Mamba2Config(RecurrentConfig):
 
     conv_bias: bool
     bias: bool
-    dt_limits: tuple[float, float]
+    dt_limits: tuple[float, float] | None
     eps: float | None
     norm_first: bool = False
     in_factors: tuple[float, ...] = (1.0,) * 5
     beside_attention: tuple[float, ...] = (1.0,) * 3
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        mixed = self.value_size, self.key_size, self.key_size
+        return {"conv1d": mixed, "in_proj": (self.value_size, *mixed, self.num_heads)}.get(name, (self.num_heads,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +103,6 @@ class ShortConvConfig(RecurrentConfig):
     @property
     def channels(self) -> int:
         return self.size
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        return (self.size,) * (3 if name == "in_proj" else 1)

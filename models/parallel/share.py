@@ -14,11 +14,12 @@ import torch
 
 from paged.errors import UnsupportedError
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
+from paged.models.layers.recurrent_config import RecurrentConfig, ShortConvConfig
 from paged.models.loading.weights import Read, Slot, Tensors, WeightSlots
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # Projections whose results are summed over ranks; only one rank adds their bias.
-_SUMMED = ("o_proj", "down_proj")
+_SUMMED = ("o_proj", "out_proj", "down_proj")
 _SUMMED_BIAS = re.compile(rf"(?:{'|'.join(_SUMMED)})(?:\.bias|_bias)\Z")
 _VOCABULARY = ("model.embed_tokens", "lm_head")
 
@@ -75,17 +76,14 @@ class Share:
         """Return the configuration with the sizes of this rank's layers; those of the vocabulary stay.
 
         Raises:
-            UnsupportedError: a size is not a multiple of the number of ranks, or the model has recurrent layers.
+            UnsupportedError: a size is not a multiple of the number of ranks.
         """
         if self.size == 1:
             return whole
-        if any(whole.recurrent):
-            raise UnsupportedError(
-                f"tensor_parallel_size {self.size}: a model with recurrent layers, supported is 1; run one per GPU"
-            )
         return replace(
             whole,
             attention=tuple(map(self._attention, whole.attention)),
+            recurrent=tuple(None if one is None else self._recurrent(one) for one in whole.recurrent),
             moe=tuple(None if moe is None else self._moe(moe) for moe in whole.moe),
             intermediate_size=tuple(
                 # Most layers with experts have no other MLP; if one does, `parts` refuses a size of 0.
@@ -134,6 +132,9 @@ class Share:
         layer, rest = int(match[1]), match[2]
         if rest.startswith("self_attn."):
             return self._heads(config.attention[layer], rest.split(".")[1])
+        recurrent = config.recurrent[layer]
+        if recurrent is not None and rest.startswith("linear_attn."):
+            return [self._even(size) for size in recurrent.parts(rest.split(".")[1])]
         moe = config.moe[layer]
         size, interleaved = config.intermediate_size[layer], False
         if moe is not None and f"{moe.shared_name}." in rest:
@@ -182,6 +183,14 @@ class Share:
             )
         num_heads = self._divided("num_attention_heads", layer.num_heads)
         return replace(layer, num_heads=num_heads, num_kv_heads=self._kv_heads(layer)[1])
+
+    def _recurrent(self, layer: RecurrentConfig) -> RecurrentConfig:
+        if isinstance(layer, ShortConvConfig):
+            return replace(layer, size=self._divided("channels of a convolution", layer.size))
+        heads = self._divided("heads of recurrent layers", layer.num_heads)
+        return replace(
+            layer, num_heads=heads, num_key_heads=self._divided("key heads of recurrent layers", layer.num_key_heads)
+        )
 
     def _moe(self, moe: MoeConfig) -> MoeConfig:
         shared_size = self._divided("the shared experts' intermediate size", moe.shared_size)

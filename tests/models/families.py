@@ -296,6 +296,8 @@ PACKABLE = Families(
     llama=f"Llama {_WIDE}",
     wide=f"Llama {_WIDE} intermediate_size=1024",
     experts=f"Qwen3Moe {_WIDE} experts moe_intermediate_size=128",
+    hybrid=f"""Qwen3Next {_WIDE} num_hidden_layers=2 gated_delta linear_key_head_dim=64 linear_value_head_dim=64 experts
+        mlp_only_layers=[0,1]""",
 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,12 @@ from paged.kernels.recurrent.metadata import RecurrentState
 
 
 class StateTensors:
-    """Tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`."""
+    """Tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`.
+
+    listener: called with each swap before it runs, by its name in the other ranks' messages.
+    """
+
+    listener: Callable[[str, tuple[Any, ...]], None] | None = None
 
     def __init__(self, spec: RecurrentSpec, cache_dtype: torch.dtype, device: torch.device) -> None:
         """cache_dtype: of K and V."""
@@ -62,11 +68,15 @@ class StateTensors:
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device slot to host slot for every pair."""
+        if self.listener is not None:
+            self.listener("swap_out_states", (pairs,))
         for memory in self._host:
             memory.swap_out(pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host slot to device slot for every pair."""
+        if self.listener is not None:
+            self.listener("swap_in_states", (pairs,))
         for memory in self._host:
             memory.swap_in(pairs)
 

@@ -34,7 +34,7 @@ OTHERS = _cases(
     "cohere2 2, deepseek_v3 2, deepseek_v3 2 experts, "
     "gemma4_shared_kv 2, glm4_moe 4 experts, gpt_oss 2 experts, granite_moe_shared 2, olmo2 2, "
     "llama4 2 experts, llama_biases_linear_rope 4, minimax_m2 4, minimax_m2 2 experts, olmo3 4, phi3 2, qwen2_moe 2, "
-    "qwen3_moe 4",
+    "qwen3_moe 4, lfm2_moe 2, falcon_h1 2, granite_moe_hybrid 2 experts, nemotron_h 2, olmo_hybrid 2, qwen3_next 2",
 )
 
 
@@ -129,6 +129,28 @@ def test_swap_and_cached_prefix(case: Case) -> None:
     for manager in case.managers():
         assert manager.allocate("b", token_ids=PROMPT).num_cached_tokens == 39
     case.same(UnifiedBatchItem("b", PROMPT[39:], pos_offset=39))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5 2"])
+def test_states_are_forked_taken_back_swapped_and_found(name: str, tmp_path: Path, followers: Followers) -> None:
+    with _load(name, tmp_path, followers) as case:
+        case.same(UnifiedBatchItem("a", PROMPT[:20]))
+        for manager in case.managers():
+            manager.fork(manager.get_handle("a"), "b")
+        drafts = UnifiedBatchItem("b", PROMPT[20:26], pos_offset=20, logits_policy=VerifyLogits())
+        case.same(UnifiedBatchItem("a", tokens(9, 8), pos_offset=20), drafts)
+        for executor in (case.alone, case.spread):
+            executor.truncate_kv_for_cache_id("b", 22)
+        for manager in case.managers():
+            manager.swap_out(manager.get_handle("b"))
+        for other in range(3):  # over what it left
+            case.same(UnifiedBatchItem(other, tokens(24, other)))
+        for manager in case.managers():
+            manager.swap_in(manager.get_handle("b"))
+        case.same(UnifiedBatchItem("b", PROMPT[22:], pos_offset=22))
+        found = [manager.allocate("c", token_ids=PROMPT).num_cached_tokens for manager in case.managers()]
+        assert found[0] == found[1] > 0
+        case.same(UnifiedBatchItem("c", PROMPT[found[0] :], pos_offset=found[0]))
 
 
 def test_tokens_are_chosen_where_the_logits_are(case: Case) -> None:

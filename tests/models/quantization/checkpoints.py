@@ -63,6 +63,7 @@ def write(name: str, base: Path, folder: Path) -> Folders:
         ends = (
             "_proj.weight",
             "_proj_with_mqa.weight",
+            "in_proj_qkvz.weight",
             *(["lm_head.weight"] * bool(FORMATS[name].config.get("lm_head"))),
         )
         for path in [key.removesuffix("weight") for key in plain if key.endswith(ends)]:

@@ -94,8 +94,8 @@ def test_padding_is_finite_before_routing(tmp_path: Path) -> None:
 def test_what_is_not_supported_beside_them(tmp_path: Path) -> None:
     save_checkpoint(FAMILIES["qwen3_5"], tmp_path)
     _, config = read_model_config(tmp_path)
-    with pytest.raises(UnsupportedError, match="tensor_parallel_size 2: a model with recurrent layers, supported is 1"):
-        Share(0, 2).config(config)
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size 4: key heads of recurrent layers 2, supported"):
+        Share(0, 4).config(config)
     with pytest.raises(UnsupportedError, match="draft: mtp, expected None with several ranks or recurrent layers"):
         load_model(tmp_path, draft="mtp")
     model = load_model(tmp_path, block_size=4, num_blocks=32, max_seq_len=64)
