@@ -27,6 +27,7 @@ from paged.models.loading.weights import Track, num_weights, untracked
 from paged.models.logits_policy import Draws, answer_batch, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
+from paged.models.quantization.packed_weights import CpuProducts
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
 from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps, run_steps
 from paged.prompt_embeds import EmbedsLimits
@@ -113,7 +114,8 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def parameter_bytes(self) -> int:
         """Return the device memory of this rank's weights, packed ones with their scales."""
-        return sum(parameter.nbytes for parameter in self.network.parameters())
+        products = sum(each.nbytes for each in self.network.modules() if isinstance(each, CpuProducts))
+        return products + sum(parameter.nbytes for parameter in self.network.parameters())
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
         with self._logits(UnifiedBatch([self._next_item(cache_id, tokens)])) as logits:

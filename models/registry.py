@@ -16,7 +16,7 @@ from paged.cache.recurrent.spec import DEFAULT_RING, RecurrentSpec
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.checks import NARROW_DTYPES
-from paged.kernels.common.device import device_of
+from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.scalars import shown
 from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
@@ -156,6 +156,10 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
     if given.draft is not None and (ranks.size > 1 or any(config.recurrent)):
         raise UnsupportedError(f"draft: {given.draft}, expected None with several ranks or recurrent layers")
 
+    if given.quantization is not None and (config.quantization is not None or use_triton(given.device)):
+        on = "a quantised checkpoint" if config.quantization is not None else f"device {given.device} with Triton"
+        raise UnsupportedError(f"quantization: {given.quantization} on {on}, expected plain weights on a CPU")
+
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     with ranks.apart():
         network = load_network(
@@ -193,13 +197,16 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
     kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=given.num_swap_blocks * num_tables)
     ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
     with ranks.apart():
-        return PagedCausalLM(
+        model = PagedCausalLM(
             network,
             PagedKvCacheManager(kv_config),
             max_loras=given.max_loras,
             max_lora_rank=given.max_lora_rank,
             cuda_graphs=given.cuda_graphs,
         )
+        if given.quantization is not None:
+            network.quantize(given.quantization, track)
+        return model
 
 
 def with_draft_layer(network: Llama) -> DecoderConfig:

@@ -26,6 +26,7 @@ from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.weights import Track, untracked
 from paged.models.parallel.draw import CANDIDATES
+from paged.models.quantization.packed_weights import PackedWeights
 from paged.staging import to_device
 
 # Adapter rows take twice as many blocks, so half as many splits are enough; from 512 blocks on, one is.
@@ -98,7 +99,7 @@ def run_packed(network: Llama, longest: int) -> None:
     dtype = next(network.parameters()).dtype
     kinds = {}
     for linear in network.modules():
-        if isinstance(linear, Linear) and (packed := linear.packed) is not None:
+        if isinstance(linear, Linear) and isinstance(packed := linear.packed, PackedWeights):
             kinds[packed.layout, packed.in_features, packed.sizes, len(packed.runs), linear.bias is None] = (
                 linear,
                 packed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from torch import nn
 from paged.errors import CheckpointError
 from paged.kernels.common.torch_ops.linear import pack
 from paged.models.families.llama import Llama
+from paged.models.layers.decoder import Linear
+from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.load_options import as_folder
 from paged.models.loading.weights import PackedModule
@@ -66,6 +69,10 @@ def replace_weights(model: PagedCausalLM, new: Llama) -> None:
     Plain weights keep their addresses, and so do graphs. Others are captured again if they were.
     """
     is_moved = False
+    for path, theirs in list(new.named_modules()):
+        if isinstance(theirs, Linear | SparseMoe):
+            own: Any = model.network.get_submodule(path)
+            is_moved |= own.take_products(theirs, model.dtype)
     for path, theirs in new.named_modules():
         module = model.network.get_submodule(path)
         is_moved |= isinstance(module, PackedModule)

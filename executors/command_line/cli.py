@@ -27,6 +27,7 @@ _COMMANDS = {
     "generate": ("paged.executors.command_line.generate", "answer prompts with a checkpoint"),
     "info": ("paged.executors.command_line.info", "show this machine's hardware, versions, backend and features"),
     "inspect": ("paged.executors.command_line.inspect", "describe a checkpoint, or draw a KV cache"),
+    "quantize": ("paged.executors.command_line.quantize", "write a quantised copy of a checkpoint"),
     "serve": ("paged.executors.command_line.serve", "serve a checkpoint by HTTP"),
     "verify": ("paged.bench.verification.verify", "check every kernel on this machine against float64"),
 }

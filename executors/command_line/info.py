@@ -124,6 +124,10 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
     from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of, has_numba
     from paged.kernels.common.fp8 import has_native_e4m3
     from paged.kernels.moe.config import FOLDER
+    from paged.kernels.quantization.cpu_product import choose_product, this_cpu
+
+    def product(form: str, group: int) -> str:
+        return choose_product(form, (1, group), 128, 128, form == "int8", this_cpu())
 
     on_gpu, arch, name = device.type == "cuda", device_of(device).arch, device_of(device).name.replace(" ", "_")
     interpreted = backend == "triton" and not on_gpu and interpreting()
@@ -144,5 +148,7 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
             has_kernels,
             "models on a CPU; installed by `pip install paged[cpu]`",
         ),
+        ("int8 on the CPU", product("int8", 0) == "int8", f"int8 weights and activations: {product('int8', 0)}"),
+        ("int4 on the CPU", product("int4", 128) == "int4", f"int4 weights: {product('int4', 128)}"),
         ("tuned MoE tiles", bool(tables), ", ".join(tables) or "default tiles; `paged bench tune-moe` writes a table"),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, cast
@@ -279,16 +280,26 @@ class Llama(nn.Module):
         share_bound(self)
 
     def pack(self, track: Track = untracked) -> None:
-        """Reorder weights so that a CPU multiplies faster, see `kernels.common.torch_ops.linear.pack`.
+        """Reorder weights so that a CPU multiplies faster: plain ones as `kernels.common.torch_ops.linear.pack`,
+        quantised ones as `kernels.quantization.cpu_product`.
 
-        Packed weights replace the plain ones. A tied head is packed beside the embedding.
+        Packed weights replace the others. A tied head is packed beside the embedding.
         """
-        linears = (module for module in self.modules() if isinstance(module, Linear) and module.packed is None)
-        parts = [(linear.pack, linear.weight.nbytes) for linear in linears if not linear.weight.is_mkldnn]
+        dtype = self.embed_tokens.dtype
+        modules = (module for module in self.modules() if isinstance(module, (Linear, SparseMoe)))
+        sizes = ((partial(_pack, module, dtype), module.bytes_to_pack(dtype)) for module in modules)
+        parts: list[tuple[Callable[[], None], int]] = [(pack_part, size) for pack_part, size in sizes if size]
         if self.lm_head is None:
             parts.append((self._pack_embedding, self.embed_tokens.nbytes))
         for pack_part, _ in track(parts, desc="packing", unit="B", size=itemgetter(1)):
             pack_part()
+
+    def quantize(self, form: str, track: Track = untracked) -> None:
+        """Round the layers' projections and experts to int8 or int4 for a CPU, see `on_load`."""
+        layers = cast("nn.ModuleList", self.layers)
+        modules = [module for module in layers.modules() if isinstance(module, (Linear, SparseMoe))]
+        for module in track(modules, desc="quantising", unit="projection"):
+            module.round_to(form)
 
     def _pack_embedding(self) -> None:
         self._packed_embedding = pack(self.embed_tokens)
@@ -451,3 +462,9 @@ def _likeness(module: nn.Module) -> Iterator[Hashable]:
             yield name, *value.items()
         elif isinstance(value, _CONSTANT):
             yield name, value
+
+
+def _pack(module: Linear | SparseMoe, dtype: torch.dtype) -> None:
+    """Pack a module if that is still possible: those before it may have taken the memory."""
+    if module.bytes_to_pack(dtype):
+        module.pack(dtype)

@@ -17,8 +17,9 @@ from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
 from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.loading.weights import ConvertedSlot, WeightSlots
-from paged.models.quantization.layouts import Quantization
-from paged.models.quantization.packed_weights import PackedWeights
+from paged.models.quantization.layouts import ROUTER, Quantization
+from paged.models.quantization.on_load import as_products
+from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
 
 # Rows of an MLP at once on a CPU. MKL multiplies 2,048 rows of float32 at 1.1 times the rate of 512. But intermediate
 # tensors must stay below the limit of `keep_freed_memory`, else every layer gets fresh pages. 2,048 and 1,024 rows take
@@ -41,6 +42,7 @@ class Linear(nn.Module):
     """
 
     adapters: LoraWeights | None = None
+    rounded: str | None = None  # the format that `round_to` was given
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class Linear(nn.Module):
         out_features = sum(parts.values())
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
-        self.packed: PackedWeights | None = None
+        self.packed: PackedWeights | CpuProducts | None = None
         self.add_lora = Bound(add_lora)
 
     @property
@@ -75,14 +77,49 @@ class Linear(nn.Module):
             self.packed = PackedWeights(layout, self.in_features, self.sizes)
             del self.weight
 
-    def pack(self) -> None:
-        """Reorder the weights in place so that a CPU multiplies faster; see `pack`."""
+    def bytes_to_pack(self, dtype: torch.dtype) -> int:
+        """Return the bytes that `pack` would reorder."""
+        if self.packed is not None:
+            return self.packed.bytes_to_pack(dtype) if isinstance(self.packed, PackedWeights) else 0
+        return 0 if self.weight.is_mkldnn else self.weight.nbytes
+
+    def pack(self, dtype: torch.dtype) -> None:
+        """Hold the weights as a CPU multiplies them faster; see `pack` and `cpu_product`. dtype: of activations."""
+        if isinstance(self.packed, PackedWeights):
+            found = self.packed.for_cpu(dtype)
+            self.packed = None if isinstance(found, torch.Tensor) else found
+            if isinstance(found, torch.Tensor):
+                self.weight = nn.Parameter(found, requires_grad=False)
         if self.packed is None:
             self.weight = nn.Parameter(pack(self.weight), requires_grad=False)
 
+    def round_to(self, form: str) -> None:
+        """Hold the weights rounded to int8 or int4, for a CPU, but for a router's; see `as_products`."""
+        self.rounded = form
+        is_router = any(ROUTER.match(name) for name in self.parts)
+        self.packed = None if is_router else as_products(self.weight, form)
+        if self.packed is not None:
+            del self.weight
+
+    def take_products(self, new: Linear, dtype: torch.dtype) -> bool:
+        """Take the weights of a newly loaded layer, which loses them, if these are in a CPU's order; return whether."""
+        if isinstance(self.packed, PackedWeights) or (self.packed is None and new.packed is None):
+            return False
+        if isinstance(new.packed, PackedWeights):
+            new.packed.bind()
+        if self.rounded is None:
+            new.pack(dtype)
+        else:
+            new.round_to(self.rounded)
+        self.packed, new.packed = new.packed, None
+        if self.packed is None:
+            self.weight = new.weight
+            del new.weight
+        return True
+
     def weight_slots(self, prefix: str) -> WeightSlots:
         names = self._names(prefix)
-        slots: WeightSlots = {} if self.packed is None else self.packed.weight_slots(names)
+        slots: WeightSlots = self.packed.weight_slots(names) if isinstance(self.packed, PackedWeights) else {}
         start = 0
         for name, size in zip(names, self.sizes, strict=True):
             if self.packed is None:

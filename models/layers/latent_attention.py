@@ -23,8 +23,11 @@ Queries = AttentionMetadata | OutputRows | AbsorbedPart
 class UpProjection(Linear):
     """The projection from latents to keys and values of all heads, whose weights attention reads as matrices."""
 
-    def pack(self) -> None:
+    def pack(self, dtype: torch.dtype) -> None:
         """Keep the order of the weights."""
+
+    def round_to(self, form: str) -> None:
+        """Keep the weights."""
 
     def matrices(self, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights, [num_heads, rows of a head, latent]; packed ones are multiplied by the identity."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -10,17 +12,20 @@ from torch import nn
 from paged.errors import UnsupportedError
 from paged.kernels.common.operation import Bound
 from paged.kernels.common.packed.packing import FP8_BLOCK
+from paged.kernels.common.torch_ops.linear import linear
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.moe.fused_moe import fused_moe, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
+from paged.kernels.moe.torch_ops.expert_products import Product, run_experts
 from paged.kernels.moe.weights import ExpertLinear
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
 from paged.models.loading.weights import WeightSlots
 from paged.models.quantization.layouts import Quantization
-from paged.models.quantization.packed_weights import Mxfp4Experts, PackedWeights
+from paged.models.quantization.on_load import as_products
+from paged.models.quantization.packed_weights import CpuProducts, Mxfp4Experts, PackedWeights
 
 
 class SparseMoe(nn.Module):
@@ -34,6 +39,8 @@ class SparseMoe(nn.Module):
     ticket: torch.Tensor
     gate_up: ExpertLinear
     down: ExpertLinear
+    products: tuple[Sequence[Product], Sequence[Product]] | None = None
+    rounded: str | None = None  # the format that `round_to` was given
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -113,13 +120,72 @@ class SparseMoe(nn.Module):
             moe.topk_groups,
             moe.routed_scaling_factor,
         )
-        self.gate_up = self._tensors(self.w1, self.w1_bias)
-        self.down = self._tensors(self.w2, self.w2_bias)
-        device = self.down.w.device
+        self._use_held_weights()
+        device = self.router.weight.device
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
         if moe.held is not None:
             self.expert_map = torch.full((moe.num_experts,), -1, dtype=torch.int32, device=device)
             self.expert_map[list(moe.experts)] = torch.arange(len(moe.experts), dtype=torch.int32, device=device)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether experts are held as the checkpoint packs them."""
+        return isinstance(self.w1, PackedWeights | Mxfp4Experts) or isinstance(self.w2, PackedWeights | Mxfp4Experts)
+
+    def bytes_to_pack(self, dtype: torch.dtype) -> int:
+        """Return the bytes that `pack` would reorder."""
+        packed = [each for each in (self.w1, self.w2) if isinstance(each, PackedWeights | Mxfp4Experts)]
+        sizes = [each.bytes_to_pack(dtype) for each in packed]
+        return sum(sizes) if all(sizes) else 0
+
+    def pack(self, dtype: torch.dtype) -> None:
+        """Hold packed experts as a CPU multiplies them faster, see `cpu_product`. dtype: of activations."""
+        for name in ("w1", "w2"):
+            weight = getattr(self, name)
+            if isinstance(weight, Mxfp4Experts):
+                weight = weight.unpacked(dtype)
+            elif isinstance(weight, PackedWeights):
+                weight = weight.for_cpu(dtype, len(self.config.experts))
+            if isinstance(weight, torch.Tensor):
+                weight = weight.view(len(self.config.experts), -1, weight.shape[-1])
+                weight = nn.Parameter(weight, requires_grad=False)
+            delattr(self, name)
+            setattr(self, name, weight)
+        self._use_held_weights()
+
+    def round_to(self, form: str) -> None:
+        """Hold the experts rounded to int8 or int4, for a CPU; see `as_products`."""
+        self.rounded = form
+        for name in ("w1", "w2"):
+            products = as_products(getattr(self, name), form)
+            if products is not None:
+                delattr(self, name)
+                setattr(self, name, products)
+        self._use_held_weights()
+
+    def take_products(self, new: SparseMoe, dtype: torch.dtype) -> bool:
+        """Take the experts of a newly loaded layer, which loses them, if these are in a CPU's order; return whether."""
+        if self.is_packed or not (new.is_packed or self.products):
+            return False
+        new.bind()
+        if self.rounded is None:
+            new.pack(dtype)
+        else:
+            new.round_to(self.rounded)
+        for name in ("w1", "w2"):
+            delattr(self, name)
+            setattr(self, name, getattr(new, name))
+            delattr(new, name)
+        self._use_held_weights()
+        return True
+
+    def _use_held_weights(self) -> None:
+        if isinstance(self.w1, CpuProducts) or isinstance(self.w2, CpuProducts):
+            self.products = _products(self.w1), _products(self.w2)
+            for name in ("gate_up", "down"):
+                vars(self).pop(name, None)
+        else:
+            self.gate_up, self.down = self._tensors(self.w1, self.w1_bias), self._tensors(self.w2, self.w2_bias)
 
     def token_counts(self, most: int, dtype: torch.dtype) -> list[int]:
         """Return the least number of tokens, up to `most`, for each code path."""
@@ -133,11 +199,12 @@ class SparseMoe(nn.Module):
     ) -> torch.Tensor:
         """Run the layer; may overwrite x. routed_by: the router's input, if it is not x."""
         logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
-        gate_up, down, expert_map = self.gate_up, self.down, self.expert_map
-        block_size = moe_block_size(
-            len(x), self.routing.top_k, down.w, expert_map=expert_map, w2_scale=down.scale, dtype=x.dtype
-        )
-        aligned = None
+        expert_map, block_size, aligned = self.expert_map, None, None
+        if self.products is None:
+            down = self.down
+            block_size = moe_block_size(
+                len(x), self.routing.top_k, down.w, expert_map=expert_map, w2_scale=down.scale, dtype=x.dtype
+            )
         if block_size is None:
             topk_weights, topk_ids = self.route_tokens(logits, **vars(self.routing))
         else:
@@ -150,19 +217,19 @@ class SparseMoe(nn.Module):
         routed = x
         if self.config.weighs_inputs:
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
-        out = self.fused_moe(
-            routed,
-            gate_up.w,
-            down.w,
-            topk_weights,
-            topk_ids,
-            activation=self.activation,
-            expert_map=expert_map,
-            interleaved=self.config.interleaved,
-            aligned=aligned,
-            **gate_up.options("w1"),
-            **down.options("w2"),
-        )
+        how: dict[str, Any] = {
+            "activation": self.activation,
+            "expert_map": expert_map,
+            "interleaved": self.config.interleaved,
+        }
+        if self.products is not None:
+            out = run_experts(
+                routed, *self.products, topk_weights, topk_ids, biases=(self.w1_bias, self.w2_bias), **how
+            )
+        else:
+            gate_up, down = self.gate_up, self.down
+            how |= {"aligned": aligned, **gate_up.options("w1"), **down.options("w2")}
+            out = self.fused_moe(routed, gate_up.w, down.w, topk_weights, topk_ids, **how)
         shared = self.shared
         if shared is None:
             return out
@@ -216,3 +283,14 @@ class SparseMoe(nn.Module):
         if isinstance(weight, Mxfp4Experts):
             return ExpertLinear(weight.values, bias, weight.scale)
         return ExpertLinear(weight, bias)
+
+
+def _products(weight: Any) -> Sequence[Product]:
+    """Return each expert's product. weight: plain ones [num_experts, out_features, in_features], or CpuProducts."""
+    if isinstance(weight, CpuProducts):
+        return weight.products
+    return [partial(_plain_product, each) for each in weight]
+
+
+def _plain_product(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return linear(x, weight, bias)

@@ -79,6 +79,12 @@ def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
 _as_size = partial(as_int, low=1, high=_LARGEST)
 
 
+def _as_quantization(name: str, value: object) -> str | None:
+    if value is not None and value not in ("int4", "int8"):
+        raise InvalidInputError(f"{name}: {shown(value)}, expected 'int4', 'int8' or None")
+    return None if value is None else str(value)
+
+
 def _as_optional_size(name: str, value: object, low: int = 1) -> int | None:
     return None if value is None else as_int(name, value, low, _LARGEST)
 
@@ -111,6 +117,9 @@ class LoadOptions:
             Steps that cannot be recorded run without a recording.
         draft: "mtp" for the multi-token head in the checkpoint, or the folder of an EAGLE-3 head, to draft with
             `HeadProposer`; None for neither.
+        quantization: "int8" or "int4" to round the projections of a plain checkpoint while loading, on a CPU without
+            Triton; None for the weights as they are. Embeddings, head and routers stay plain. int8 also rounds
+            activations, each token by itself; int4 has groups of 128 columns, or of 64 or 32.
         num_state_slots: states of recurrent layers that the cache has memory for: two for each running sequence, and
             one for each snapshot. None takes up to half of the cache's memory on a GPU, and 32 on a CPU. With swap
             blocks, the host has as many, but no more than swap blocks.
@@ -134,6 +143,7 @@ class LoadOptions:
     max_lora_rank: int = 64
     cuda_graphs: bool | tuple[int, ...] | None = None
     draft: Path | None = None
+    quantization: str | None = None
     num_state_slots: int | None = None
     snapshot_interval: int | None = None
     max_drafts: int = 7
@@ -171,6 +181,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "max_lora_rank": _as_size,
     "cuda_graphs": as_graphs,
     "draft": lambda name, value: None if value is None else as_folder(name, value),
+    "quantization": _as_quantization,
     "num_state_slots": partial(_as_optional_size, low=2),
     "snapshot_interval": _as_optional_size,
     "max_drafts": partial(as_int, low=0, high=_MAX_DRAFTS),

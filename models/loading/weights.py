@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from paged.errors import CheckpointError, InvalidInputError
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there, other_kind, read_json
 from paged.models.loading.given_tensors import GivenTensors
@@ -34,6 +35,8 @@ PACKED = {
     torch.float8_e4m3fn: ("F8_E4M3",),
 }
 _MAX_SHOWN = 200
+# Memory that unpacked weights leave to the rest of the machine.
+_MEMORY, _RESERVE = Path("/proc/meminfo"), 1 << 30
 # Limit of files; the largest published checkpoints have 200.
 _MOST_FILES, _MAX_NAME = 4096, 1024
 
@@ -290,9 +293,19 @@ class PackedModule(nn.Module):
     values: nn.Parameter
     in_features: int
 
-    @property
     def num_weights(self) -> int:
+        """Return the number of weights, without scales and zero points."""
         return self.values[..., 0].numel() * self.in_features
+
+    def bytes_to_pack(self, dtype: torch.dtype) -> int:
+        """Return the bytes that a CPU would hold in another order.
+
+        0 where Triton kernels read them, or where memory for them in `dtype`, if that became necessary, is short.
+        """
+        own = list(self.parameters(recurse=False))
+        if use_triton(own[0]) or not _has_memory(self.num_weights() * dtype.itemsize):
+            return 0
+        return sum(each.nbytes for each in own)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move to another device; keep the dtypes if the network's dtype changes."""
@@ -305,12 +318,18 @@ class PackedModule(nn.Module):
         return self
 
 
+def _has_memory(num_bytes: int) -> bool:
+    """Return whether this much memory can be allocated beside the reserve, where Linux tells."""
+    found = re.search(r"MemAvailable:\s*(\d+) kB", _MEMORY.read_text()) if _MEMORY.exists() else None
+    return found is None or num_bytes + _RESERVE <= int(found[1]) << 10
+
+
 def num_weights(network: nn.Module) -> int:
     """Return the number of weights and biases; a tied head counts once, scales and zero points do not."""
     count = 0
     for module in network.modules():
         if isinstance(module, PackedModule):
-            count += module.num_weights
+            count += module.num_weights()
         else:
             count += sum(parameter.numel() for parameter in module.parameters(recurse=False))
     return count

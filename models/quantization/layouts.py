@@ -241,7 +241,7 @@ class Fp4(Layout):
 # A pattern of projections' names and their format; None for plain weights.
 Rule = tuple[NamePattern, Layout | None]
 # Always plain. A configuration for module classes does not name routers, because they have another class.
-_ROUTER = re.compile(r".*(?:gate|router)\Z")
+ROUTER = re.compile(r".*(?:gate|router)\Z")
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Quantization:
 
         name: such as `model.layers.0.mlp.down_proj`. Patterns may also match its name in a multimodal model.
         """
-        if _ROUTER.match(name) or name in (self.plain or ()):
+        if ROUTER.match(name) or name in (self.plain or ()):
             return None
         names = (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
         for pattern, layout in self.rules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.packed.packing import FP8_BLOCK, MXFP4_GROUP, num_words, pack_codes, unpack_pairs
+from paged.kernels.quantization.cpu_product import CpuProduct, is_plain, this_cpu, unpacked
 from paged.kernels.quantization.gemm import row_counts
 from paged.kernels.quantization.quantized_linear import quantized_linear
 from paged.kernels.quantization.weight import QuantizedWeight
@@ -68,6 +70,21 @@ class PackedWeights(PackedModule):
             quantized_linear(x, weight, bias=None if bias is None else bias[rows], out=out[:, rows])
         return out
 
+    def for_cpu(self, dtype: torch.dtype, num_experts: int | None = None) -> CpuProducts | torch.Tensor:
+        """Return the weights as a CPU multiplies them fastest: products, or plain weights in `dtype`.
+
+        num_experts: experts in these weights, each with a product of its own; None for one projection.
+        """
+        weights = [weight for _, weight in self.runs]
+        if num_experts is not None:
+            step = len(self.sizes) // num_experts
+            starts = range(0, len(self.sizes), step)
+            # As in `fused_moe`, each token has a scale of its own.
+            weights = [replace(self._weight(start, start + step), input_scale=None) for start in starts]
+        if all(is_plain(weight, this_cpu()) for weight in weights):
+            return torch.cat([unpacked(weight, dtype) for weight in weights])
+        return CpuProducts([CpuProduct(weight, dtype) for weight in weights], self.num_weights())
+
     def stacked(self, count: int) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
         """Return weights, scales, zero points and tensor scales of `count` experts in `fused_moe`'s layout.
 
@@ -122,6 +139,28 @@ class PackedWeights(PackedModule):
             None if self.input_scale is None else self.input_scale[start],
             None if self.input_order is None else self.input_order[start],
         )
+
+
+class CpuProducts(PackedModule):
+    """Packed weights of several projections, or of each expert, in the order of a CPU's products."""
+
+    def __init__(self, products: Sequence[CpuProduct], num_weights: int) -> None:
+        super().__init__()
+        self.products, self._num_weights = tuple(products), num_weights
+
+    def num_weights(self) -> int:
+        return self._num_weights
+
+    @property
+    def nbytes(self) -> int:
+        return sum(product.nbytes for product in self.products)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x [num_rows, in_features] times the weights, plus the bias [out_features]."""
+        if len(self.products) == 1:
+            return self.products[0](x, bias)
+        biases = [None] * len(self.products) if bias is None else bias.split([each.rows for each in self.products])
+        return torch.cat([product(x, one) for product, one in zip(self.products, biases, strict=True)], 1)
 
 
 def _by_rows(scale: torch.Tensor) -> torch.Tensor:
@@ -205,6 +244,11 @@ class Mxfp4Experts(PackedModule):
         # Two codes per byte, the first in the low bits.
         shape = torch.Size((*self.scale.shape, MXFP4_GROUP // 2))
         return {f"{name}_blocks": ConvertedSlot(shape, torch.uint8, self._take), f"{name}_scales": self.scale}
+
+    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return plain weights [num_experts, out_features, in_features]."""
+        weights = zip(self.values, self.scale, strict=True)
+        return torch.stack([unpacked(QuantizedWeight(*each, self.in_features), dtype) for each in weights])
 
     def _take(self, blocks: torch.Tensor) -> None:
         # One expert at a time on the device: sorting takes eight times the codes' memory.

@@ -44,6 +44,20 @@ def test_steps_are_recorded(llama_folder: Path, dtype: torch.dtype, is_packed: b
 
 @pytest.mark.by_cpu
 @by_numba
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_products_of_packed_weights_are_recorded(llama_folder: Path, form: str, backend: str) -> None:
+    recorded, eager = (make(llama_folder, graphs, quantization=form) for graphs in (None, False))
+    recorded.graphs.capture()
+    assert recorded.graphs.num_unrecorded == 0
+    for model in (recorded, eager):
+        begin(model, (7, 3))
+    for number in range(3):
+        assert_same_logits(decode(recorded, (1, 0), number), decode(eager, (1, 0), number))
+    assert recorded.num_graph_replays == 3
+
+
+@pytest.mark.by_cpu
+@by_numba
 @pytest.mark.parametrize("name", ["cohere2", "gemma4_moe", "glm4_moe", "llama4", "ministral3", "qwen3_moe"])
 def test_operations_between_the_kernels_are_recorded(name: str, tmp_path: Path, backend: str) -> None:
     """Layer norms, sorting, reads by index, experts; in bfloat16 experts of large steps depend on the processor."""

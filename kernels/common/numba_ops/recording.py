@@ -22,7 +22,7 @@ _UNSTEADY = frozenset(
     (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 )
 # Operations of other namespaces, such as collectives, may have other effects than writing tensors.
-_NAMESPACES = ("aten", "mkldnn")
+_NAMESPACES = ("aten", "mkldnn", "onednn")
 _EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 # Products, which can write into their earlier results without a copy: a layer has four.
 _INTO: dict[Any, Any] = {torch.ops.aten.mm.default: torch.mm, torch.ops.aten.addmm.default: torch.addmm}

@@ -70,11 +70,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             return product
     if not (weight.is_mkldnn or _is_taken_plain(x, weight)):
         return functional.linear(x, weight, bias)
-    shape = x.shape
-    missing = -shape[0] % _ROW_STEP if len(shape) == 2 and shape[0] > _PACKED_ROWS else 0
-    filled = functional.pad(x, (0, 0, 0, missing)) if missing else x
-    product = _multiply(filled, weight, bias, "none", [], "")
-    return product[: shape[0]] if missing else product
+    product = _multiply(padded_rows(x), weight, bias, "none", [], "")
+    return product[: len(x)] if len(product) > len(x) else product
+
+
+def padded_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x [num_rows, in_features] with rows of zeros after it, where oneDNN would compile too many products."""
+    missing = -len(x) % _ROW_STEP if x.dim() == 2 and len(x) > _PACKED_ROWS else 0
+    return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:

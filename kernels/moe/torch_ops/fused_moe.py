@@ -64,7 +64,7 @@ def fused_moe(call: MoeCall) -> bool:
         ids = experts.flatten().tolist()
         parts = _vectors(_activated(call, _vectors(x, call.gate_up, ids)), call.down, ids)
     else:
-        parts, positions = _parts(call, _sort_entries(experts, len(call.gate_up.w)))
+        parts, positions = _parts(call, sort_entries(experts, len(call.gate_up.w)))
         parts = functional.pad(parts, (0, 0, 0, 1))[positions]  # position -1 takes the zeros at the end
     weighted = torch.bmm(weights.unsqueeze(1), parts.float().view(*experts.shape, -1))
     out.copy_(weighted.squeeze(1))
@@ -75,7 +75,7 @@ def _activated(call: MoeCall, projected: torch.Tensor) -> torch.Tensor:
     return gated_activation(projected.float(), call.activation, call.interleaved).to(call.hidden_states.dtype)
 
 
-def _sort_entries(experts: torch.Tensor, num_experts: int) -> SortedEntries:
+def sort_entries(experts: torch.Tensor, num_experts: int) -> SortedEntries:
     """Sort entries [num_tokens, top_k]; those of no expert come last, at position -1."""
     flat, top_k = experts.flatten(), experts.shape[1]
     ids, entries = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat).long().sort(stable=True)

@@ -8,6 +8,7 @@ import torch
 
 import paged
 from paged.kernels.common.device import has_numba
+from paged.kernels.quantization.cpu_product import choose_product, this_cpu
 
 
 def test_backend_and_its_reason(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,5 +29,10 @@ def test_backend_and_its_reason(run: Callable[..., dict[str, Any]], monkeypatch:
         assert supported["bfloat16"] == (name != "triton"), "not in the interpreter"
         assert not supported["native fp8"]
         assert supported["numba kernels"] == (name in ("torch", "numba") and backend != "torch" and has_numba())
+        for form in ("int8", "int4"):
+            chosen = choose_product(form, (1, 0), 128, 128, form == "int8", this_cpu())
+            (feature,) = (one for one in found["features"] if one["name"] == f"{form} on the CPU")
+            assert feature["supported"] == (chosen == form)
+            assert feature["reason"].endswith(f": {chosen}")
     assert found["versions"]["paged"] == paged.__version__
     assert found["device"]["cpu_threads"] == torch.get_num_threads()

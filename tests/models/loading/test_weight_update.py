@@ -72,6 +72,24 @@ def test_the_model_becomes_the_one_that_loads_them(name: str, packable: Path, tm
     assert_same_logits(_logits(running), before)
 
 
+@pytest.mark.parametrize("options", [{}, {"quantization": "int4"}], ids=str)
+def test_weights_in_the_order_of_a_cpu(
+    options: dict[str, str], packable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a checkpoint that is packed, or rounded while loading."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    folders = write("awq", packable, tmp_path)
+    old = folders.plain if options else folders.packed
+    new = _changed(old, tmp_path / "new")
+    running, fresh = (LlmExecutor.from_pretrained(folder, **OPTIONS, **options) for folder in (old, new))
+    for executor in (running, fresh):
+        executor.model.network.pack()
+    expected = _logits(fresh)
+    assert not torch.allclose(expected, _logits(running), atol=0.01)
+    running.update_weights(new)
+    assert_same_logits(_logits(running), expected)
+
+
 def _with(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
     return lambda folder: edit_tensors(folder, change)
 

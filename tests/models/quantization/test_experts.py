@@ -1,5 +1,6 @@
 """Experts whose weights are packed run as the same weights unpacked do."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from paged.models.layers import sparse_moe
 from tests.models.edits import assert_refused
 from tests.models.families import PACKABLE, save_checkpoint
 from tests.models.quantization.checkpoints import PROMPT, WEIGHTS, Folders, assert_as_unpacked, load
-from tests.models.quantization.packers import rounded
+from tests.models.quantization.packers import FORMATS, rounded
 from tests.operations import stand_in
 
 MLP = "model.layers.0.mlp"
@@ -30,13 +31,19 @@ def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _one_by_one(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **_: Any
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    how: str = "e4m3 groups",
+    **_: Any,
 ) -> torch.Tensor:
     """`fused_moe` expert by expert, of activations that are rounded before each product, in groups always."""
     out = torch.zeros_like(x)
     for expert, (gate_up, down) in enumerate(zip(w1, w2, strict=True)):
-        gate, up = (rounded(x, "e4m3 groups") @ gate_up.T).chunk(2, -1)
-        part = rounded(functional.silu(gate) * up, "e4m3 groups") @ down.T
+        gate, up = (rounded(x, how) @ gate_up.T).chunk(2, -1)
+        part = rounded(functional.silu(gate) * up, how) @ down.T
         out += (weights * (ids == expert)).sum(1, keepdim=True) * part
     return out
 
@@ -51,6 +58,22 @@ def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.Mo
     summary = summarize(folders.packed)
     assert summary["parameters"] == summarize(folders.plain)["parameters"] == packed.num_parameters()
     assert summary["weight_bytes"] == packed.parameter_bytes()
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize(
+    "folders",
+    ["awq", "fp8 blocks", "float-quantized rows", "int-quantized rows", "nvfp4-pack-quantized", "pack-quantized"],
+    indirect=True,
+)
+def test_logits_in_the_order_of_a_cpu(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With activations rounded as the configuration says."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    one_by_one = partial(_one_by_one, how=FORMATS[folders.name].rounds)
+    model = assert_as_unpacked(
+        folders, lambda: monkeypatch.setattr(sparse_moe, "fused_moe", stand_in(one_by_one)), is_repacked=True
+    )
+    assert model.num_parameters() == summarize(folders.plain)["parameters"]
 
 
 @pytest.mark.thorough

@@ -12,6 +12,7 @@ from paged import LlmExecutor, QuantizedWeight
 from paged.batch import UnifiedBatchItem
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.kernels.quantization.gemm import row_counts
+from paged.models.loading import weights as loading
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization import packed_weights as packing
 from paged.models.warmup import run_packed
@@ -37,6 +38,29 @@ def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.Mo
     assert ("lm_head" in packed_weights(assert_as_unpacked(folders))) == is_packed
     monkeypatch.setattr(packing, "_MOST_CODES", 128 * 384)
     assert_as_unpacked(folders)
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("folders", FORMATS, indirect=True)
+def test_logits_in_the_order_of_a_cpu(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model counts its weights as before, and takes no more memory than with plain weights."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    num_parameters = load(folders.packed).num_parameters()
+    model = assert_as_unpacked(folders, is_repacked=True)
+    assert model.num_parameters() == num_parameters
+    assert model.parameter_bytes() <= load(folders.plain).parameter_bytes()
+
+
+@pytest.mark.parametrize("folders", ["nvfp4-pack-quantized"], indirect=True)
+def test_without_memory_for_plain_weights_they_stay_packed(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    monkeypatch.setattr(loading, "_RESERVE", 1 << 60)
+    model = load(folders.packed)
+    num_packed, num_bytes = len(packed_weights(model)), model.parameter_bytes()
+    model.network.pack()
+    assert len(packed_weights(model)) == num_packed > 0
+    assert model.prefill("a", PROMPT).isfinite().all()
+    assert model.parameter_bytes() == num_bytes
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
@@ -14,6 +14,41 @@ from paged.kernels.common.torch_ops.linear import linear
 _TILE = 1 << 20
 # The most rows that share a scale.
 _GROUP_ROWS = 128
+# Of the types that activations are rounded to, and the least scale: that of zeros.
+_LARGEST = {"int8": 127.0, "e4m3": 448.0}
+_TINY = 2.0**-126
+
+
+def unpack(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    form: str,
+    group: tuple[int, int],
+    num_columns: int,
+    *,
+    zero_point: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Return rows of (code - zero_point) * scale * tensor_scale in float32, a tile at a time, with their place.
+
+    Args:
+        values: e4m3 or int8 [out_features, in_features], 4-bit codes in int32 words of `pack_codes`, or two a byte.
+        form: "e4m3", "int8", "int4", "mxfp4" or "nvfp4".
+        group: rows and columns that share one of `scale` and `zero_point`. One for all columns has one dimension less,
+            one for all weights none.
+        zero_point: None for 8 of int4, and 0 of others.
+    """
+    num_rows = max(_TILE // num_columns // _GROUP_ROWS, 1) * _GROUP_ROWS
+    for start in range(0, len(values), num_rows):
+        rows = slice(start, min(start + num_rows, len(values)))
+        w = _numbers(values[rows], form, num_columns, has_zeros=zero_point is not None)
+        if zero_point is not None:
+            _by_group(torch.Tensor.sub_, w, zero_point.float(), group, rows)
+        factors = torch.exp2(scale.view(torch.uint8).float() - 127) if form == "mxfp4" else scale.float()
+        _by_group(torch.Tensor.mul_, w, factors, group, rows)
+        if tensor_scale is not None:
+            w *= tensor_scale
+        yield rows, w
 
 
 def quantized_product(
@@ -28,43 +63,31 @@ def quantized_product(
     tensor_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out` [num_rows, out_features] with x @ ((code - zero_point) * scale * tensor_scale)^T + bias.
-
-    It works a tile of weights at a time.
-
-    Args:
-        x: float32 [num_rows, in_features].
-        values: e4m3 or int8 [out_features, in_features], 4-bit codes in int32 words of `pack_codes`, or two a byte.
-        form: "e4m3", "int8", "int4", "mxfp4" or "nvfp4".
-        group: rows and columns that share one of `scale` and `zero_point`. One for all columns has one dimension less,
-            one for all weights none.
-        zero_point: None for 8 of int4, and 0 of others.
-    """
-    num_rows = max(_TILE // x.shape[1] // _GROUP_ROWS, 1) * _GROUP_ROWS
-    for start in range(0, len(values), num_rows):
-        rows = slice(start, min(start + num_rows, len(values)))
-        w = _numbers(values[rows], form, x.shape[1], has_zeros=zero_point is not None)
-        if zero_point is not None:
-            _by_group(torch.Tensor.sub_, w, zero_point.float(), group, rows)
-        factors = torch.exp2(scale.view(torch.uint8).float() - 127) if form == "mxfp4" else scale.float()
-        _by_group(torch.Tensor.mul_, w, factors, group, rows)
-        if tensor_scale is not None:
-            w *= tensor_scale
+    """Fill `out` [num_rows, out_features] with x @ unpacked^T + bias; x is float32, the others as in `unpack`."""
+    tiles = unpack(values, scale, form, group, x.shape[1], zero_point=zero_point, tensor_scale=tensor_scale)
+    for rows, w in tiles:
         out[:, rows] = linear(x, w, None if bias is None else bias[rows].float())
+
+
+def round_rows(x: torch.Tensor, form: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round x to "int8" or "e4m3" by a given scale or one for the last dimension; return float32 values and the scale.
+
+    What is not finite makes its scale infinite or NaN.
+    """
+    largest = _LARGEST[form]
+    if scale is None:
+        scale = x.abs().amax(-1, keepdim=True).float().div_(largest).clamp_min_(_TINY)
+        scaled = x / scale
+    else:
+        scaled = (x / scale).clamp_(-128.0 if form == "int8" else -largest, largest)
+        scale = scale + (x * 0).sum(-1, keepdim=True)
+    return scaled.round_() if form == "int8" else scaled.to(torch.float8_e4m3fn).float(), scale
 
 
 def rounded_groups(x: torch.Tensor, group: int, form: str, scale: torch.Tensor | None = None) -> torch.Tensor:
     """Round groups of columns to "int8" or "e4m3" by a given scale or their own; return float32 values."""
-    groups = functional.pad(x, (0, -x.shape[1] % group)).unflatten(-1, (-1, group))
-    largest = 127.0 if form == "int8" else 448.0
-    if scale is None:
-        scale = groups.abs().nan_to_num(0.0, posinf=torch.inf).amax(-1, keepdim=True) / largest
-        scale = torch.where(scale > 0, scale, 1.0)
-    scaled = groups / scale
-    if form == "int8":
-        rounded = scaled.round().clamp(-128.0, 127.0)
-    else:
-        rounded = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).float()
+    groups = functional.pad(x.float(), (0, -x.shape[1] % group)).unflatten(-1, (-1, group))
+    rounded, scale = round_rows(groups, form, scale)
     not_finite = (groups * 0).sum(-1, keepdim=True)
     return (rounded * scale + not_finite).flatten(-2)[:, : x.shape[1]]
 

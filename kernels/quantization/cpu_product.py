@@ -1,0 +1,223 @@
+"""Products of rows with packed weights on a CPU: the choice of the product, and weights in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from paged.kernels.common.packed.packing import FP8_BLOCK, unpack_codes
+from paged.kernels.common.packed.torch_ops.product import round_rows, rounded_groups, unpack
+from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16, linear, pack, padded_rows
+from paged.kernels.quantization.weight import QuantizedWeight
+
+# Columns that share a scale in ATen's product of int4, and the multiple of its rows.
+_INT4_GROUPS, _INT4_ROWS = (256, 128, 64, 32), 16
+# Rows that ATen keeps together, by the instructions it uses; it has no such order for others.
+_INT4_BLOCKS = {"AVX512": 64, "AVX2": 32}
+# Rows from which unpacking a tile at a time and a dense product take less time: of 8192 x 1024 on two cores of a Xeon
+# 158 us a row in place of 89, and about 20 ms for the unpacking; on an EPYC that multiplies bfloat16, 99 and 43.
+_MANY_ROWS = 512
+# Activations are multiplied as unsigned bytes, which is what VNNI takes: signed ones take oneDNN 200 ms in place of 0.5
+# for 8192 x 1024.
+_ZERO = 128
+# The packing is made for this number of rows: 32 take 0.41 ms in place of 0.47 with 1, and 1 row as long.
+_PREPACKED_ROWS = 32
+_HAS_INT8 = hasattr(torch.ops.onednn, "qlinear_pointwise")
+_multiply_int8: Any = torch.ops.onednn.qlinear_pointwise.default if _HAS_INT8 else None
+_multiply_int4: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
+class Cpu(NamedTuple):
+    """What the choice depends on.
+
+    capability: the instructions that ATen uses, as PyTorch names them. multiplies_int8: whether the CPU has int8
+    products (VNNI or AMX), and oneDNN's sums of them are exact. multiplies_bf16: whether it has products of bfloat16.
+    """
+
+    capability: str
+    multiplies_int8: bool
+    multiplies_bf16: bool
+
+
+@cache
+def this_cpu() -> Cpu:
+    """Return what PyTorch and oneDNN use of this CPU.
+
+    oneDNN may be told to use older instructions (ONEDNN_MAX_CPU_ISA), whose sums of two products saturate at 16 bits:
+    so one product of the largest codes is compared.
+    """
+    found: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    names = {name for name, value in found.items() if value is True}
+    has_int8 = not names.isdisjoint(("avx512_vnni", "avx_vnni", "amx_int8")) and _HAS_INT8 and _is_int8_exact()
+    has_bf16 = not names.isdisjoint(("avx512_bf16", "amx_bf16")) and MULTIPLIES_BF16
+    return Cpu(torch.backends.cpu.get_cpu_capability(), has_int8, has_bf16)
+
+
+def _is_int8_exact() -> bool:
+    codes = torch.tensor([127, -128], dtype=torch.int8)[:, None].expand(2, 64).contiguous()
+    ones = torch.ones(2)
+    packed = torch.ops.onednn.qlinear_prepack(codes, [2, 64])
+    zeros = torch.zeros(2, dtype=torch.int32)
+    out = _product_of_bytes((codes.int() + _ZERO).to(torch.uint8), packed, ones, zeros)
+    return bool(torch.equal(out, codes.float() @ codes.float().T))
+
+
+def _product_of_bytes(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return (x - 128) @ (packed * scale)^T in float32, [num_rows, out_features]."""
+    numbers = x, 1.0, _ZERO, packed, scale, zeros, None, 1.0, 0
+    out: torch.Tensor = _multiply_int8(*numbers, torch.float32, "none", [], "")
+    return out
+
+
+def choose_product(form: str, group: tuple[int, int], rows: int, columns: int, rounds_input: bool, cpu: Cpu) -> str:
+    """Return the product for weights [rows, columns] on a CPU: "int8", "int4" or "unpacked".
+
+    "int8" keeps int8 weights, if activations are rounded to int8; "int4" keeps int4. "unpacked" weights are in the
+    model's dtype: no product of PyTorch's reads other formats. Microseconds of 8192 x 1024 on two cores of a Xeon with
+    AVX-512 and VNNI, without AMX, for 1, 4, 32 and 256 rows:
+
+    | float32 | 1,477 | 1,600 | 3,323 | 22,839 |
+    | bfloat16 | 1,032 | 2,335 | 9,969 | 72,244 |
+    | int8 (oneDNN) | 523 | 508 | 928 | 4,573 |
+    | int4, groups of 128 (ATen) | 256 | 559 | 4,346 | 40,371 |
+    """
+    if form == "int8" and rounds_input and cpu.multiplies_int8:
+        return "int8"
+    has_int4 = form == "int4" and cpu.capability in _INT4_BLOCKS and rows % _INT4_ROWS == 0
+    return "int4" if has_int4 and _int4_group(group, columns) else "unpacked"
+
+
+def _product_of(weight: QuantizedWeight, cpu: Cpu) -> str:
+    sizes = weight.out_features, weight.in_features
+    return choose_product(weight.format, weight.group, *sizes, weight.quantizes_input, cpu)
+
+
+def is_plain(weight: QuantizedWeight, cpu: Cpu) -> bool:
+    """Return whether the product on a CPU is that of plain weights and activations."""
+    return not weight.quantizes_input and weight.input_order is None and _product_of(weight, cpu) == "unpacked"
+
+
+def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights [out_features, in_features], rounded once."""
+    out = torch.empty(weight.out_features, weight.in_features, dtype=dtype)
+    tiles = unpack(
+        weight.values,
+        weight.scale,
+        weight.format,
+        weight.group,
+        weight.in_features,
+        zero_point=weight.zero_point,
+        tensor_scale=weight.tensor_scale,
+    )
+    for rows, w in tiles:
+        out[rows] = w
+    return out
+
+
+class CpuProduct:
+    """x @ weight^T + bias, with a copy of the weights in the order of the product chosen for this CPU.
+
+    `tensors` is what it holds.
+    """
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, cpu: Cpu | None = None) -> None:
+        """dtype: that of activations and results."""
+        self.kind = _product_of(weight, cpu or this_cpu())
+        self.order, self.form = weight.input_order, weight.format
+        self.rounds_input, self.input_scale = weight.quantizes_input, weight.input_scale
+        self.group, self.rows, self.columns = weight.group, weight.out_features, weight.in_features
+        self.tensors: Sequence[torch.Tensor]
+        if self.kind == "int8":
+            scale = weight.scale.float().expand(weight.out_features)
+            scale = scale * (1.0 if weight.tensor_scale is None else weight.tensor_scale)
+            packed = torch.ops.onednn.qlinear_prepack(weight.values, [_PREPACKED_ROWS, weight.in_features])
+            self.tensors = packed, scale, torch.zeros(weight.out_features, dtype=torch.int32)
+        elif self.kind == "int4":
+            self.group = 1, _int4_group(weight.group, weight.in_features)
+            codes = unpack_codes(weight.values, weight.in_features).int()
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            self.tensors = packed, _scales_and_zeros(weight, self.group[1])
+        else:
+            self.tensors = (pack(unpacked(weight, dtype)),)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights and their scales."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product of x [num_rows, in_features], in its dtype."""
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        if self.kind == "int4":
+            out = self._int4(x)
+        elif not self.rounds_input:
+            return linear(x, self.tensors[0], bias)
+        elif self.kind == "unpacked" and self.group[1]:
+            return linear(rounded_groups(x, FP8_BLOCK, self.form).to(x.dtype), self.tensors[0], bias)
+        else:
+            # Codes are exact in 16 bits; their scale is applied to the product.
+            codes, scale = round_rows(x, self.form, self.input_scale)
+            product = self._int8(codes) if self.kind == "int8" else linear(codes.to(x.dtype), self.tensors[0]).float()
+            out = product.mul_(scale)
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+    def _int8(self, codes: torch.Tensor) -> torch.Tensor:
+        packed, scale, zeros = self.tensors
+        x = padded_rows(codes.add_(_ZERO).to(torch.uint8))
+        return _product_of_bytes(x, packed, scale, zeros)[: len(codes)]
+
+    def _int4(self, x: torch.Tensor) -> torch.Tensor:
+        packed, scales = self.tensors
+        if len(x) < _MANY_ROWS:
+            # In one thread 1 row of 2048 x 1024 takes 0.11 ms in bfloat16, 7 in float32 and 13 in float16.
+            product: torch.Tensor = _multiply_int4(x.bfloat16().contiguous(), packed, self.group[1], scales)
+            return product.to(x.dtype)
+        out = x.new_empty(len(x), len(packed))
+        wide = x.to(torch.bfloat16 if this_cpu().multiplies_bf16 else torch.float32)
+        step = max((1 << 20) // self.columns // 64, 1) * 64  # 4 MB in float32, which stay in the cache
+        for start in range(0, len(packed), step):
+            rows = slice(start, start + step)
+            w = _int4_rows(packed[rows], self.columns).float().unflatten(1, (-1, self.group[1]))
+            scale, zero = scales[:, rows].float().permute(2, 1, 0).unsqueeze(-1)
+            w = w.sub_(8).mul_(scale).add_(zero).flatten(1)
+            out[:, rows] = linear(wide, w.to(wide.dtype))
+        return out
+
+
+def _int4_group(group: tuple[int, int], columns: int) -> int:
+    """Return the largest group of the int4 product of which the weight's groups are multiples, 0 for none."""
+    width = group[1] or columns
+    return next((size for size in _INT4_GROUPS if width % size == 0), 0)
+
+
+def _scales_and_zeros(weight: QuantizedWeight, size: int) -> torch.Tensor:
+    """Return [groups, rows, 2]: a weight is (code - 8) * scale + zero."""
+    rows, num_groups = weight.out_features, weight.in_features // size
+
+    def spread(numbers: torch.Tensor) -> torch.Tensor:
+        numbers = numbers.float().expand(rows) if numbers.dim() == 0 else numbers.float()
+        numbers = numbers.view(rows, -1) if numbers.dim() == 1 else numbers
+        return numbers.repeat_interleave(num_groups // numbers.shape[1], 1)
+
+    scale = spread(weight.scale)
+    zero = torch.zeros_like(scale) if weight.zero_point is None else (8 - spread(weight.zero_point)) * scale
+    return torch.stack([scale.T, zero.T], -1).bfloat16().contiguous()
+
+
+def _int4_rows(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the codes [rows, columns] of whole blocks of rows in ATen's order for this CPU.
+
+    A block's columns follow each other, each with the first half of its rows in the low bits and the second half in the
+    high bits. The rows after the last whole block stand in pairs.
+    """
+    block = _INT4_BLOCKS[this_cpu().capability]
+    whole = len(packed) // block * block
+    octets = packed[:whole].reshape(-1, columns, block // 2)
+    first = torch.cat([octets & 15, octets >> 4], -1).mT.reshape(whole, columns)
+    rest = packed[whole:].reshape(columns, -1)
+    last = torch.stack([rest & 15, rest >> 4], -1).flatten(1).T
+    return torch.cat([first, last])

@@ -1,0 +1,183 @@
+"""Write a quantised copy of a checkpoint, in compressed-tensors' form, one layer at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from paged.errors import InvalidInputError, UnsupportedError
+from paged.kernels.common.scalars import shown
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.weights import FLOATING, StoredTensors, Track, read_headers, read_tensor, untracked
+from paged.models.network_loader import meta_network, our_name, with_stored_experts
+from paged.models.quantization.read import as_stored, read_config
+from paged.models.registry import model_config
+
+FORMATS = ("int4", "int8", "fp8")
+_LAYER = re.compile(r"(.*\blayers\.\d+)\.")
+# Beside the weights; nothing that could be run is copied.
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
+# Parts of a group's largest weight that its largest int4 code stands for; the one with the smallest sum of squared
+# errors is taken. That lowers the error of normal weights in groups of 128 by 15 to 20 %.
+_SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+_LARGEST = {"int4": 7.0, "int8": 127.0, "fp8": 448.0}
+_DTYPES = {"int4": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def quantize_checkpoint(
+    source: Path, out: Path, form: str, *, group_size: int = 128, track: Track = untracked
+) -> dict[str, int]:
+    """Write a checkpoint whose projections are rounded to the nearest code; embeddings, head and routers stay plain.
+
+    int4: groups of `group_size` columns, plain activations ("pack-quantized"). int8 and fp8 (e4m3): a scale for each
+    row, activations rounded for each token ("int-quantized", "float-quantized"). Each file holds one layer, which is
+    all that is in memory at once. Returns the bytes of tensors before and after.
+
+    Args:
+        source: a folder with plain weights that this package runs.
+        out: a folder that does not exist yet, or is empty. After an error there is none.
+        track: iterates over the files and may show progress.
+
+    Raises:
+        InvalidInputError: form, group size or `out` does not fit.
+        UnsupportedError: the weights are quantised already, or the architecture is not supported.
+        CheckpointError: the folder is malformed, or the columns of a projection are no multiple of the group size.
+    """
+    if form not in FORMATS:
+        raise InvalidInputError(f"format: {shown(form)}, expected one of {FORMATS}")
+    if group_size < 32 or group_size % 32:
+        raise InvalidInputError(f"group_size: {group_size}, expected a multiple of 32")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidInputError(f"out: {out} exists, expected a folder that is empty or does not exist")
+    hf, stored = read_config(source), read_headers(source)
+    if hf.values.get("quantization_config") is not None:
+        raise UnsupportedError(f"{hf.source}: has a quantization_config, expected plain weights")
+    config = _config(form, group_size)
+    packed = _projections(HfConfig({**hf.values, "quantization_config": config}, hf.source), stored)
+    if not packed:
+        raise UnsupportedError(f"{hf.source}: no projection is stored as a tensor of its own, so none can be quantised")
+    plain = (name.removesuffix(".weight") for name, one in stored.items() if name not in packed and len(one.shape) == 2)
+    config["ignore"] = sorted({"lm_head", *(name for name in plain if "embed" not in name.rpartition(".")[2])})
+    whole = out.with_name(f"{out.name}.partial")
+    whole.mkdir(parents=True)
+    try:
+        sizes = _write_tensors(stored, packed, whole, form, group_size, track)
+        for file in source.iterdir():
+            if file.suffix in _COPIED and file.name not in _NOT_COPIED and file.is_file():
+                shutil.copyfile(file, whole / file.name)
+        _write_json(whole / "config.json", {**hf.values, "quantization_config": config})
+        if out.exists():
+            out.rmdir()
+        whole.rename(out)
+    except BaseException:
+        shutil.rmtree(whole, ignore_errors=True)
+        raise
+    return sizes
+
+
+def round_weight(weight: torch.Tensor, form: str, group_size: int = 0) -> dict[str, torch.Tensor]:
+    """Round weights [rows, columns] to the nearest codes; return the tensors by compressed-tensors' names.
+
+    Scales have the dtype of the weights, and codes are chosen for the rounded ones. group_size: columns that share a
+    scale, for int4 only.
+    """
+    columns = weight.shape[1]
+    groups = weight.float().unflatten(1, (-1, group_size if form == "int4" else columns))
+    largest = groups.abs().amax(2, keepdim=True) / _LARGEST[form]
+    low = -8.0 if form == "int4" else -_LARGEST[form]
+    best = scale = codes = torch.empty(0)
+    for span in _SPANS if form == "int4" else (1.0,):
+        scales = (largest * span).clamp_min(torch.finfo(weight.dtype).tiny).to(weight.dtype)
+        rounded = (groups / scales.float()).clamp_(low, _LARGEST[form])
+        rounded = rounded.to(torch.float8_e4m3fn).float() if form == "fp8" else rounded.round_()
+        error = (rounded * scales.float() - groups).square_().sum(2, keepdim=True)
+        if span == 1.0:
+            best, scale, codes = error, scales, rounded
+        else:
+            is_better = error < best
+            best = torch.where(is_better, error, best)
+            scale = torch.where(is_better, scales, scale)
+            codes = torch.where(is_better, rounded, codes)
+    flat = codes.flatten(1).to(_DTYPES[form])
+    if form != "int4":
+        return {"weight": flat, "weight_scale": scale.squeeze(2)}
+    nibbles = (flat + 8).to(torch.uint8)
+    words = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
+    return {"weight_packed": words, "weight_scale": scale.squeeze(2), "weight_shape": torch.tensor(weight.shape)}
+
+
+def _config(form: str, group_size: int) -> dict[str, Any]:
+    """Return a quantization_config as llm-compressor writes it."""
+    kind = {"num_bits": 4 if form == "int4" else 8, "type": "float" if form == "fp8" else "int", "symmetric": True}
+    how = {"strategy": "group", "group_size": group_size} if form == "int4" else {"strategy": "channel"}
+    weights = {**kind, **how, "dynamic": False, "observer": "minmax"}
+    inputs = None if form == "int4" else {**kind, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}[form],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def _projections(hf: HfConfig, stored: StoredTensors) -> set[str]:
+    """Return the stored weights that a network with this quantization_config reads packed."""
+    network_class, config = model_config(hf)
+    named = {our_name(network_class, name): one for name, one in stored.items()}
+    config = with_stored_experts(config, named)
+    stacked = frozenset(name for name in named if name.endswith(("experts.gate_up_proj", "experts.down_proj")))
+    quantization = as_stored(config.quantization, {})
+    assert quantization is not None
+    config = replace(config, quantization=replace(quantization, plain=stacked))
+    slots = meta_network(network_class, config, config.dtype).weight_slots()
+    ends = ".weight_scale"
+    packed = {f"{name.removesuffix(ends)}.weight" for name in slots if name.endswith(ends)}
+    return {one.name for name, one in named.items() if name in packed and one.dtype in FLOATING}
+
+
+def _write_tensors(
+    stored: StoredTensors, packed: set[str], folder: Path, form: str, group_size: int, track: Track
+) -> dict[str, int]:
+    """Write a file for each layer, one for each other tensor, and their index."""
+    parts: dict[str, list[str]] = {}
+    for name in sorted(stored):
+        layer = _LAYER.match(name)
+        parts.setdefault(layer[1] if layer else name, []).append(name)
+    places: dict[str, str] = {}
+    sizes = {"before": 0, "after": 0}
+    numbered: Iterable[tuple[int, list[str]]] = track(
+        list(enumerate(parts.values(), 1)), desc="quantising", unit="file"
+    )
+    for number, names in numbered:
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensor = read_tensor(stored, name)
+            sizes["before"] += tensor.nbytes
+            path = name.removesuffix("weight")
+            made: Mapping[str, torch.Tensor] = {name: tensor}
+            if name in packed:
+                made = {path + end: one for end, one in round_weight(tensor, form, group_size).items()}
+            tensors |= made
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+        sizes["after"] += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": sizes["after"]}, "weight_map": places}
+    _write_json(folder / "model.safetensors.index.json", index)
+    return sizes
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,102 @@
+"""Products that a CPU has for packed weights, and the choice between them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from paged.kernels.quantization import cpu_product, reference
+from paged.kernels.quantization.cpu_product import Cpu, CpuProduct, choose_product, this_cpu
+from tests.kernels.quantization.test_quantized_linear import FORMATS, Problem
+from tests.tolerance import assert_close
+
+FULL = Cpu("AVX512", multiplies_int8=True, multiplies_bf16=True)
+AVX2, DEFAULT = (Cpu(name, multiplies_int8=False, multiplies_bf16=False) for name in ("AVX2", "DEFAULT"))
+
+
+@pytest.mark.parametrize(
+    ("form", "group", "rows", "rounds", "cpu", "expected"),
+    [
+        ("int8", (1, 0), 64, True, FULL, "int8"),
+        ("int8", (1, 0), 64, False, FULL, "unpacked"),  # activations stay as they are
+        ("int8", (1, 0), 64, True, AVX2, "unpacked"),
+        ("int4", (1, 128), 64, False, AVX2, "int4"),
+        ("int4", (1, 96), 64, False, FULL, "int4"),
+        ("int4", (1, 128), 72, False, FULL, "unpacked"),  # rows are no multiple of 16
+        ("int4", (1, 128), 64, False, DEFAULT, "unpacked"),
+        ("e4m3", (128, 128), 64, True, FULL, "unpacked"),
+        ("nvfp4", (1, 16), 64, False, FULL, "unpacked"),
+    ],
+)
+def test_choice(form: str, group: tuple[int, int], rows: int, rounds: bool, cpu: Cpu, expected: str) -> None:
+    assert choose_product(form, group, rows, 384, rounds, cpu) == expected
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_format(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within what rounding weights, or their scales and zero points, to the dtype of x moves the result."""
+    monkeypatch.setattr(cpu_product, "_MANY_ROWS", 40)
+    for num_rows in (1, 5, 40):
+        for size in ((80, 384), (72, 384)) if num_rows == 5 else ((208, 384),):
+            problem = Problem.make(
+                torch.device("cpu"), name, num_rows=num_rows, size=size, dtype=dtype, biased=num_rows > 1
+            )
+            x, weight, bias = problem.x, problem.weight, problem.bias
+            want = reference.quantized_linear(x, weight, bias=bias)
+            product = CpuProduct(weight, dtype)
+            got = product(x, bias)
+            assert got.dtype == dtype
+            assert got.shape == want.shape
+            if dtype == torch.float32 and product.kind != "int4":
+                assert_close(got, want)
+                continue
+            # A weight, as a scale, an int4 zero point and an activation, is off by 2^-9 of itself.
+            size_of = x.double().abs() @ (reference.dequantize(weight).abs() + 8 * _step(weight)).T
+            assert ((got - want).abs() < (size_of + want.abs()) * 2**-7).all()
+            assert (got - want).abs().mean() < 2**-9 * size_of.mean()
+
+
+def _step(weight: cpu_product.QuantizedWeight) -> torch.Tensor:
+    """The distance of two codes of each weight, if it has zero points, else 0."""
+    if weight.zero_point is None or weight.format != "int4":
+        return torch.zeros(weight.out_features, weight.in_features, dtype=torch.float64)
+    off = dataclasses.replace(weight, zero_point=weight.zero_point - 1)
+    return reference.dequantize(off) - reference.dequantize(weight)
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("name", ["int8 channel", "e4m3 channel", "int4 g128"])
+def test_what_is_not_finite_stays_in_its_row(name: str) -> None:
+    problem = Problem.make(torch.device("cpu"), name, num_rows=4, size=(64, 384))
+    product = CpuProduct(problem.weight, torch.float32)
+    want = product(problem.x)
+    problem.x[1, 5], problem.x[2, 7] = float("nan"), float("inf")
+    got = product(problem.x)
+    assert not got[1:3].isfinite().any()
+    assert torch.equal(got[::3], want[::3])
+
+
+@pytest.mark.parametrize("name", ["int8 channel", "int4 g32 zeros"])
+@pytest.mark.parametrize("rounds_input", [True, False])
+def test_input_scale_and_order(name: str, rounds_input: bool) -> None:
+    problem = Problem.make(torch.device("cpu"), name, size=(64, 384))
+    weight = problem.weight
+    changes = {"input_scale": torch.tensor(2 / 127)} if weight.quantizes_input else {}
+    weight = dataclasses.replace(weight, input_order=torch.randperm(384).int(), **changes)
+    problem.x[:] = problem.x.bfloat16()
+    got, want = CpuProduct(weight, torch.float32)(problem.x), reference.quantized_linear(problem.x, weight)
+    assert (got - want).abs().max() < 0.02 * want.abs().max()
+
+
+@pytest.mark.by_cpu
+def test_memory_is_the_stored_one() -> None:
+    for name in ("int8 channel", "int4 g128", "int4 g128 zeros"):
+        weight = Problem.make(torch.device("cpu"), name, size=(256, 1024)).weight
+        product = CpuProduct(weight, torch.bfloat16)
+        stored = weight.values.nbytes + 2 * weight.scale.numel()
+        assert product.kind == "unpacked" or product.nbytes <= 1.15 * stored
+    assert this_cpu() is this_cpu()
