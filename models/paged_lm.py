@@ -88,7 +88,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
         cache = kv_manager.config
         num_blocks, weight_bytes = cache.num_blocks // len(cache.tables), self.parameter_bytes()
-        # Operations of recurrent layers read their batch on the host, which a graph cannot repeat.
+        # Graphs of models with recurrent layers are not yet tested for all families.
         choice = cuda_graphs if cache.recurrent is None else False
         sizes = graph_sizes(choice, self.device, num_blocks, weight_bytes=weight_bytes)
         self.graphs = StepGraphs(

@@ -19,7 +19,7 @@ from paged.forward_step import ForwardStep
 from paged.kernels.common.device import use_triton, wants_loops
 from paged.kernels.common.numba_ops.recording import Recording
 from paged.kernels.lora.batch import LoraBatch
-from paged.metadata import AttentionMetadata
+from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
@@ -136,6 +136,8 @@ class StepGraphs:
         self._device = next(network.parameters()).device
         self.longest = min(max_seq_len, cache.longest_sequence or max_seq_len)
         self._num_tables = len(cache.tables)
+        self._num_states = 0 if cache.recurrent is None else NUM_STATE_ARRAYS
+        self._max_append = 0 if cache.recurrent is None else cache.recurrent.max_append
         self._staging = Staging(self._device)
         self._table_width = -(-self.longest // (cache.block_size * _TABLE_LINE)) * _TABLE_LINE
         self._sizes, self._recorded_only = tuple(sizes), recorded_only
@@ -211,7 +213,8 @@ class StepGraphs:
         """
         inputs = self._inputs[shape]
         rows = [step.token_ids, *step.host.arrays[:-1], *self._adapter_rows(shape, adapters)]
-        inputs.send(rows, (0, 0, -1, 0, len(step.token_ids), -1, -1)[: len(rows)])
+        fills = 0, 0, -1, 0, *[0] * self._num_states, len(step.token_ids), -1, -1
+        inputs.send(rows, fills[: len(rows)])
         step.copy_device_ids(inputs.tensors[0])
         self._send_table(step.host.block_tables[:, :, : self._table_width])
         self._replays[shape]()
@@ -240,18 +243,21 @@ class StepGraphs:
     def _forward(self, shape: GraphShape) -> Begin:
         """Return the planned forward of one shape over the static inputs, which hold padding."""
         size, num_tables = shape.num_tokens, self._num_tables
-        # Token ids, positions, slots, lengths and query offsets. Padding has no query, no key and no slot for K/V.
+        # Token ids, positions, slots, lengths, slots of states and query offsets. Padding has no query, no key and no
+        # slot for K/V.
         padding: list[NDArray[Any]] = [np.zeros(size, np.int64), np.zeros(size, np.int64)]
-        padding += [np.full((num_tables, size), -1), np.zeros(size, np.int32), np.zeros(size + 1, np.int32)]
-        padding += self._adapter_rows(shape, None)
+        padding += [np.full((num_tables, size), -1), *[np.zeros(size, np.int32)] * (1 + self._num_states)]
+        padding += [np.zeros(size + 1, np.int32), *self._adapter_rows(shape, None)]
         inputs = self._inputs[shape] = FixedCopy(self._staging, padding)
         inputs.send(padding, [0] * len(padding))
         input_ids, *rest = inputs.tensors
-        tensors, lora = (*rest[:4], self._table[:, : shape.num_tokens]), rest[4:]
+        count = 4 + self._num_states
+        tensors, lora = (*rest[:count], self._table[:, : shape.num_tokens]), rest[count:]
         product = self._product[: shape.num_tokens]
 
         def begin() -> Callable[[], None]:
-            metadata = AttentionMetadata.over(tensors, max_seqlen_q=shape.longest_query, max_seqlen_k=self.longest)
+            limits = {"max_seqlen_q": shape.longest_query, "max_seqlen_k": self.longest, "max_append": self._max_append}
+            metadata = AttentionMetadata.over(tensors, **limits)
             metadata = replace(metadata, lora=LoraBatch(*lora) if lora else None)
 
             def run() -> None:

@@ -33,7 +33,7 @@ from paged.staging import to_device
 _MOST_BLOCKS = 512
 # Tuned MoE tables end here.
 _MOST_TOKENS = 4096
-# Modules of numba kernels, for every network and for those with experts.
+# Modules of numba kernels, for every network, for those with experts and for those with recurrent layers.
 _LOOPS = (
     "attention.numba_ops.few_queries",
     "cache.numba_ops.qk_norm_rope_and_cache",
@@ -41,6 +41,7 @@ _LOOPS = (
     "common.numba_ops.gated_activation",
 )
 _EXPERT_LOOPS = ("moe.numba_ops.fused_moe", "moe.numba_ops.route_tokens")
+_RECURRENT_LOOPS = ("recurrent.numba_ops.causal_conv1d", "recurrent.numba_ops.scan")
 
 
 # glibc's threshold follows freed pieces up to 32 MiB, its own overhead included.
@@ -66,6 +67,7 @@ def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> 
     has_experts = any(isinstance(each, SparseMoe) for each in network.modules())
     kind = module("common.numba_ops.kernel").Kernel
     names, tiles = _LOOPS + _EXPERT_LOOPS * has_experts, module("common.numba_ops.tile_linear")
+    names += _RECURRENT_LOOPS * any(network.own_config.recurrent)
     if has_experts or has_mkl(dtype):
         names += ("common.numba_ops.linear",)
     kernels = [each for name in names for each in vars(module(name)).values() if isinstance(each, kind)]

@@ -37,6 +37,7 @@ class CompileCase:
     expect: target -> names of `machine_code.INSTRUCTIONS` that the code must contain.
     targets: those of TARGETS on which the wrapper would launch this configuration.
     programs_per_sm: how many the wrapper counts on an SM to hold.
+    may_spill: whether spills are no problem, in a dtype that is to be right rather than fast.
     """
 
     name: str
@@ -49,6 +50,7 @@ class CompileCase:
     expect: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     targets: tuple[str, ...] = EVERY_CASE
     programs_per_sm: int = 1
+    may_spill: bool = False
 
 
 # Sizes that 16 divides wherever kernels are launched; so do strides.

@@ -48,6 +48,20 @@ MODELS = {
     "Qwen2.5-0.5B": _config(
         "Qwen2", "qwen2", 896, 4864, 24, 14, 2, vocab_size=151_936, tie_word_embeddings=True, rope_theta=1e6
     ),
+    "Qwen3.5-0.8B": _config(
+        "Qwen3_5",
+        "qwen3_5_text",
+        *(1024, 3584, 24, 8, 2),
+        vocab_size=248_320,
+        tie_word_embeddings=True,
+        head_dim=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    ),
     "Qwen3-8B": _config("Qwen3", "qwen3", *_8B, **_QWEN3),
     "Qwen3-30B-A3B": _config("Qwen3Moe", "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3, **_EXPERTS),
 }
@@ -96,10 +110,9 @@ def _random_network(
 ) -> Llama:
     """Instead of loading: normal numbers that keep the variance of what passes through, and norms of 1."""
     network = meta_network(network_class, config, dtype).to_empty(device=device)
-    for weight in network.weight_slots().values():
-        assert isinstance(weight, torch.Tensor)
+    for weight in network.parameters():
         if weight.dim() == 1:
-            weight.fill_(1.0)
+            weight.data.fill_(1.0)
         else:
-            weight.normal_(0.0, weight.shape[-1] ** -0.5)
+            weight.data.normal_(0.0, weight.shape[-1] ** -0.5)
     return network

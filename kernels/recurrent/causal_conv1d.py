@@ -5,11 +5,108 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.launch import Compute, Launch, strides
 from paged.kernels.common.operation import Arguments, Run, in_fields, like_the_first, operation
 from paged.kernels.common.scalars import shown
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_step, check_weights
+from paged.kernels.recurrent.row_functions import sequence_of, silu
 from paged.kernels.recurrent.torch_ops import causal_conv1d as torch_op
+
+# Rows of a program, and elements of its tile: 16 bytes of a 16-bit type a thread of 4 warps.
+BLOCK_ROWS = 16
+TILE_SIZE = 1024
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "max_append"])
+def _causal_conv1d_kernel(
+    x_ptr,  # [num_tokens, CHANNELS]
+    weight_ptr,  # [CHANNELS, WIDTH]
+    bias_ptr,  # [CHANNELS], or None
+    conv_ptr,  # [num_slots, WIDTH - 1 + L, CHANNELS]
+    out_ptr,  # [num_tokens, CHANNELS]
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    starts_ptr,  # [num_seqs], as those that follow
+    read_slots_ptr,
+    write_slots_ptr,
+    cursors_ptr,
+    snapshot_slots_ptr,
+    snapshot_lens_ptr,
+    num_tokens,
+    num_seqs,
+    max_append,
+    stride_x_token,
+    stride_weight_channel,
+    stride_weight_tap,
+    stride_conv_slot,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+):
+    """Up to BLOCK_ROWS tokens of one sequence a program, or rows that no sequence has, which become 0.
+
+    A sequence's inputs are those of before, WIDTH - 1, and its tokens. Every tap loads its own; of each input one
+    program stores what the slots keep.
+    """
+    BEFORE: tl.constexpr = WIDTH - 1
+    program = tl.program_id(0)
+    channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    mask_c = (channels < CHANNELS)[None, :]
+    seq = sequence_of(program, cu_seqlens_q_ptr, num_seqs, BLOCK_ROWS, 1)
+    begin = tl.load(cu_seqlens_q_ptr + seq)
+    rows = (program - begin // BLOCK_ROWS - seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tokens = begin.to(tl.int64) + rows[:, None]
+    out_ptrs = out_ptr + tokens * CHANNELS + channels[None, :]
+    if seq == num_seqs:
+        zero = tl.zeros([BLOCK_ROWS, BLOCK_CHANNELS], out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, zero, (tokens < num_tokens) & mask_c)
+        return
+    length = tl.load(cu_seqlens_q_ptr + seq + 1) - begin
+    read_slot = tl.load(read_slots_ptr + seq).to(tl.int64)
+    write_slot = tl.load(write_slots_ptr + seq).to(tl.int64)
+    cursor = tl.load(cursors_ptr + seq)
+    read_ptr = conv_ptr + read_slot * stride_conv_slot + channels[None, :]
+    write_ptr = conv_ptr + write_slot * stride_conv_slot + channels[None, :]
+    # The first input that the written slot keeps, and its row there.
+    is_scan, in_place = length > max_append, read_slot == write_slot
+    first_kept = tl.where(is_scan, length, tl.where(in_place, BEFORE, 0))
+    first_row = tl.where(is_scan, 0, tl.where(in_place, BEFORE + cursor, 0))
+    snapshot_slot = tl.where(is_scan, tl.load(snapshot_slots_ptr + seq), -1).to(tl.int64)
+    first_of_snapshot = tl.load(snapshot_lens_ptr + seq) - tl.load(starts_ptr + seq)
+    snapshot_ptr = conv_ptr + snapshot_slot * stride_conv_slot + channels[None, :]
+
+    total = tl.zeros([BLOCK_ROWS, BLOCK_CHANNELS], tl.float32)
+    mask = (rows < length)[:, None] & mask_c
+    for tap in tl.static_range(WIDTH):
+        inputs = rows[:, None] + tap
+        is_before = inputs < BEFORE
+        before = tl.load(read_ptr + (cursor + inputs) * CHANNELS, mask & is_before & (read_slot >= 0), other=0.0)
+        x_ptrs = x_ptr + (tokens + tap - BEFORE) * stride_x_token + channels[None, :]
+        value = tl.where(is_before, before, tl.load(x_ptrs, mask & (inputs >= BEFORE), other=0.0))
+        weight_ptrs = weight_ptr + channels * stride_weight_channel + tap * stride_weight_tap
+        weight = tl.load(weight_ptrs, channels < CHANNELS, other=0.0).to(tl.float32)
+        total += value.to(tl.float32) * weight[None, :]
+        is_stored = mask & ((tap == BEFORE) | (rows[:, None] == 0))
+        ptrs = write_ptr + (first_row + inputs - first_kept) * CHANNELS
+        tl.store(ptrs, value, is_stored & (inputs >= first_kept))
+        kept = inputs - first_of_snapshot
+        is_stored = is_stored & (snapshot_slot >= 0) & (kept >= 0) & (kept < BEFORE)
+        tl.store(snapshot_ptr + kept * CHANNELS, value, is_stored)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channels, channels < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        total = silu(total)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask)
+
+
+def conv_tile(longest: int) -> tuple[int, int]:
+    """Return rows and channels of a program, by the tokens of the longest sequence."""
+    rows = 1 if longest <= 1 else BLOCK_ROWS
+    return rows, TILE_SIZE // rows
 
 
 @operation(like_the_first, mutates=("conv",), **in_fields(state=RecurrentState, batch=RecurrentBatch))
@@ -50,9 +147,52 @@ def causal_conv1d(
     if activation not in ("silu", None):
         raise InvalidInputError(f"activation: {shown(activation)}, expected 'silu' or None")
     batch.check(x.shape[0], state.conv.shape[0], state.check_conv(x, weight.shape[1]))
+    if use_triton(x):
+        return _bind(x, weight, state, batch, activation)
+    loops = None if batch.max_seqlen_q > batch.max_append else loops_of(torch_op, x)
+    if loops is not None:
+        return _run(loops.prepare(x, weight.shape[1], state.conv, batch, activation), as_floats=True)
 
     def run(given: Arguments) -> torch.Tensor:
         x, weight, bias, state, batch, _ = given.values()
         return torch_op.causal_conv1d(x, weight, bias, state.conv, batch, activation)
+
+    return run
+
+
+def _bind(
+    x: torch.Tensor, weight: torch.Tensor, state: RecurrentState, batch: RecurrentBatch, activation: str | None
+) -> Run[torch.Tensor]:
+    (num_tokens, channels), num_seqs = x.shape, batch.starts.numel()
+    rows, columns = conv_tile(batch.max_seqlen_q)
+    grid = num_tokens // rows + num_seqs + 1, triton.cdiv(channels, columns)
+    arguments = {
+        "num_tokens": num_tokens,
+        "num_seqs": num_seqs,
+        "max_append": batch.max_append,
+        **strides("token", x=x),
+        **strides("channel tap", weight=weight),
+        **strides("slot", conv=state.conv),
+        "CHANNELS": channels,
+        "WIDTH": weight.shape[1],
+        "SILU": activation is not None,
+        "BLOCK_ROWS": rows,
+        "BLOCK_CHANNELS": columns,
+    }
+    return _run(Launch(_causal_conv1d_kernel, grid, arguments))
+
+
+def _run(compute: Compute, *, as_floats: bool = False) -> Run[torch.Tensor]:
+    """as_floats: whether weight and bias are contiguous float32."""
+
+    def run(given: Arguments) -> torch.Tensor:
+        x, weight, bias, out = given["x"], given["weight"], given["bias"], like_the_first(given["x"])
+        if as_floats:
+            weight = weight.float().contiguous()
+        bias = None if bias is None else (bias.float() if as_floats else bias).contiguous()
+        tensors = {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias, "conv_ptr": given["state"].conv, "out_ptr": out}
+        if x.numel():
+            compute(tensors | given["batch"].pointers())
+        return out
 
     return run

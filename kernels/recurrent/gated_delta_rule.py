@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from paged.kernels.common.checks import check_eps
 from paged.kernels.common.operation import Arguments, Run, in_fields, operation
 from paged.kernels.common.scalars import as_float, as_int
+from paged.kernels.recurrent.launches import bind_scan
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
 from paged.kernels.recurrent.torch_ops import scan as torch_op
 
@@ -55,8 +58,14 @@ def gated_delta_rule(
     """
     num_k_heads, eps = as_int("num_k_heads", num_k_heads, 1), check_eps(eps)
     beta_scale = as_float("beta_scale", beta_scale, 0.0)
-    check_scan(mixed, {"a": a, "b": b}, state, batch, num_k_heads)
+    rings = check_scan(mixed, {"a": a, "b": b}, state, batch, num_k_heads)
     check_weights(mixed.device, (a.shape[1],), A_log=A_log, dt_bias=dt_bias)
+
+    numbers = {"beta_scale": beta_scale, "least": 0.0, "most": math.inf, "eps": eps}
+    numbers["scale"] = rings.state.shape[-1] ** -0.5
+    bound = bind_scan(mixed, {"gate_ptr": a, "b_ptr": b}, rings, batch, numbers)
+    if bound is not None:
+        return lambda given: bound(given, {"gate_ptr": given["a"], "b_ptr": given["b"]})
 
     def run(given: Arguments) -> torch.Tensor:
         mixed, a, b, A_log, dt_bias, state, batch, *_ = given.values()

@@ -5,12 +5,70 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_eps, check_tensor
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.launch import Launch, nothing, num_warps, strides
 from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
 from paged.kernels.common.scalars import as_bool, as_int, shown
+from paged.kernels.recurrent.row_functions import silu
 from paged.kernels.recurrent.torch_ops import gated_rms_norm as torch_op
 
 ACTIVATIONS = ("silu", "sigmoid")
+
+
+# Elements of a program at least, if its groups are smaller.
+TILE_SIZE = 1024
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def _gated_rms_norm_kernel(
+    x_ptr,  # [num_tokens, HEADS, V]
+    z_ptr,  # [num_tokens, HEADS, V]
+    weight_ptr,  # [WEIGHT_SIZE]
+    out_ptr,  # [num_tokens, HEADS, V], contiguous
+    num_groups,
+    eps,
+    stride_x_token,
+    stride_x_head,
+    stride_x_dim,
+    stride_z_token,
+    stride_z_head,
+    stride_z_dim,
+    HEADS: tl.constexpr,
+    V: tl.constexpr,
+    WEIGHT_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    SILU: tl.constexpr,  # else the sigmoid alone
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """BLOCK_GROUPS groups a program; token i has groups from i HEADS V / GROUP on."""
+    groups = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    offs = tl.arange(0, BLOCK_SIZE)
+    mask = (groups < num_groups)[:, None] & (offs < GROUP)[None, :]
+    tokens = (groups // (HEADS * V // GROUP))[:, None]
+    places = ((groups % (HEADS * V // GROUP)) * GROUP)[:, None] + offs[None, :]
+    heads, dims = places // V, places % V
+    x_ptrs = x_ptr + tokens * stride_x_token + heads * stride_x_head + dims * stride_x_dim
+    z_ptrs = z_ptr + tokens * stride_z_token + heads * stride_z_head + dims * stride_z_dim
+    x = tl.load(x_ptrs, mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptrs, mask, other=0.0).to(tl.float32)
+    gate = silu(z) if SILU else 1.0 / (1.0 + tl.exp(-z))
+    if not NORM_FIRST:
+        x *= gate
+    x /= tl.sqrt(tl.sum(x * x, axis=1) / GROUP + eps)[:, None]
+    x *= tl.load(weight_ptr + places % WEIGHT_SIZE, mask, other=0.0).to(tl.float32)
+    if NORM_FIRST:
+        x *= gate
+    tl.store(out_ptr + tokens * (HEADS * V) + places, x.to(out_ptr.dtype.element_ty), mask)
+
+
+def norm_tile(group: int) -> dict[str, int]:
+    """Return the groups and their padded size of a program."""
+    size = triton.next_power_of_2(group)
+    return {"BLOCK_GROUPS": max(TILE_SIZE // size, 1), "BLOCK_SIZE": size}
 
 
 @operation(like_the_first)
@@ -56,11 +114,41 @@ def gated_rms_norm(
         raise InvalidInputError(f"group_size: {group}, expected a divisor of {heads * size}")
     if activation not in ACTIVATIONS:
         raise InvalidInputError(f"activation: {shown(activation)}, expected 'silu' or 'sigmoid'")
+    if use_triton(x):
+        return _bind(x, z, weight, group, {"NORM_FIRST": norm_first, "SILU": activation == "silu"}, eps)
 
     def run(given: Arguments) -> torch.Tensor:
         x, z, weight, *_ = given.values()
         return torch_op.gated_rms_norm(
             x, z, weight, eps=eps, norm_first=norm_first, group_size=group, activation=activation
         )
+
+    return run
+
+
+def _bind(
+    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group: int, flags: dict[str, bool], eps: float
+) -> Run[torch.Tensor]:
+    tile, num_groups = norm_tile(group), x.numel() // group
+    arguments = {
+        "num_groups": num_groups,
+        "eps": eps,
+        **strides("token head dim", x=x, z=z),
+        "HEADS": x.shape[1],
+        "V": x.shape[2],
+        "WEIGHT_SIZE": weight.numel(),
+        "GROUP": group,
+        **flags,
+        **tile,
+    }
+    grid = (triton.cdiv(num_groups, tile["BLOCK_GROUPS"]),)
+    warps = num_warps(tile["BLOCK_GROUPS"] * tile["BLOCK_SIZE"])
+    launch = Launch(_gated_rms_norm_kernel, grid, arguments, num_warps=warps) if x.numel() else nothing
+
+    def run(given: Arguments) -> torch.Tensor:
+        out = like_the_first(given["x"])
+        weight = given["weight"].contiguous()
+        launch({"x_ptr": given["x"], "z_ptr": given["z"], "weight_ptr": weight, "out_ptr": out})
+        return out
 
     return run

@@ -9,6 +9,7 @@ import torch
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.operation import Arguments, Run, in_fields, operation
 from paged.kernels.common.scalars import as_float, as_int, shown
+from paged.kernels.recurrent.launches import bind_scan
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
 from paged.kernels.recurrent.torch_ops import scan as torch_op
 
@@ -61,8 +62,13 @@ def mamba2_scan(
         raise InvalidInputError(f"dt_limits: {shown(dt_limits)}, expected two numbers") from None
     least = as_float("dt_limits[0]", least, 0.0)
     most = as_float("dt_limits[1]", most, least, math.inf)
-    check_scan(mixed, {"dt": dt}, state, batch, num_groups)
+    rings = check_scan(mixed, {"dt": dt}, state, batch, num_groups)
     check_weights(mixed.device, (dt.shape[1],), A_log=A_log, dt_bias=dt_bias, D=D)
+
+    numbers = {"beta_scale": 0.0, "least": least, "most": most, "eps": 0.0, "scale": 1.0}
+    bound = bind_scan(mixed, {"gate_ptr": dt}, rings, batch, numbers)
+    if bound is not None:
+        return lambda given: bound(given, {"gate_ptr": given["dt"]})
 
     def run(given: Arguments) -> torch.Tensor:
         mixed, dt, A_log, dt_bias, D, state, batch, *_ = given.values()

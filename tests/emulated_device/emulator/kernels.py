@@ -195,6 +195,7 @@ class _CheckedAccess:
 
     def _allowed(self, ptrs: Any, mask: Any, size: int, used: dict[int, Block]) -> Any:
         """The mask without the lanes that would leave memory; what is used is noted."""
+        mask = mask.astype(bool)  # the interpreter makes integers of a bool that it spreads over a block
         active = ptrs[mask]
         if active.size == 0:
             return mask

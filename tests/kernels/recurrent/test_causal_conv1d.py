@@ -35,7 +35,7 @@ def test_every_length_from_1_to_130(device: torch.device) -> None:
 @pytest.mark.usefixtures("backend")
 def test_strided_rows_and_a_layer_without_a_scan(device: torch.device) -> None:
     """x as a part of a wider projection, `conv` as one layer of many."""
-    problem = Problem.make(device, *MIXED)
+    problem = Problem.make(device, *MIXED, key_heads=1, value_heads=1)
     name, arguments = problem.conv()
     want = run(name, arguments)
     wide = torch.nn.functional.pad(problem.x, (8, 24), value=float("nan"))[:, 8:-24]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import paged
 from paged import InvalidInputError, RecurrentBatch, RecurrentState
+from paged.kernels.common.device import LOOP_DTYPES
+from tests.backends import needs_numba
 from tests.kernels.recurrent.problem import Problem, Seq, check, run
 from tests.pairwise import pairwise
 from tests.tolerance import assert_close, dtypes
@@ -26,19 +30,50 @@ MIXED = (
     Seq(8, start=8, ring=8),
 )
 OPERATIONS = ["delta", "mamba"]
+NUMBA_OPS = {"delta": "scan", "mamba": "scan", "conv": "causal_conv1d"}
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", dtypes())
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [
+        pytest.param(operation, dtype, marks=pytest.mark.thorough if operation == "mamba" and index else ())
+        for operation in OPERATIONS
+        for index, dtype in enumerate(dtypes())
+    ],
+)
 def test_mixed_batch_matches_reference(operation: str, dtype: torch.dtype, device: torch.device) -> None:
-    problem = Problem.make(device, *MIXED, dtype=dtype, key_dim=24, value_dim=8)
+    problem = Problem.make(device, *MIXED, dtype=dtype, key_dim=24, value_dim=8, key_heads=1, value_heads=2)
     check(*getattr(problem, operation)())
+
+
+# Triton's kernels of both operations are the same, and its interpreter is slow.
+by_each = pytest.mark.parametrize(
+    ("backend", "operation"), [("torch", "delta"), ("torch", "mamba"), ("triton", "delta")], indirect=["backend"]
+)
+# Every way in which rows are appended.
+ROWS = (*(seq for seq in MIXED if seq.tokens <= 8), Seq(3, start=7, ring=4, fresh=True))
+
+
+@needs_numba
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", LOOP_DTYPES)
+@pytest.mark.parametrize("operation", [*OPERATIONS, "conv"])
+def test_rows_by_numba(operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows after the last sequence, and one short of the ring's end."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    problem = Problem.make(torch.device("cpu"), *ROWS, dtype=dtype, key_dim=24, value_dim=40)
+    name, arguments = getattr(problem, operation)()
+    rows = {key: value for key, value in arguments.items() if key in ("mixed", "x", "a", "b", "dt")}
+    module = importlib.import_module(f"paged.kernels.recurrent.numba_ops.{NUMBA_OPS[operation]}")
+    with mock.patch.object(module, "prepare", wraps=module.prepare) as prepare:
+        check(name, arguments | {key: torch.cat([value, value[:2]]) for key, value in rows.items()})
+    prepare.assert_called_once()
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("operation", OPERATIONS)
+@by_each
 @pairwise(
     heads=[(1, 1), (2, 4), (1, 4), (3, 3)],
     key_dim=[16, 64, 128],
@@ -67,7 +102,7 @@ def test_sizes_and_gates(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("operation", OPERATIONS)
+@by_each
 def test_every_length_from_1_to_130(operation: str, device: torch.device) -> None:
     """Each from a position of its own, so that first and last chunks have every length too."""
     seqs = [Seq(tokens, start=5 * tokens % 64, ring=0 if tokens % 3 else -1) for tokens in range(1, 131)]
@@ -112,7 +147,11 @@ class Steps:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("backend", "operation"),
+    [("torch", "delta"), ("torch", "mamba"), pytest.param("triton", "delta", marks=pytest.mark.thorough)],
+    indirect=["backend"],
+)
 def test_one_text_by_any_steps(operation: str, device: torch.device) -> None:
     """A scan; single tokens until the ring is full; a flush; drafts of which some are rejected; a failed step that is
     made again; a scan off the grid. Outputs are those of one scan of the whole text."""
@@ -135,7 +174,7 @@ def test_one_text_by_any_steps(operation: str, device: torch.device) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("operation", OPERATIONS)
+@by_each
 def test_ten_thousand_tokens_by_scans_and_by_decodes(operation: str, device: torch.device) -> None:
     """Scans of 1,000, and rows of 1 to 16 tokens beside the ring, agree to the rounding of float32 at every token."""
     length = 10_000

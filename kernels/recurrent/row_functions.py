@@ -1,0 +1,127 @@
+"""Device functions of the kernels of recurrent layers: sequences of programs, gates of tokens, states of slots."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from paged.kernels.common.compat import tl, triton
+
+
+class Gates(NamedTuple):
+    """Arguments of a layer that make the gates of its tokens; b for the gated delta rule alone."""
+
+    gate_ptr: Any  # [num_tokens, HV], a or dt
+    b_ptr: Any  # [num_tokens, HV], or None
+    A_log_ptr: Any  # [HV]
+    dt_bias_ptr: Any  # [HV]
+    stride_gate_token: Any
+    stride_b_token: Any
+    beta_scale: Any
+    least: Any
+    most: Any
+
+
+class Slots(NamedTuple):
+    """The tensors of a `RecurrentState` without `conv`; every slot is contiguous."""
+
+    state_ptr: Any  # [num_slots, HV, V, K]
+    ring_k_ptr: Any  # float32 [num_slots, L, HK, K]
+    ring_u_ptr: Any  # float32 [num_slots, L, HV, V]
+    ring_g_ptr: Any  # float32 [num_slots, L, HV]
+    stride_state_slot: Any
+    stride_ring_k_slot: Any
+    stride_ring_u_slot: Any
+    stride_ring_g_slot: Any
+
+
+@triton.jit
+def sequence_of(program, cu_seqlens_q_ptr, num_seqs, BLOCK: tl.constexpr, EXTRA: tl.constexpr):
+    """The sequence of a program, where sequence i has those from cu_seqlens_q[i] // BLOCK + EXTRA i on; num_seqs for
+    the rows after the last sequence. A sequence of n tokens has at least n // BLOCK + EXTRA programs."""
+    low = program * 0
+    high = low + num_seqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = tl.load(cu_seqlens_q_ptr + middle) // BLOCK + EXTRA * middle
+        low = tl.where(begins <= program, middle, low)
+        high = tl.where(begins <= program, high, middle - 1)
+    return low
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) to float32 rounding: where 1 + exp(x) loses digits, log(y) / (y - 1) does not (Higham, 2002)."""
+    grown = tl.exp(tl.where(x > 20.0, 0.0, x))
+    total = 1.0 + grown
+    log = tl.where(total == 1.0, grown, tl.log(total) * (grown / tl.where(total == 1.0, 1.0, total - 1.0)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
+def token_gates(gates, tokens, head, mask):
+    """dt, the logarithm of the decay and beta of one token or many; all 0 outside the mask."""
+    bias = tl.load(gates.dt_bias_ptr + head).to(tl.float32)
+    raw = tl.load(gates.gate_ptr + tokens * gates.stride_gate_token + head, mask=mask, other=0.0).to(tl.float32)
+    dt = softplus(raw + bias)
+    dt = tl.where(dt < gates.least, gates.least, dt)  # NaN stays
+    dt = tl.where(mask, tl.where(dt > gates.most, gates.most, dt), 0.0)
+    g = -dt * tl.exp(tl.load(gates.A_log_ptr + head).to(tl.float32))
+    beta = dt
+    if gates.b_ptr is not None:
+        b = tl.load(gates.b_ptr + tokens * gates.stride_b_token + head, mask=mask, other=0.0).to(tl.float32)
+        beta = tl.where(mask, gates.beta_scale / (1.0 + tl.exp(-b)), 0.0)
+    return dt, g, beta
+
+
+@triton.jit
+def state_offsets(head, offs_k, offs_v, K: tl.constexpr, V: tl.constexpr):
+    """Offsets of S^T [K, V] of a head within a slot."""
+    return (head * V + offs_v[None, :]) * K + offs_k[:, None]
+
+
+@triton.jit
+def read_state(
+    slots,
+    slot,
+    cursor,
+    head,
+    offs_k,
+    offs_v,
+    HV: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """S^T [BLOCK_K, BLOCK_V] of a head after `cursor` entries of the slot's ring; 0 for slot -1, whose cursor is 0."""
+    key_head = head // (HV // HK)
+    mask_k, mask_v = offs_k < K, offs_v < V
+    mask = mask_k[:, None] & mask_v[None, :] & (slot >= 0)
+    S = tl.load(
+        slots.state_ptr + slot * slots.stride_state_slot + state_offsets(head, offs_k, offs_v, K, V), mask, other=0.0
+    ).to(tl.float32)
+    k_ptrs = slots.ring_k_ptr + slot * slots.stride_ring_k_slot + key_head * K + offs_k
+    u_ptrs = slots.ring_u_ptr + slot * slots.stride_ring_u_slot + head * V + offs_v
+    g_ptr = slots.ring_g_ptr + slot * slots.stride_ring_g_slot + head
+    # From the last entry to the first: one multiplication an element and entry instead of two.
+    grown = tl.zeros_like(S)
+    rest = 1.0
+    for index in range(cursor):
+        entry = cursor - 1 - index
+        k = tl.load(k_ptrs + entry * HK * K, mask_k, other=0.0)
+        u = tl.load(u_ptrs + entry * HV * V, mask_v, other=0.0)
+        grown += k[:, None] * (u * rest)[None, :]
+        rest *= tl.exp(tl.load(g_ptr + entry * HV))
+    return S * rest + grown
+
+
+@triton.jit
+def write_state(slots, slot, S, head, offs_k, offs_v, K: tl.constexpr, V: tl.constexpr):
+    """Store S^T [BLOCK_K, BLOCK_V] of a head."""
+    mask = (offs_k < K)[:, None] & (offs_v < V)[None, :]
+    ptrs = slots.state_ptr + slot * slots.stride_state_slot + state_offsets(head, offs_k, offs_v, K, V)
+    tl.store(ptrs, S.to(slots.state_ptr.dtype.element_ty), mask)
