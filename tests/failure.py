@@ -7,6 +7,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 
 @cache
 def _folder(filename: str) -> Path:
@@ -44,8 +46,12 @@ class Failure:
         return self._come
 
     def hits(self, call: Callable[[], object]) -> bool:
-        """Whether the call got so far; it must then raise the error, and nothing else ever."""
-        before = sys.gettrace()
+        """Whether the call got so far; it must then raise the error, and nothing else ever.
+
+        Where a `with` statement ends there is a line before the context's `__exit__`, which the error keeps from
+        running. Python runs no signal handler there, so what `torch.no_grad` has left is set right.
+        """
+        before, has_gradients = sys.gettrace(), torch.is_grad_enabled()
         sys.settrace(self._enter)
         try:
             call()
@@ -55,4 +61,5 @@ class Failure:
                 raise
         finally:
             sys.settrace(before)
+            torch.set_grad_enabled(has_gradients)
         return self.is_raised

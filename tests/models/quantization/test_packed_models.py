@@ -105,6 +105,7 @@ def test_graphs_and_batches(folders: Folders) -> None:
     """Padded steps over static inputs, and sequences side by side, give each its own logits."""
     model, eager = load(folders.packed, cuda_graphs=(4,)), load(folders.packed)
     model.prepare()
+    eager.pack()
     for one in (model, eager):
         forward(one, {"a": PROMPT, "b": PROMPT[:5]})
     got = model.decode_batch_with_full_logits([("a", 3, 9), ("b", 4, 5)])
