@@ -13,6 +13,7 @@ from paged.kernels.common.device import use_triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, has_native_e4m3
+from paged.kernels.common.id_checks import Sequences, check_sequences
 from paged.kernels.common.launch import Launch, strides
 from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_int
@@ -158,6 +159,8 @@ def choose_keys(
         check_last_dim_contiguous(name, tensor)
     num_seqs, top_k = len(seq_lens), as_int("top_k", top_k, 1)
     shape = _shape(q, key_cache, block_table, top_k)
+    numbers = num_tokens, *key_cache.shape[:2], num_tokens, 1 << 30, 1
+    check_sequences(Sequences(block_table, cu_seqlens_q, seq_lens, *numbers))
     if not use_triton(q):
         return lambda given: choose_keys_twin(**given)
     max_keys = block_table.shape[1] * key_cache.shape[1]

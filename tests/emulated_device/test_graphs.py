@@ -28,6 +28,7 @@ ALWAYS = ("gemma3", "gpt_oss", "qwen3_moe")
 WITHOUT = (
     *("falcon_h1", "granite_hybrid", "granite_moe_hybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("deepseek_v32", "glm_moe_dsa"),
 )
 REPLAYED = [name for name in FAMILIES if name not in WITHOUT]
 

@@ -58,5 +58,5 @@ def test_memory_is_flat(served: Served) -> None:
     ask_many(served, REQUESTS)
     check_idle(served)
     later, larger = measure()
-    assert later - objects < REQUESTS // 10
+    assert later - objects < 500  # what a request left behind would be one or more for each
     assert larger - size < 16 << 20
