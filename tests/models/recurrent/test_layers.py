@@ -77,7 +77,6 @@ def test_padding_is_finite_before_routing(tmp_path: Path) -> None:
     """Rows of no sequence: the layers write 0, whatever their slot holds."""
     save_checkpoint(FAMILIES["qwen3_5_moe"], tmp_path)
     model = load_model(tmp_path, block_size=4, num_blocks=32, max_seq_len=64)
-    assert not model.graphs._sizes  # none are captured or recorded
     layer = next(one.linear_attn for one in model.network.layers if one.linear_attn is not None)
     assert isinstance(layer, GatedDeltaNet)
     for tensor in (layer.state.conv, layer.state.state, layer.state.ring_u):
