@@ -68,26 +68,10 @@ def _append_kernel(
     length = (tl.load(cu_seqlens_q_ptr + seq + 1) - first).to(tl.int32)
     if (length == 0) | (length > max_append):
         return
-    gates = Gates(
-        gate_ptr=gate_ptr,
-        b_ptr=b_ptr,
-        A_log_ptr=A_log_ptr,
-        dt_bias_ptr=dt_bias_ptr,
-        stride_gate_token=stride_gate_token,
-        stride_b_token=stride_b_token,
-        beta_scale=beta_scale,
-        least=least,
-        most=most,
-    )
+    gates = Gates(gate_ptr, b_ptr, A_log_ptr, dt_bias_ptr, stride_gate_token, stride_b_token, beta_scale, least, most)
     slots = Slots(
-        state_ptr=state_ptr,
-        ring_k_ptr=ring_k_ptr,
-        ring_u_ptr=ring_u_ptr,
-        ring_g_ptr=ring_g_ptr,
-        stride_state_slot=stride_state_slot,
-        stride_ring_k_slot=stride_ring_k_slot,
-        stride_ring_u_slot=stride_ring_u_slot,
-        stride_ring_g_slot=stride_ring_g_slot,
+        *(state_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr),
+        *(stride_state_slot, stride_ring_k_slot, stride_ring_u_slot, stride_ring_g_slot),
     )
     read_slot = tl.load(read_slots_ptr + seq).to(tl.int64)
     write_slot = tl.load(write_slots_ptr + seq).to(tl.int64)

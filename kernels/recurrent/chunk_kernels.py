@@ -107,17 +107,7 @@ def _prepare_chunks_kernel(
     rows = tl.arange(0, CHUNK)
     mask = (first + rows >= 0) & (first + rows < length)
     tokens = begin.to(tl.int64) + first + rows
-    gates = Gates(
-        gate_ptr=gate_ptr,
-        b_ptr=b_ptr,
-        A_log_ptr=A_log_ptr,
-        dt_bias_ptr=dt_bias_ptr,
-        stride_gate_token=stride_gate_token,
-        stride_b_token=stride_b_token,
-        beta_scale=beta_scale,
-        least=least,
-        most=most,
-    )
+    gates = Gates(gate_ptr, b_ptr, A_log_ptr, dt_bias_ptr, stride_gate_token, stride_b_token, beta_scale, least, most)
     dt, g, beta = token_gates(gates, tokens, head, mask)
     # Sums of -1,000 have differences that are off by 6e-5 in float32; pairs of float32 keep those of float64.
     sums = tl.cumsum(g.to(tl.float64), axis=0)
@@ -227,14 +217,8 @@ def _scan_chunks_kernel(
     if length <= max_append:
         return
     slots = Slots(
-        state_ptr=state_ptr,
-        ring_k_ptr=ring_k_ptr,
-        ring_u_ptr=ring_u_ptr,
-        ring_g_ptr=ring_g_ptr,
-        stride_state_slot=stride_state_slot,
-        stride_ring_k_slot=stride_ring_k_slot,
-        stride_ring_u_slot=stride_ring_u_slot,
-        stride_ring_g_slot=stride_ring_g_slot,
+        *(state_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr),
+        *(stride_state_slot, stride_ring_k_slot, stride_ring_u_slot, stride_ring_g_slot),
     )
     offs_k = tl.arange(0, BLOCK_K)
     offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -33,8 +33,8 @@ def chunk_options(dtype: torch.dtype, arch: str, key_dim: int, *, is_corrected: 
     """Return the options of the kernels of chunks.
 
     Mamba-2 spilled 5 registers in the loop on sm_80 with 4 warps, and 189 on gfx942 with 8. Two stages of float32, or
-    of K = 256, would need 90 to 131 KB where gfx942 has 64 KB. float32 spills in any case: it is there to be right,
-    16 bits to be fast.
+    of K = 256, would need 90 to 131 KB where gfx942 has 64 KB. float32 spills on NVIDIA in any case: it is there to be
+    right, 16 bits to be fast.
     """
     is_float32, is_long = dtype == torch.float32, key_dim > 128
     is_small = is_corrected and not (is_long or is_float32)

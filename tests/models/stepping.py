@@ -16,7 +16,8 @@ def make(folder: Path, cuda_graphs: bool | Sequence[int] | None = (2, 4), **size
     """A model whose cache is full of NaN, and graphs captured."""
     sizes = {"block_size": 4, "num_blocks": 32, "max_seq_len": 64, **sizes}
     model = load_model(folder, **sizes, cuda_graphs=cuda_graphs)
-    for layer in set(model.network.config.cache_layers):
+    config = model.network.config
+    for layer in {source for source, attends in zip(config.cache_layers, config.attends, strict=True) if attends}:
         model.kv_manager.k_cache(layer).fill_(torch.nan)
         model.kv_manager.v_cache(layer).fill_(torch.nan)
     model.graphs.capture()

@@ -58,7 +58,9 @@ def test_products_of_packed_weights_are_recorded(llama_folder: Path, form: str, 
 
 @pytest.mark.by_cpu
 @by_numba
-@pytest.mark.parametrize("name", ["cohere2", "gemma4_moe", "glm4_moe", "llama4", "ministral3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["cohere2", "gemma4_moe", "glm4_moe", "llama4", "ministral3", "nemotron_h", "qwen3_moe", "qwen3_next"]
+)
 def test_operations_between_the_kernels_are_recorded(name: str, tmp_path: Path, backend: str) -> None:
     """Layer norms, sorting, reads by index, experts; in bfloat16 experts of large steps depend on the processor."""
     save_checkpoint(FAMILIES[name], tmp_path)

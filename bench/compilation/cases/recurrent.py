@@ -35,7 +35,12 @@ def cases() -> list[CompileCase]:
         found.append(_norm(group, activation, is_first))
     for heads, corrected in ((DELTA, True), (MAMBA, False), (WIDE, False)):
         found += _scans(heads, "bf16", corrected)
-    return [*found, *_scans(DELTA, "fp32", True), _append(DELTA, "bf16", True, state="bf16")]
+    return [
+        *found,
+        *_scans(DELTA, "fp32", True),
+        *_scans(WIDE, "fp32", False),
+        _append(DELTA, "bf16", True, state="bf16"),
+    ]
 
 
 def _conv(channels: int, dtype: str, longest: int, *, bias: bool) -> CompileCase:
@@ -68,8 +73,9 @@ def _scans(heads: tuple[int, int, int, int], dtype: str, corrected: bool) -> lis
         for targets in (("sm_80", "sm_90", "sm_100"), ("gfx942",)):
             options: dict[str, Any] = chunk_options(_DTYPES[dtype], targets[0], heads[2], is_corrected=corrected)
             if dtype == "fp32":
-                # Operands of products fill the registers: on sm_90 320 of 3,218 instructions in the loop are spills.
-                options["may_spill"] = True
+                # Operands of three products fill NVIDIA's registers: on sm_90 320 of 3,218 instructions in the loop are
+                # spills, and 216 of 2,764 with half as many columns.
+                options["may_spill"] = targets[0] != "gfx942"
             else:
                 options["expect"] = {target: (TENSOR_CORES[target],) for target in targets}
             found.append(_case(f"{name} chunks", kernel, heads, dtype, corrected, targets=targets, **options))

@@ -13,6 +13,8 @@ from paged.kernels.recurrent import reference
 from tests.tolerance import assert_close
 
 NAN = float("nan")
+# Looked up once, so that no copy with a fault becomes an attribute of `paged`.
+OPERATIONS = {name: getattr(paged, name) for name in ("causal_conv1d", "gated_delta_rule", "mamba2_scan")}
 
 
 class Seq(NamedTuple):
@@ -134,7 +136,7 @@ class Problem:
 def run(name: str, arguments: dict[str, Any]) -> reference.Written:
     """What the operation returns and leaves in a copy of its state."""
     state = RecurrentState(*(None if each is None else each.clone() for each in vars(arguments["state"]).values()))
-    out = getattr(paged, name)(**arguments | {"state": state})
+    out = OPERATIONS[name](**arguments | {"state": state})
     return reference.Written(out, **vars(state))
 
 
