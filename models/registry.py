@@ -153,8 +153,8 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         what = " for latents" if has_latents else ""
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {' or '.join(map(str, allowed))}{what}")
 
-    if given.draft is not None and (ranks.size > 1 or any(config.recurrent)):
-        raise UnsupportedError(f"draft: {given.draft}, expected None with several ranks or recurrent layers")
+    if given.draft is not None and ranks.size > 1:
+        raise UnsupportedError(f"draft: {given.draft}, expected None with several ranks")
 
     if given.quantization is not None and (config.quantization is not None or use_triton(given.device)):
         on = "a quantised checkpoint" if config.quantization is not None else f"device {given.device} with Triton"

@@ -94,8 +94,9 @@ class BlockSpace:
                 tokens = request.embeds.ids(tokens, 0)
             ids = None if completion.wants_prompt_rows else tokens  # a cached prefix has no logits
             handle = self._manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
-            if self._has_draft_head and handle.num_tokens:
+            if self._has_draft_head and handle.num_tokens and self._manager.config.recurrent is None:
                 # The head needs the hidden state of the token before the first that runs: that token runs again.
+                # With recurrent layers there is no state before it, and the head sees 0 once.
                 self._manager.truncate(handle, handle.num_tokens - 1)
             completion.hold(handle)
             if request.first_token is None:

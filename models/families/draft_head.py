@@ -62,7 +62,7 @@ MULTI_TOKEN_HEADS: Mapping[str, HeadNames] = {
         normed=True,
     ),
     **dict.fromkeys(
-        ("qwen3", "qwen3_moe"),  # as in Qwen3-Next and Qwen3.5
+        ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
         HeadNames(
             "mtp",
             "layers.0",

@@ -25,8 +25,8 @@ from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts
 from tests.executors.engine_cases import EOS, check_pool_empty, encode, recall_prompts, run, run_to_end, tokens_of
 from tests.executors.sampling.completions import chi_square_p
-from tests.models.drafts.heads import save_head
-from tests.models.families import FAMILIES, save_checkpoint
+from tests.models.drafts.heads import save_head, save_published
+from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -83,6 +83,28 @@ def test_the_same_drafts_in_every_way(kind: str, tmp_path: Path) -> None:
         common = {text: ids for text, ids in found.items() if text in alone}
         assert {text: alone[text] for text in common} == common
         assert len(common) > len(prompts)
+        check_pool_empty(executor)
+
+
+def test_drafts_beside_recurrent_layers(tmp_path: Path) -> None:
+    """The text without drafts: rejected drafts, chunks, prefix hits, preemption, and snapshots that are evicted."""
+    save_published("qwen3_5", tmp_path)
+    beginning = tokens(40, seed=9)
+    prompts = [*(tokens(23, seed=seed) for seed in range(3)), *([*beginning, *tokens(9, seed=i)] for i in range(3))]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    plain = Engine(LlmExecutor.from_pretrained(tmp_path, num_blocks=256, block_size=8), eos_token_ids=())
+    expected = [run(plain, [prompt], params)[0] for prompt in prompts]
+    ways: list[tuple[EngineConfig, dict[str, Any]]] = [
+        (EngineConfig(chunk_size=16, token_budget=40), {"num_state_slots": 9}),
+        (EngineConfig(admission_tokens=0), {"num_blocks": 20}),
+    ]
+    for config, options in ways:
+        executor = load("mtp", tmp_path, **options)
+        engine = Engine(executor, config, proposer=HeadProposer(executor, 3), eos_token_ids=())
+        assert run(engine, prompts, params) == expected
+        assert run(engine, prompts[3:], params) == expected[3:]
+        assert engine.metrics.draft_tokens > engine.metrics.accepted_tokens
+        assert bool(engine.metrics.preempted) == ("num_blocks" in options)
         check_pool_empty(executor)
 
 

@@ -1,6 +1,7 @@
 """Draft heads: their logits against dense PyTorch, published names, and checkpoints that do not fit."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from examples.train_draft_head import run_head, target_states
 from paged import CheckpointError, LlmExecutor, UnifiedBatch, UnifiedBatchItem, UnsupportedError
 from paged.executors.command_line.cli import RECALL
 from paged.models.paged_lm import PagedCausalLM
-from tests.models.drafts.heads import CONFIG, save_head
+from tests.models.drafts.heads import CONFIG, save_head, save_published
 from tests.models.edits import assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
@@ -72,47 +73,32 @@ def test_logits(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
         ids.append(int(row.argmax()))
 
 
-# Tensors beside those of a layer: GLM-4.5's and MiMo's.
-PUBLISHED = {
-    "glm4_moe": ("layers.2", ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens")),
-    "mimo": ("mtp_layers.0", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
-}
-
-
-@pytest.mark.parametrize("family", [pytest.param("glm4_moe"), pytest.param("mimo", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "family",
+    ["glm4_moe", "qwen3_5", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("mimo", "qwen3_next"))],
+)
 def test_published_names(family: str, tmp_path: Path) -> None:
     """Against transformers' layer of the target."""
-    model = save_checkpoint(FAMILIES["glm4_moe" if family == "glm4_moe" else "qwen2"], tmp_path)
-    if family == "mimo":
-        edit_config(tmp_path, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
-    place, names = PUBLISHED[family]
-    generator = torch.Generator().manual_seed(2)
-    shapes = {"_proj": (64, 128), "norm": (64,), "head": (128, 64), "tokens": (128, 64)}
-    own = {
-        name: torch.randn(next(shape for end, shape in shapes.items() if name.endswith(end)), generator=generator) / 4
-        for name in names
-    }
+    model, own = save_published(family, tmp_path)
+    names = [*own]
 
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors |= {f"model.{place}.{name}.weight": tensor for name, tensor in own.items()}
-        layer = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
-        tensors |= {name.replace("layers.1", place): tensor for name, tensor in layer.items()}
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        module = deepcopy(model.model.norm)
+        module.weight.data = own[name]
+        normed: torch.Tensor = module(x)
+        return normed
 
-    edit_tensors(tmp_path, add)
     prompt, newest = tokens(30, seed=4), 9
     (found,) = drafts_after(tmp_path, "mtp", prompt, newest, 1)
     with torch.no_grad():
         hidden = model.model(torch.tensor([prompt])).last_hidden_state
         embedding = own.get("embed_tokens", model.model.embed_tokens.weight)
-        pair = embedding[torch.tensor([[*prompt[1:], newest]])], hidden
-        norms = [own[name] for name in names[:2]]
-        pair = [torch.nn.functional.rms_norm(x, (64,), norm, 1e-6) for x, norm in zip(pair, norms, strict=True)]
-        joined = torch.cat(pair if family == "glm4_moe" else pair[::-1], -1) @ own[names[2]].T
+        pair = norm(embedding[torch.tensor([[*prompt[1:], newest]])], names[0]), norm(hidden, names[1])
+        joined = torch.cat(pair[::-1] if family == "mimo" else pair, -1) @ own[names[2]].T
         rotations = model.model.rotary_emb(joined, torch.arange(30)[None])
         # The last row sees all others, so it needs no mask.
         mixed = model.model.layers[1](joined, position_embeddings=rotations, attention_mask=None)
-        normed = torch.nn.functional.rms_norm(mixed[:, -1], (64,), own[names[3]], 1e-6)
-        expected = normed @ own.get("shared_head.head", model.lm_head.weight).T
+        expected = norm(mixed[:, -1], names[3]) @ own.get("shared_head.head", model.lm_head.weight).T
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 

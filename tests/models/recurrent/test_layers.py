@@ -95,8 +95,6 @@ def test_what_is_not_supported_beside_them(tmp_path: Path) -> None:
     _, config = read_model_config(tmp_path)
     with pytest.raises(UnsupportedError, match="tensor_parallel_size 4: key heads of recurrent layers 2, supported"):
         Share(0, 4).config(config)
-    with pytest.raises(UnsupportedError, match="draft: mtp, expected None with several ranks or recurrent layers"):
-        load_model(tmp_path, draft="mtp")
     model = load_model(tmp_path, block_size=4, num_blocks=32, max_seq_len=64)
     folder = tmp_path / "adapter"
     folder.mkdir()
