@@ -10,10 +10,9 @@ import pytest
 import torch
 
 AVX512 = "+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
-# oneDNN, PyTorch and numba are told separately, so that each differs from the others in one of the sets.
+# oneDNN, PyTorch and numba are told separately.
 SETS = {
     "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "NUMBA_CPU_FEATURES": ""},
-    "AVX2, numba kernels with all": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     "AVX-512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "NUMBA_CPU_FEATURES": AVX512},
     "without numba": {},
 }

@@ -58,6 +58,7 @@ def run(environment: Path, folder: Path, program: str, *arguments: str) -> str:
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.thorough
 def test_it_holds_every_module_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[Callable[[Path, Path], Engine], dict[str, Any], int]] = {
     "prompt lookup": (looking_up, {}, 40),
     "prompt lookup, sampled": (looking_up, SAMPLED, 20),
     "draft model": (drafting, {}, 20),
-    "greedy, for long": (plain, {}, 400),
+    "greedy, for long": (plain, {}, 150),
     "draft model, sampled": (drafting, SAMPLED, 40),
 }
 THOROUGH = ("prompt lookup", "greedy, for long", "draft model, sampled")

@@ -165,6 +165,7 @@ def _read(values: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+@pytest.mark.thorough
 def test_absent_and_null_keys_mean_what_they_mean_in_transformers(name: str) -> None:
     """Each key in turn left out, and null, where transformers takes that."""
     config = (FAMILIES | VARIANTS)[name]
@@ -206,6 +207,7 @@ _ROPE_KEYS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.thorough
 def test_rotations_mean_what_transformers_makes_of_them(name: str) -> None:
     """What says nothing of some of their numbers takes the family's."""
     config = FAMILIES[name]

@@ -56,15 +56,6 @@ def _rows(backend: str, names: Any, fast: Any = ()) -> list[Any]:
     return [pytest.param(one, backend, marks=numba if one in fast else [*numba, pytest.mark.thorough]) for one in names]
 
 
-def ways(*interpreted: str, fast: Any = ("gemma3",), by_numba: Any = BY_NUMBA) -> pytest.MarkDecorator:
-    """Through PyTorch's operations, numba's kernels, and for some families Triton's."""
-    rows = [*_rows("torch", FAMILIES, fast), *_rows("numba", by_numba), *_rows("triton", interpreted)]
-    return pytest.mark.parametrize(("loaded", "backend"), rows, indirect=True)
-
-
-on_torch = ways(by_numba=())
-
-
 @pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
@@ -109,14 +100,6 @@ def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
     assert results[2] is None
 
 
-@ways("gpt_oss")
-def test_whole_prompt_then_decode(case: Case) -> None:
-    expected = case.expected(PROMPT)
-    assert_same_logits(case.ours.prefill("a", PROMPT[:-2]), expected[-3])
-    assert_same_logits(case.ours.decode("a", PROMPT[-2], 38), expected[-2])
-    assert_same_logits(case.ours.decode("a", PROMPT[-1], 39), expected[-1])
-
-
 @needs_numba
 @pytest.mark.by_cpu
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama", "qwen3_moe_normalised"])
@@ -136,12 +119,6 @@ def test_bfloat16_by_loops_is_as_exact_as_without(name: str, tmp_path: Path, mon
     assert max(errors[1:]) < 1.25 * errors[0]
 
 
-@ways("llama3_rope")
-def test_verify_gives_a_row_a_token(case: Case) -> None:
-    case.ours.prefill("a", PROMPT[:7])
-    assert_same_logits(case.ours.forward_verify("a", PROMPT[7:]), case.expected(PROMPT)[7:])
-
-
 @pytest.mark.parametrize(
     ("loaded", "backend"),
     [*_rows("triton", ONCE_IN_INTERPRETER), *_rows("torch", VARIANTS, fast=VARIANTS)],
@@ -151,34 +128,27 @@ def test_other_options_and_shapes(case: Case) -> None:
     assert_same_logits(case.ours.forward_verify("a", PROMPT[:12]), case.expected(PROMPT[:12]))
 
 
-@on_torch
-def test_greedy_tokens(case: Case) -> None:
-    expected = case.theirs.generate(torch.tensor([PROMPT]), max_new_tokens=32, do_sample=False, eos_token_id=None)
+def _verifies_a_row_a_token(case: Case) -> None:
+    case.ours.prefill("a", PROMPT[:7])
+    assert_same_logits(case.ours.forward_verify("a", PROMPT[7:]), case.expected(PROMPT)[7:])
+
+
+def _greedy_tokens(case: Case) -> None:
+    expected = case.theirs.generate(torch.tensor([PROMPT]), max_new_tokens=10, do_sample=False, eos_token_id=None)
     found = [int(case.ours.prefill("a", PROMPT).argmax())]
-    while len(found) < 32:
+    while len(found) < 10:
         found.append(int(case.ours.decode("a", found[-1], len(PROMPT) + len(found) - 1).argmax()))
     assert found == expected[0, len(PROMPT) :].tolist()
 
 
-def _check_chunks(case: Case, chunk: int) -> None:
+def _small_chunks(case: Case) -> None:
     expected = case.expected(PROMPT)
-    for start in range(0, len(PROMPT), chunk):
-        part = PROMPT[start : start + chunk]
+    for start in range(0, len(PROMPT), 3):
+        part = PROMPT[start : start + 3]
         assert_same_logits(case.ours.prefill("a", part), expected[start + len(part) - 1])
 
 
-@ways("mistral")
-def test_chunked_prompt(case: Case) -> None:
-    _check_chunks(case, 16)
-
-
-@on_torch
-def test_small_chunks(case: Case) -> None:
-    _check_chunks(case, 3)
-
-
-@ways("gemma3", "gpt_oss", "qwen3_moe_normalised")
-def test_sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
+def _sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
     prompts = [tokens(length, seed) for seed, length in enumerate((5, 16, 1, 17))]
     for prompt, logits in zip(prompts, forward(case.ours, dict(enumerate(prompts))), strict=True):
         assert_same_logits(logits, case.expected(prompt)[-1])
@@ -187,8 +157,7 @@ def test_sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
         assert_same_logits(logits, case.expected([*prompt, i])[-1])
 
 
-@ways("qwen3_moe_normalised")
-def test_after_truncate(case: Case) -> None:
+def _after_truncate(case: Case) -> None:
     if case.ours.kv_manager.config.recurrent is None:
         case.ours.prefill("a", PROMPT)
     else:  # of a prompt's chunk only the last state is kept
@@ -201,8 +170,7 @@ def test_after_truncate(case: Case) -> None:
     assert_same_logits(case.ours.prefill("a", other), case.expected(PROMPT[:19] + other)[-1])
 
 
-@ways("gemma3")
-def test_after_fork_both_go_their_own_way(case: Case) -> None:
+def _after_fork_both_go_their_own_way(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:19])
     handle = case.ours.kv_manager.get_handle("a")
     assert handle is not None
@@ -212,8 +180,7 @@ def test_after_fork_both_go_their_own_way(case: Case) -> None:
         assert_same_logits(logits, case.expected(PROMPT[:19] + ids)[-1])
 
 
-@on_torch
-def test_after_a_swap_and_behind_a_cached_prefix(case: Case) -> None:
+def _after_a_swap_and_behind_a_cached_prefix(case: Case) -> None:
     expected, manager = case.expected(PROMPT), case.ours.kv_manager
     case.ours.prefill("a", PROMPT[:30])
     handle = manager.get_handle("a")
@@ -231,17 +198,30 @@ def test_after_a_swap_and_behind_a_cached_prefix(case: Case) -> None:
     manager.clear_prefix_cache()
 
 
-@on_torch
-def test_mlps_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_CPU_ROWS", 7)
-    test_whole_prompt_then_decode(case)
-
-
-@on_torch
-def test_prepared_weights(case: Case) -> None:
-    num_parameters = case.ours.num_parameters()
+def _prepared_twice_and_mlps_in_parts(case: Case) -> None:
+    num_parameters, expected = case.ours.num_parameters(), case.expected(PROMPT)
     for _ in range(2):
         case.ours.prepare()
-        test_whole_prompt_then_decode(case)
+        assert_same_logits(case.ours.prefill("a", PROMPT[:-2]), expected[-3])
+        assert_same_logits(case.ours.decode("a", PROMPT[-2], 38), expected[-2])
+        assert_same_logits(case.ours.decode("a", PROMPT[-1], 39), expected[-1])
         case.ours.reset()
     assert case.ours.num_parameters() == num_parameters
+
+
+@pytest.mark.parametrize(("loaded", "backend"), _rows("torch", FAMILIES, fast=("gemma3",)), indirect=True)
+def test_every_other_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels see in these ways what they see in a mixed batch, so that PyTorch's are enough."""
+    monkeypatch.setattr(layers, "_CPU_ROWS", 7)
+    for way in (
+        _verifies_a_row_a_token,
+        _greedy_tokens,
+        _small_chunks,
+        _sequences_in_one_batch_do_not_see_each_other,
+        _after_truncate,
+        _after_fork_both_go_their_own_way,
+        _after_a_swap_and_behind_a_cached_prefix,
+        _prepared_twice_and_mlps_in_parts,
+    ):
+        way(case)
+        case.ours.reset()

@@ -35,6 +35,7 @@ for keeps in (False, True):
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+@pytest.mark.thorough
 def test_freed_memory_is_kept() -> None:
     done = subprocess.run([sys.executable, "-c", SYSTEM_PIECES], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "0"]

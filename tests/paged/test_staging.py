@@ -56,7 +56,7 @@ def test_fixed_copies_arrive_in_the_same_memory(size: int, device: torch.device)
         rows = [rng.integers(1, 99, count), rng.integers(1, 99, (2, count), dtype=np.int32)]
         fixed.send(rows, (0, -1))
         later.send([rows[0] + 1, rows[1]], (7, 7))
-        staging.to_device([np.empty(seed**3, np.int32)])
+        staging.to_device([np.empty(seed**2, np.int32)])
         for tensor, row, fill in zip(fixed.tensors, rows, (0, -1), strict=True):
             values = tensor.cpu().numpy()
             np.testing.assert_array_equal(values[..., :count], row)

@@ -19,7 +19,8 @@ def test_it_is_of_the_sources_as_they_are() -> None:
 
 
 @pytest.mark.thorough  # loads a checkpoint
-def test_step_is_as_it_runs() -> None:
+def test_step_is_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
     assert step.PATH.read_text() == step.draw(), "make picture"
 
 

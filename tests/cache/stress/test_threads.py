@@ -15,6 +15,7 @@ from paged.cache.manager import PagedKvCacheManager
 from tests.cache.prefix_cache import BLOCK, Cache
 
 NUM_THREADS = 8
+NUM_STEPS = 500
 # Sequences of a thread before it frees one; all threads together then want more blocks than there are.
 MAX_SEQUENCES = 6
 CONFIG = PagedKvCacheConfig(1, 1, 8, BLOCK, 64, num_swap_blocks=24, dtype=torch.float32, device="cpu")
@@ -110,12 +111,11 @@ def _frequent_switches() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_frequent_switches")
-@pytest.mark.parametrize("num_steps", [500, pytest.param(4_000, marks=pytest.mark.thorough)])
-def test_threads_lose_nothing(num_steps: int) -> None:
+def test_threads_lose_nothing() -> None:
     manager = PagedKvCacheManager(CONFIG)
     levels = [MemoryPressure.LOW]
     manager.on_pressure(levels.append)
-    workers = [Worker(manager, number, num_steps) for number in range(NUM_THREADS)]
+    workers = [Worker(manager, number, NUM_STEPS) for number in range(NUM_THREADS)]
     threads = [threading.Thread(target=worker.work) for worker in workers]
     for thread in threads:
         thread.start()

@@ -189,6 +189,7 @@ def _at_tick(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], obj
 
 @pytest.mark.parametrize("number", [2, 30], ids=["comparing", "loading"])
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.thorough
 def test_another_that_is_lost_while_it_loads(
     sign: signal.Signals, number: int, mortals: Followers, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ def test_another_that_is_lost_while_it_loads(
     assert monotonic() - began < 10
 
 
+@pytest.mark.thorough
 def test_this_one_that_stalls_while_it_loads(
     followers: Followers, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """HeadProposer: the target's text whatever the head drafts, and the same drafts however a sequence came about."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,15 +162,15 @@ def test_sampled_output_has_the_targets_distribution(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prompts_and_texts() -> tuple[list[list[int]], list[list[int]]]:
-    """500 prompts, and the target's texts."""
-    prompts = encode(recall_prompts(500, max_tokens=32))
+    """Prompts, 500 in `make soak`, and the target's texts."""
+    prompts = encode(recall_prompts(500 if "SOAK" in os.environ else 80, max_tokens=32))
     return prompts, run(Engine(LlmExecutor.from_pretrained(RECALL, num_blocks=1024), eos_token_ids=EOS), prompts)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "steps"), [("eagle3", 60), ("mtp", 120)])
 def test_trained_heads(kind: str, steps: int, prompts_and_texts: Any, tmp_path: Path) -> None:
-    """500 prompts: the target's text, in more than 1.5 tokens a step, or 1.3 without blocks for all drafts."""
+    """The target's text, in more than 1.5 tokens a step, or 1.3 without blocks for all drafts."""
     save(kind, *train(kind, steps=steps, longest=32), tmp_path)
     prompts, expected = prompts_and_texts
     for num_blocks, least in ((1024, 1.5), (40, 1.3)):

@@ -9,7 +9,7 @@ import torch
 
 from paged import InvalidInputError, RecurrentState
 from tests.kernels.recurrent.problem import Problem, Seq, check, run
-from tests.kernels.recurrent.test_scan import MIXED
+from tests.kernels.recurrent.test_scan import MIXED, lengths_to_130
 from tests.tolerance import dtypes
 
 
@@ -25,9 +25,8 @@ def test_matches_reference(width: int, options: dict[str, None], dtype: torch.dt
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("backend")
-def test_every_length_from_1_to_130(device: torch.device) -> None:
-    seqs = [Seq(tokens, start=tokens % 7, ring=tokens % 4 - 1) for tokens in range(1, 131)]
+def test_every_length_from_1_to_130(backend: str, device: torch.device) -> None:
+    seqs = [Seq(tokens, start=tokens % 7, ring=tokens % 4 - 1) for tokens in lengths_to_130(backend)]
     problem = Problem.make(device, *seqs, max_append=0, key_heads=1, value_heads=1)
     check(*problem.conv())
 

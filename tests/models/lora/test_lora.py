@@ -101,8 +101,7 @@ def test_three_adapters_and_base_in_one_batch(model: PagedCausalLM, want: Want, 
     assert (want("all", PROMPTS["large"]) - want(None, PROMPTS["large"])).abs().max() > 0.1
 
 
-@both_backends
-def test_base_rows_keep_their_bits(model: PagedCausalLM, llama_folder: Path, backend: str) -> None:
+def test_base_rows_keep_their_bits(model: PagedCausalLM, llama_folder: Path) -> None:
     """Beside adapters' rows, and in a batch of their own."""
     plain = load_model(llama_folder, **SIZES)
     prompts = [tokens(17, 5), PROMPTS["large"], tokens(3, 6)]
