@@ -7,6 +7,8 @@ from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+# Of experts without a gate: the square of what is positive (So et al., 2021).
+PLAIN_ACTIVATIONS = ("relu2",)
 
 
 @triton.jit
@@ -26,9 +28,9 @@ def gated_activation(gate, up, ACTIVATION: tl.constexpr):
     return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
 
 
-def check_activation(activation: str) -> None:
-    """Raise UnsupportedError unless the activation is one of ACTIVATIONS."""
+def check_activation(activation: str, known: tuple[str, ...] = ACTIVATIONS) -> None:
+    """Raise UnsupportedError unless the activation is known."""
     if not isinstance(activation, str):
         raise InvalidInputError(f"activation: {shown(activation)}, expected a name")
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(f"activation: {activation!r}, known are {', '.join(map(repr, ACTIVATIONS))}")
+    if activation not in known:
+        raise UnsupportedError(f"activation: {activation!r}, known are {', '.join(map(repr, known))}")

@@ -17,7 +17,7 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.gated_activation import check_activation
+from paged.kernels.common.gated_activation import ACTIVATIONS, PLAIN_ACTIVATIONS, check_activation
 from paged.kernels.common.launch import Launch
 from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
 from paged.kernels.common.scalars import as_bool, as_int, shown
@@ -101,18 +101,20 @@ def fused_moe(
     """Run each token through its experts and return the weighted sum.
 
     For expert e: w2[e] @ act(gate, up) + w2_bias[e] with (gate, up) = w1[e] @ x + w1_bias[e]. Sums are float32. The
-    activation and each weighted part are rounded to the dtype of hidden_states. Results have the same bits in every
-    run.
+    activation and each weighted part are rounded to the dtype of hidden_states; so is the input of an activation
+    without gate. Results have the same bits in every run.
 
     Args:
         hidden_states: [num_tokens, hidden_size], float32, float16 or bfloat16, last dimension contiguous.
-        w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows then up rows, last dimension contiguous.
+        w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows then up rows, last dimension contiguous; half
+            as many without gate.
         w2: [num_experts, hidden_size, intermediate_size], last dimension contiguous.
         topk_weights: float32 [num_tokens, top_k], contiguous. A NaN makes its token's row NaN, and no other row.
         topk_ids: int32 [num_tokens, top_k], contiguous. An id that names no expert contributes nothing. Shared experts
             are the last rows of w1 and w2, and every token names them, see `route_tokens`.
         activation: "silu", "gelu" or "gelu_tanh" (its tanh approximation) of the gate, times up. "swiglu_oai" is
             min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up) with up clamped to [-7, 7] (gpt-oss, OpenAI, 2025).
+            "relu2" is max(up, 0)^2 (So et al., 2021) of experts without gate rows.
         expert_map: int32 [num_global_experts], contiguous: row of each expert in w1 and w2, or -1 if another rank holds
             it. Such an expert costs nothing and contributes nothing, so the ranks' results add up to the whole. None if
             ids are rows.
@@ -149,15 +151,16 @@ def fused_moe(
         raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
     gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
     down = ExpertLinear(w2, w2_bias, w2_scale, w2_zeros, w2_tensor_scale)
-    check_activation(activation)
+    check_activation(activation, ACTIVATIONS + PLAIN_ACTIVATIONS)
+    is_gated = activation not in PLAIN_ACTIVATIONS
     interleaved = as_bool("interleaved", interleaved)
-    check_operands(hidden_states, gate_up, down, topk_weights, topk_ids)
+    check_operands(hidden_states, gate_up, down, topk_weights, topk_ids, is_gated=is_gated)
     check_expert_map(expert_map, hidden_states.device)
     if out is not None:
         check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
         check_last_dim_contiguous("out", out)
         check_writable("out", out)
-    compute = _compute(hidden_states, down, topk_ids, expert_map, aligned)
+    compute = _compute(hidden_states, down, topk_ids, expert_map, aligned, is_gated)
 
     def run(given: Arguments) -> torch.Tensor:
         x, out = given["hidden_states"], given["out"]
@@ -178,11 +181,12 @@ def _compute(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     aligned: MoeAlignment | None,
+    is_gated: bool,
 ) -> Callable[[MoeCall, MoeAlignment | None], object]:
     if not use_triton(hidden_states) or hidden_states.numel() == 0:
         return lambda call, _: torch_op.fused_moe(call) if call.hidden_states.numel() else None
     num_tokens, top_k = topk_ids.shape
-    tiles = _chosen_tiles(num_tokens, top_k, down, hidden_states.dtype, expert_map)
+    tiles = _chosen_tiles(num_tokens, top_k, down, hidden_states.dtype, expert_map, is_gated)
     if tiles is not None and aligned is not None:
         _check_aligned(aligned, topk_ids, tiles.gate_up.block_m, len(down.w))
     bound: Any = None
@@ -214,11 +218,13 @@ def _grouped(
         activated,
         aligned,
         tiles.gate_up,
-        activation=call.activation,
+        activation=call.activation if call.is_gated else "",
         interleaved=call.interleaved,
         entries_per_row=ids.shape[1],
         bound=first,
     )
+    if not call.is_gated:
+        activated.relu_().square_()
     parts, weights = x.new_empty((ids.numel(), hidden_size)), call.topk_weights
     second = expert_gemm(activated, call.down, parts, aligned, tiles.down, entry_weights=weights, bound=second)
     third = moe_sum(parts, weights, ids, num_experts, call.expert_map, call.out, third)
@@ -268,10 +274,11 @@ def moe_block_size(
     expert_map: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    is_gated: bool = True,
 ) -> int | None:
     """Return the block size of the alignment that `fused_moe` takes for this many tokens; None if it takes none.
 
-    dtype: of hidden_states; None for that of w2.
+    dtype: of hidden_states; None for that of w2. is_gated: whether w1 has gate rows.
     """
     if torch.compiler.is_dynamo_compiling():  # no graph depends on how many tokens there are
         return None
@@ -280,7 +287,7 @@ def moe_block_size(
     if num_tokens == 0 or not use_triton(w2):
         return None
     down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
-    tiles = _chosen_tiles(num_tokens, top_k, down, dtype, expert_map)
+    tiles = _chosen_tiles(num_tokens, top_k, down, dtype, expert_map, is_gated)
     return None if tiles is None else tiles.gate_up.block_m
 
 
@@ -292,18 +299,24 @@ def token_counts(
     expert_map: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    is_gated: bool = True,
 ) -> list[int]:
     """Return the least number of tokens, 1 to `most`, for each code path of `fused_moe` and its routing, rising."""
     counts: dict[object, int] = {}
     down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
     for count in range(1, most + 1):
-        tiles = _chosen_tiles(count, top_k, down, dtype, expert_map)
+        tiles = _chosen_tiles(count, top_k, down, dtype, expert_map, is_gated)
         counts.setdefault((tiles, count > MAX_FUSED_TOKENS), count)
     return list(counts.values())
 
 
 def _chosen_tiles(
-    num_tokens: int, top_k: int, down: ExpertLinear, dtype: torch.dtype, expert_map: torch.Tensor | None
+    num_tokens: int,
+    top_k: int,
+    down: ExpertLinear,
+    dtype: torch.dtype,
+    expert_map: torch.Tensor | None,
+    is_gated: bool,
 ) -> MoeTiles | None:
     """Return the tiles, or None for matrix-vector products."""
     num_experts, hidden_size, _ = down.w.shape
@@ -311,7 +324,7 @@ def _chosen_tiles(
     num_routed = num_experts if expert_map is None else expert_map.numel()
     packed = down.format if down.is_packed else ""
     shape = MoeShape(num_tokens * top_k, num_routed, hidden_size, down.columns, dtype.itemsize, packed)
-    if takes_gemv(shape, is_quantized=bool(down.format)):
+    if is_gated and takes_gemv(shape, is_quantized=bool(down.format)):
         return None
     return moe_tiles(shape, dtype, device_of(down.w.device))
 

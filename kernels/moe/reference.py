@@ -75,12 +75,13 @@ def fused_moe(
     x, weights = f64(hidden_states), f64(topk_weights)
     rows = torch.arange(w1.shape[1])
     gate_rows, up_rows = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
+    is_gated = activation != "relu2"
 
     @functools.cache
     def expert(local: int) -> list[tuple[torch.Tensor, torch.Tensor | float]]:
         """Weights and biases of both projections."""
         found = []
-        for name, w, columns in (("w1", w1, x.shape[1]), ("w2", w2, w1.shape[1] // 2)):
+        for name, w, columns in (("w1", w1, x.shape[1]), ("w2", w2, w1.shape[1] // (1 + is_gated))):
             given = [options.get(f"{name}_{each}") for each in ("bias", "scale", "zeros", "tensor_scale")]
             bias, *scales = (None if each is None else each[local] for each in given)
             found.append((dequantize(w[local], *scales, num_columns=columns), 0.0 if bias is None else f64(bias)))
@@ -97,7 +98,10 @@ def fused_moe(
                 (first, first_bias), (second, second_bias) = expert(local)
                 given = quantize_rows(x[token, None], w1.dtype, 128)[0] if w1.dtype == torch.float8_e4m3fn else x[token]
                 product = first @ given + first_bias
-                activated = gated_activation(product[gate_rows], product[up_rows], activation)
+                if is_gated:
+                    activated = gated_activation(product[gate_rows], product[up_rows], activation)
+                else:
+                    activated = product.clamp(min=0) ** 2
                 if w2.dtype == torch.float8_e4m3fn:
                     activated = quantize_rows(activated[None], w2.dtype, 128)[0]
                 out[token] += weight * (second @ activated + second_bias)

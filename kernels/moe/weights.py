@@ -17,6 +17,7 @@ from paged.kernels.common.checks import (
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.gated_activation import PLAIN_ACTIVATIONS
 from paged.kernels.common.packed.packing import check_scales, format_of, group_of, num_words
 
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
@@ -82,8 +83,13 @@ class MoeCall(NamedTuple):
         return bool(self.gate_up.format or self.down.format)
 
     @property
+    def is_gated(self) -> bool:
+        """Whether w1 has gate rows."""
+        return self.activation not in PLAIN_ACTIVATIONS
+
+    @property
     def intermediate_size(self) -> int:
-        return self.gate_up.w.shape[1] // 2
+        return self.gate_up.w.shape[1] // (1 + self.is_gated)
 
 
 def check_operands(
@@ -92,6 +98,8 @@ def check_operands(
     down: ExpertLinear,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    *,
+    is_gated: bool,
 ) -> None:
     """Raise unless the arguments of `fused_moe` fit together.
 
@@ -103,11 +111,12 @@ def check_operands(
     device, dtype = hidden_states.device, hidden_states.dtype
     check_tensor("hidden_states", hidden_states, ("num_tokens", "hidden_size"), FLOAT_DTYPES, device)
     num_tokens, hidden_size = hidden_states.shape
-    check_shape("w1", gate_up.w, ("num_experts", "2 * intermediate_size", "hidden_size"))
+    rows, factor = ("2 * intermediate_size", 2) if is_gated else ("intermediate_size", 1)
+    check_shape("w1", gate_up.w, ("num_experts", rows, "hidden_size"))
     # Words do not say how many columns they hold.
-    intermediate_size: int | str = gate_up.w.shape[1] // 2 if down.is_packed else "intermediate_size"
+    intermediate_size: int | str = gate_up.w.shape[1] // factor if down.is_packed else "intermediate_size"
     _check_weights("w2", down, ("num_experts", hidden_size, intermediate_size), dtype, device)
-    num_rows = 2 * (intermediate_size if isinstance(intermediate_size, int) else down.columns)
+    num_rows = factor * (intermediate_size if isinstance(intermediate_size, int) else down.columns)
     _check_weights("w1", gate_up, (len(down.w), num_rows, hidden_size), dtype, device)
     if gate_up.is_packed != down.is_packed:
         raise InvalidInputError(f"w1, w2: {gate_up.w.dtype} and {down.w.dtype}, expected int32 of both or of none")

@@ -223,7 +223,9 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "nemotron_h": {
         "layer_norm_epsilon": 1e-5, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
-        "conv_kernel": 4, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu",
+        "conv_kernel": 4, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
     },
     "olmo3": {"sliding_window": 4096},
     "olmo_hybrid": {"linear_conv_kernel_dim": 4},

@@ -99,6 +99,7 @@ def sigmoid_experts(hf: HfConfig, **fields: Any) -> MoeConfig:
         "scoring": "sigmoid",
         "correction_bias": "gate.e_score_correction_bias",
         "float32_router": True,
+        "shared_size": size * hf.integer("n_shared_experts"),
     }
     return moe_config(
         hf,
@@ -108,7 +109,6 @@ def sigmoid_experts(hf: HfConfig, **fields: Any) -> MoeConfig:
         num_expert_groups=hf.integer("n_group"),
         topk_groups=hf.integer("topk_group"),
         routed_scaling_factor=hf.number("routed_scaling_factor"),
-        shared_size=size * hf.integer("n_shared_experts"),
         **own | fields,
     )
 

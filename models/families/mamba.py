@@ -11,7 +11,7 @@ from paged.errors import CheckpointError
 from paged.kernels.common.scalars import shown
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.dense import granite_fields
-from paged.models.families.experts import GRANITE_RENAMES, granite_moe
+from paged.models.families.experts import GRANITE_RENAMES, granite_moe, sigmoid_experts
 from paged.models.families.llama import DecoderLayer, Llama, family
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import PLAIN_ACTIVATIONS, decoder_config, layer_kinds, read_head_dim
@@ -22,11 +22,7 @@ from paged.models.loading.hf_config import HfConfig
 _KINDS = ("linear_attention", "full_attention")
 # Letters of Nemotron-H's `hybrid_override_pattern`, which its first published models have.
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_NEMOTRON_KINDS = (*_KINDS, "mlp")
-_OF_EXPERTS = (
-    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group"),
-    *("routed_scaling_factor", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
-)
+_NEMOTRON_KINDS = (*_KINDS, "mlp", "moe")
 _MAMBA_RENAMES = {r"\.mamba\.": ".linear_attn."}
 _GRANITE_RENAMES = {
     **_MAMBA_RENAMES,
@@ -133,7 +129,8 @@ class _GraniteMoeHybrid(_GraniteHybrid):
 
 
 def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
-    """Nemotron-H and Nemotron Nano 2 (Nvidia, 2025): each layer is Mamba-2, attention that does not rotate, or an MLP.
+    """Nemotron-H, Nemotron Nano 2 (Nvidia, 2025) and Nemotron 3 Nano (2025): each layer is Mamba-2, attention that does
+    not rotate, an MLP or experts without gates.
 
     transformers limits dt to `time_step_min` in prompts only. The authors' kernels use `time_step_limit`, and so does
     this.
@@ -143,8 +140,9 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 leaves it out
     kinds = layer_kinds(hf, _NEMOTRON_KINDS, lambda layer: listed[layer], "layers_block_type")
     hf.choice("mamba_hidden_act", "silu")
-    for key in _OF_EXPERTS:
-        hf.value(key)  # transformers writes them for models without experts, too
+    hf.choice("moe_latent_size", None)
+    # transformers writes the keys for models without experts, too.
+    moe = sigmoid_experts(hf, shared_size=hf.integer("moe_shared_expert_intermediate_size"))
     heads = hf.integer("mamba_num_heads")
     mamba = Mamba2Config(
         num_heads=heads,
@@ -162,6 +160,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
         "recurrent": tuple(mamba if kind == "linear_attention" else None for kind in kinds),
         "attends": tuple(kind == "full_attention" for kind in kinds),
         "intermediate_size": tuple(size if kind == "mlp" else 0 for kind in kinds),
+        "moe": tuple(moe if kind == "moe" else None for kind in kinds),
         "rope": None,
         "gated": False,
         "activation": PLAIN_ACTIVATIONS[hf.choice("mlp_hidden_act", "relu2", "gelu_pytorch_tanh")],

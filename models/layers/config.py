@@ -152,7 +152,7 @@ class NormConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """A mixture of experts: each token takes top_k of num_experts gated MLPs.
+    """A mixture of experts: each token takes top_k of num_experts MLPs.
 
     Attributes:
         intermediate_size: intermediate size of one expert.
@@ -223,7 +223,7 @@ class DecoderConfig:
         fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
         activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`; without a gate, one of
             `PlainMlp`.
-        gated: whether MLPs without experts have a gate.
+        gated: whether MLPs and experts have a gate.
         mlp_factors: factors for the gate before its activation, and for the output of gated MLPs without experts.
         embedding_scale, residual_scale, logits_scale: factors for embeddings, for everything added to the residual
             stream, and for logits.

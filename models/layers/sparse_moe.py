@@ -21,7 +21,7 @@ from paged.kernels.moe.routing import Routing
 from paged.kernels.moe.torch_ops.expert_products import Product, run_experts
 from paged.kernels.moe.weights import ExpertLinear
 from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
+from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, empty_parameter
 from paged.models.loading.weights import WeightSlots
 from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.on_load import as_products
@@ -29,9 +29,9 @@ from paged.models.quantization.packed_weights import CpuProducts, Mxfp4Experts, 
 
 
 class SparseMoe(nn.Module):
-    """A router that sends each token to a few gated MLPs, and optionally one shared MLP for all tokens.
+    """A router that sends each token to a few MLPs, and optionally one shared MLP for all tokens.
 
-    Only the shared MLP takes adapters.
+    Only the shared MLP takes adapters. inputs: checkpoint names of an expert's projections of x.
     """
 
     routing: Routing
@@ -44,7 +44,8 @@ class SparseMoe(nn.Module):
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
-        self.config, self.activation = moe, config.activation
+        self.config, self.activation, self.is_gated = moe, config.activation, config.gated
+        self.inputs = (moe.gate_name, moe.up_name) if config.gated else (moe.up_name,)
         self.route_tokens, self.route_and_align = Bound(route_tokens), Bound(route_and_align)
         self.fused_moe = Bound(fused_moe)
         hidden_size, num_experts, size = config.hidden_size, moe.num_experts, moe.intermediate_size
@@ -53,12 +54,12 @@ class SparseMoe(nn.Module):
         self.expert_scale = empty_parameter(num_experts) if moe.expert_scale else None
         experts = Mxfp4Experts if moe.is_mxfp4 else empty_parameter
         num_held = len(moe.experts)
-        self.w1 = experts(num_held, 2 * size, hidden_size)
+        self.w1 = experts(num_held, len(self.inputs) * size, hidden_size)
         self.w2 = experts(num_held, hidden_size, size)
-        self.w1_bias = empty_parameter(num_held, 2 * size) if moe.bias else None
+        self.w1_bias = empty_parameter(num_held, len(self.inputs) * size) if moe.bias else None
         self.w2_bias = empty_parameter(num_held, hidden_size) if moe.bias else None
         if moe.shared_size:
-            self.add_module(moe.shared_name, GatedMlp(config, moe.shared_size))
+            self.add_module(moe.shared_name, (GatedMlp if config.gated else PlainMlp)(config, moe.shared_size))
         self.shared_gate = Linear(hidden_size, {moe.shared_gate: 1}) if moe.shared_gate else None
 
     @property
@@ -75,7 +76,7 @@ class SparseMoe(nn.Module):
         """
         moe = self.config
         kinds = (
-            ("w1", (moe.gate_name, moe.up_name), moe.intermediate_size),
+            ("w1", self.inputs, moe.intermediate_size),
             ("w2", (moe.down_name,), self.router.in_features),
         )
         for attribute, names, rows in kinds:
@@ -189,10 +190,10 @@ class SparseMoe(nn.Module):
 
     def token_counts(self, most: int, dtype: torch.dtype) -> list[int]:
         """Return the least number of tokens, up to `most`, for each code path."""
-        down = self.down
-        return token_counts(
-            most, self.routing.top_k, down.w, expert_map=self.expert_map, w2_scale=down.scale, dtype=dtype
-        )
+        return token_counts(most, self.routing.top_k, self.down.w, dtype=dtype, **self._tile_options())
+
+    def _tile_options(self) -> dict[str, Any]:
+        return {"expert_map": self.expert_map, "w2_scale": self.down.scale, "is_gated": self.is_gated}
 
     def forward(
         self, x: torch.Tensor, lora: LoraBatch | None = None, *, routed_by: torch.Tensor | None = None
@@ -201,10 +202,7 @@ class SparseMoe(nn.Module):
         logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
         expert_map, block_size, aligned = self.expert_map, None, None
         if self.products is None:
-            down = self.down
-            block_size = moe_block_size(
-                len(x), self.routing.top_k, down.w, expert_map=expert_map, w2_scale=down.scale, dtype=x.dtype
-            )
+            block_size = moe_block_size(len(x), self.routing.top_k, self.down.w, dtype=x.dtype, **self._tile_options())
         if block_size is None:
             topk_weights, topk_ids = self.route_tokens(logits, **vars(self.routing))
         else:
@@ -266,7 +264,7 @@ class SparseMoe(nn.Module):
 
     def _expert_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, WeightSlots()
-        for weight, kinds in ((self.w1, (moe.gate_name, moe.up_name)), (self.w2, (moe.down_name,))):
+        for weight, kinds in ((self.w1, self.inputs), (self.w2, (moe.down_name,))):
             assert not isinstance(weight, Mxfp4Experts)  # stored as one tensor
             names = [f"{prefix}.experts.{expert}.{kind}" for expert in moe.experts for kind in kinds]
             if isinstance(weight, PackedWeights):

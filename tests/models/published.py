@@ -521,6 +521,10 @@ _ROWS = {
         hybrid_override_pattern='M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-' mamba_head_dim=64 max=8192""",
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": """NemotronH nemotron_h h=4480 i=15680 l=56 q=40 kv=8 d=128 mamba_head_dim=80
         hybrid_override_pattern='M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-' max=131072""",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": """NemotronH nemotron_h h=2688 i=1856 l=52 q=32 kv=2 d=128
+        hybrid_override_pattern='MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME' mamba_num_heads=64
+        mamba_head_dim=64 max=262144 moe=1856 moe_shared_expert_intermediate_size=3712 n_routed_experts=128 top=6
+        n_shared_experts=1 n_group=1 topk_group=1 norm_topk_prob=True routed_scaling_factor=2.5""",
     "tiiuae/Falcon-H1-0.5B-Instruct": """FalconH1 silu no_bias h=1024 i=2048 l=36 q=8 kv=2 d=64 max=16384 eps=1e-5
         attention_in_multiplier=1.0 attention_out_multiplier=0.9375 embedding_multiplier=5.656854249492381
         key_multiplier=0.39062499999999994 lm_head_multiplier=0.0390625 mamba_chunk_size=128 mamba_conv_bias=True

@@ -7,7 +7,12 @@ from torch.nn import functional
 
 
 def gated_activation(x: torch.Tensor, activation: str, interleaved: bool) -> torch.Tensor:
-    """PyTorch implementation of `kernels.common.gated_activation`; gate and up are halves of x or alternate."""
+    """PyTorch implementation of `kernels.common.gated_activation`; gate and up are halves of x or alternate.
+
+    "relu2" has no gate: x is up.
+    """
+    if activation == "relu2":
+        return x.relu().square_()
     gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
     if activation == "silu":
         return functional.silu(gate).mul_(up)

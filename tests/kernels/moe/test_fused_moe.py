@@ -73,8 +73,11 @@ def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any], *, rounds
     for token, ids in enumerate(topk_ids.tolist()):
         for k, expert in enumerate(ids):
             product = linear("w1", w1, hidden_states[token].double(), expert)
-            gate, up = (product[0::2], product[1::2]) if interleaved else product.chunk(2)
-            activated = to_dtype(common_reference.gated_activation(gate, up, activation))
+            if activation == "relu2":
+                activated = to_dtype(to_dtype(product).clamp(min=0) ** 2)
+            else:
+                gate, up = (product[0::2], product[1::2]) if interleaved else product.chunk(2)
+                activated = to_dtype(common_reference.gated_activation(gate, up, activation))
             part = linear("w2", w2, activated, expert) * topk_weights[token, k]
             total[token] += part if backend == "torch" or takes_gemv(shape) else to_dtype(part)
     return total
@@ -111,16 +114,18 @@ def test_matches_reference(sizes: tuple[int, ...], dtype: torch.dtype, backend: 
     assert_matches(fused_moe(*inputs), inputs, backend)
 
 
-@pairwise(num_tokens=[1, 12], activation=["silu", "gelu", "gelu_tanh", "swiglu_oai"], interleaved=[False, True])
+@pairwise(
+    num_tokens=[1, 12], activation=["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"], interleaved=[False, True]
+)
 def test_activations_biases_and_layouts(
     num_tokens: int, activation: str, interleaved: bool, backend: str, device: torch.device
 ) -> None:
-    """Gates and ups far enough out to be clamped; one token takes matrix-vector products."""
-    inputs = make_inputs(device, num_tokens=num_tokens, num_experts=8, dtype=torch.float16)
-    inputs[1].mul_(4)
+    """Gates and ups far enough out to be clamped; one token takes matrix-vector products, but for relu2."""
+    x, w1, *others = make_inputs(device, num_tokens=num_tokens, num_experts=8, dtype=torch.float16)
+    inputs = x, w1.mul_(4)[:, : 40 if activation == "relu2" else 80], *others
     options = {
         "activation": activation,
-        "w1_bias": torch.randn(8, 80, device=device, dtype=torch.float16),
+        "w1_bias": torch.randn(8, inputs[1].shape[1], device=device, dtype=torch.float16),
         "w2_bias": torch.randn(8, 48, device=device),
         "interleaved": interleaved,
     }
