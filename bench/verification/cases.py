@@ -109,10 +109,11 @@ def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> P
         case = MoeCase(MoeModel("", 8, 2, 48, 40, 8), tokens, "balanced")
         layer = case.layer(device, dtype)
         x, w1, *others = layer.arguments(case.batch(device, dtype))
+        w1 = w1[:, :40] if activation == "relu2" else w1
         options: dict[str, Any] = {
             "activation": activation,
             "interleaved": True,
-            "w1_bias": torch.randn(8, 80, device=device),
+            "w1_bias": torch.randn(w1.shape[:2], device=device),
             "w2_bias": torch.randn(8, 48, device=device),
             "expert_map": torch.tensor([3, 0, -1, 7, 5, -1, 1, 2], dtype=torch.int32, device=device),
         }
@@ -267,7 +268,7 @@ CHECKS = (
     ),
     *(
         Check(f"fused_moe: {activation}", partial(_moe_options, activation), is_quick=activation == "swiglu_oai")
-        for activation in _ACTIVATIONS
+        for activation in (*_ACTIVATIONS, "relu2")
     ),
     *(
         # Rounding what e4m3 weights multiply, first the hidden states and then the activation, may tip either way.

@@ -31,6 +31,28 @@ def test_every_state_equals_the_recurrence(
     assert min(calls.seen.values()) > count // 1000, calls.seen
 
 
+@pytest.mark.thorough
+def test_hits_behind_prompts_of_every_length() -> None:
+    """Every remainder by block and by chunk of the scan, with drafts behind the prompt of which one stays."""
+    trunk = [token % 7 for token in range(150)]
+    for length in range(1, 131):
+        manager = make_manager(block_size=16, num_blocks=40, max_append=6)
+        model, texts, hits = HashingModel(manager), dict[str, list[int]](), 0
+        for name, text in (("first", trunk[:length]), ("second", trunk[: length + 9])):
+            handle = manager.allocate(name, token_ids=text)
+            hits += handle.num_tokens
+            while handle.num_tokens < len(text):
+                end = manager.chunk_end(handle, min(len(text), handle.num_tokens + 64), len(text))
+                model.run([(handle, text[handle.num_tokens : end])])
+            texts[name] = text.copy()
+            for drafts in ([1, 2, 3, 4, 5, 6], [3, 4], [5]):
+                model.run([(handle, drafts)])
+                manager.truncate(handle, len(texts[name]) + 1)
+                texts[name].append(drafts[0])
+            model.check(texts)
+        assert hits >= (length - 1) // 16 * 16
+
+
 def test_a_hit_needs_the_blocks_and_a_snapshot() -> None:
     manager = make_manager(4)
     model, prompt = HashingModel(manager), list(range(10))
