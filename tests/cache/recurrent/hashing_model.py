@@ -22,14 +22,16 @@ WIDTH = 4
 
 
 def make_manager(
-    num_slots: int = 12, *, block_size: int = 4, num_blocks: int = 60, **changes: Any
+    num_slots: int = 12, *, block_size: int = 4, num_blocks: int = 60, window: int | None = None, **changes: Any
 ) -> PagedKvCacheManager:
-    """A cache of one layer with attention and one with a state, in short rings."""
+    """A cache of one layer with attention and one with a state, in short rings; with a window, of one more layer."""
     spec = RecurrentSpec(
         (1,), 1, WIDTH, 1, 1, 1, 1, num_slots, **{"num_swap_slots": 3, "ring": 6, "max_append": 3} | changes
     )
+    groups = [CacheGroup((0,)), *([] if window is None else [CacheGroup((2,), sliding_window=window)])]
+    layers, blocks = 1 + len(groups), num_blocks * len(groups)
     config = PagedKvCacheConfig(
-        2, 1, 8, block_size, num_blocks, 8, torch.float32, "cpu", groups=[CacheGroup((0,))], recurrent=spec
+        layers, 1, 8, block_size, blocks, 8, torch.float32, "cpu", groups=groups, recurrent=spec
     )
     return PagedKvCacheManager(config)
 

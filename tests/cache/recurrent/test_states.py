@@ -13,19 +13,24 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "count", "num_slots", "block_size", "interval"),
+    ("seed", "count", "num_slots", "block_size", "interval", "window"),
     [
-        (0, 300, 12, 4, None),
-        pytest.param(1, 2000, 10, 4, 16, marks=pytest.mark.thorough),
-        pytest.param(2, 1000, 12, 16, None, marks=pytest.mark.thorough),
+        (0, 300, 12, 4, None, None),
+        pytest.param(1, 2000, 10, 4, 16, None, marks=pytest.mark.thorough),
+        pytest.param(2, 1000, 12, 16, None, 24, marks=pytest.mark.thorough),
     ],
 )
 def test_every_state_equals_the_recurrence(
-    seed: int, count: int, num_slots: int, block_size: int, interval: int | None
+    seed: int, count: int, num_slots: int, block_size: int, interval: int | None, window: int | None
 ) -> None:
     """Random chunks, cuts, hits, forks, drafts, failures and swaps: the states of sequences and snapshots are those of
     their tokens after each."""
-    sizes = {"block_size": block_size, "num_blocks": 240 // block_size * 2, "snapshot_interval": interval}
+    sizes = {
+        "block_size": block_size,
+        "num_blocks": 240 // block_size * 2,
+        "snapshot_interval": interval,
+        "window": window,
+    }
     calls = RandomCalls(make_manager(num_slots, **sizes), seed)
     calls.run(count)
     assert min(calls.seen.values()) > count // 1000, calls.seen
