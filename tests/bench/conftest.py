@@ -19,6 +19,7 @@ from paged.bench.moe import run as bench_moe
 from paged.bench.report.build import main
 from paged.bench.verification import sanitize
 
+FOLDER = Path(__file__).parent
 CPU = torch.device("cpu")
 SMALL = {"heads": (4, 2), "head_dim": 16}
 # Two contexts of one batch, for the chart over the context.
@@ -29,6 +30,13 @@ ATTENTION = (
 )
 CACHE = gpu.ROOT / "bench" / "results" / "2026-11-22-cache-2-core-xeon.json"
 LIMITS = Ceilings(copy=2e10, read=2e10, matmul=1e11)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What only benchmarks use is tested in `make test-all`."""
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.thorough)
 
 
 def prepare(patch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,6 @@ def _copy_kernel(x_ptr):
     tl.store(x_ptr + 1, tl.load(x_ptr))
 
 
-@pytest.mark.thorough
 def test_compiled_kernels_are_found_elsewhere(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """From an archive that is laid out in another folder, by another process."""
     code = (

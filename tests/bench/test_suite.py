@@ -45,7 +45,6 @@ def test_unreadable_file_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert lines[-1] == "2 tests, 1 groups passed, 0 groups failed"
 
 
-@pytest.mark.thorough
 def test_process_that_hangs_is_killed(folder: Path) -> None:
     """What it had not begun runs in another."""
     (folder / "test_hang.py").write_text("import time\ndef test_five(): time.sleep(60)\ndef test_six(): pass\n")

@@ -35,7 +35,6 @@ def verify(capsys: pytest.CaptureFixture[str]) -> Verify:
     return run
 
 
-@pytest.mark.thorough
 def test_quick_checks_pass_and_say_how_closely(verify: Verify, capsys: pytest.CaptureFixture[str]) -> None:
     for only in ("norm", "oracle", "fused_moe: "):
         code, rows = verify(only)

@@ -87,7 +87,6 @@ def test_wrong_and_failing_peers_get_no_ratio(monkeypatch: pytest.MonkeyPatch) -
     assert found.calls.keys() == {"ours", "planning", "sound"}
 
 
-@pytest.mark.thorough
 def test_run(results: dict[str, Path]) -> None:
     """Of two decodes and a mixed batch, at a 64th of their lengths."""
     found = json.loads(results["attention"].read_text())

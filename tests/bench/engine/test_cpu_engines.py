@@ -89,7 +89,6 @@ def _measured() -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("_unchecked")
-@pytest.mark.thorough
 def test_row_holds_all_modes_and_the_limit() -> None:
     """The peer's fastest mode counts."""
     row = _measured()

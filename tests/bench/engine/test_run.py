@@ -49,7 +49,6 @@ def test_texts_must_agree() -> None:
         check_same_texts(texts, [*texts[:17], [0], [1], [2]], 2)
 
 
-@pytest.mark.thorough
 def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "_NUM_PROMPTS", 6)
     monkeypatch.setattr(throughput, "_NEW_TOKENS", 3)
@@ -85,7 +84,7 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
     assert (detail["sequences"], row["goals"][0]["met"]) == (2, False)
 
 
-@pytest.mark.parametrize("stretch", [None, pytest.param(2.0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("stretch", [None, 2.0])
 def test_long_prompt_is_measured_until_its_first_token(stretch: float | None) -> None:
     """4,096 tokens in steps of 2,048, of which 32 rows decode; paced in many more."""
     row = long_prompt.long_prompt("x", "Llama-tiny", stretch, CPU, 3)

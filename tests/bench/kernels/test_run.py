@@ -68,11 +68,7 @@ def test_every_public_kernel_has_a_case() -> None:
     assert {case.operation for case in CASES} == set(OPERATIONS)
 
 
-# The reference of this one takes a second.
-SLOW = {"sample_tokens.top_p": pytest.mark.thorough}
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=SLOW.get(case.name, ())) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_agrees_with_the_reference_and_a_wrong_one_is_refused(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation is replaced by one whose last element is off by one, or by nothing where it returns none."""
     work = case.work("check", CPU, torch.float32)

@@ -49,7 +49,6 @@ def _opened(page: Path, profile: Path, width: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("width", [1400, 420])
-@pytest.mark.thorough
 def test_page_in_a_browser(width: int, results: dict[str, Path], report: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     whole = (report / "report.html").read_text(encoding="utf-8")

@@ -118,13 +118,14 @@ CASES: dict[str, Case] = {
 MAKING = ("allocate", "fork", "reserve")
 # Evicted blocks that may have been written to stay evicted, and those that a forward took before it failed.
 EVICTING = {"extend and evict", "forward"}
-GROUPS = pytest.mark.parametrize(
-    "groups", [None, [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]], ids=["", "two"]
+# Each with one group of layers or two, in turns.
+GROUPS = None, [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]
+by_case = pytest.mark.parametrize(
+    ("name", "groups"), [pytest.param(name, GROUPS[at % 2], id=name) for at, name in enumerate(CASES)]
 )
 
 
-@GROUPS
-@pytest.mark.parametrize("name", CASES)
+@by_case
 def test_failure_anywhere_changes_nothing(name: str, groups: list[CacheGroup] | None, device: torch.device) -> None:
     """At every line, also those that take the lock and let go of it."""
     if device.type != "cpu":
@@ -166,8 +167,7 @@ def _check_lock(manager: PagedKvCacheManager) -> None:
     assert not other.is_alive()
 
 
-@GROUPS
-@pytest.mark.parametrize("name", CASES)
+@by_case
 @pytest.mark.thorough
 def test_failure_at_any_bytecode_leaves_nothing(
     name: str, groups: list[CacheGroup] | None, device: torch.device

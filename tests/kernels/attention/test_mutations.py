@@ -77,6 +77,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     name, text, replacement = MUTATIONS[fault]

@@ -92,6 +92,7 @@ def test_rows_and_scales(layout: str, head_dim: int, dtype: torch.dtype, device:
     _check(layout, head_dim, dtype, device)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     failed = False

@@ -3,7 +3,6 @@ what a first one would, with the new tensors."""
 
 from collections.abc import Callable
 from dataclasses import make_dataclass
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -155,10 +154,10 @@ class _BoundOperations:
 @pytest.mark.parametrize("backend", LAUNCHED, indirect=True)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__.strip("_"))
 def test_bound_gives_what_a_call_gives(operation: Callable[[Variant, Any], list[torch.Tensor]], backend: str) -> None:
-    """Of several layouts in turns, twice of other values; and with another option."""
-    for option, layouts in ((0, LAYOUTS), (1, LAYOUTS[:1])):
+    """Of several layouts in turns, the first again with other values; and with another option."""
+    for option, layouts in ((0, [*LAYOUTS, LAYOUTS[0]]), (1, LAYOUTS[:1] * 2)):
         bound = _BoundOperations()
-        for seed, fields in product((0, 1), layouts):
+        for seed, fields in enumerate(layouts):
             results = []
             for namespace in (paged, bound):
                 torch.manual_seed(seed)

@@ -98,6 +98,7 @@ def test_numbers_of_rows_share_products(monkeypatch: pytest.MonkeyPatch) -> None
     assert {len(call.args[0]) for call in multiply.call_args_list} == {*range(33), *range(48, 209, 16)}
 
 
+@pytest.mark.thorough
 def test_a_compiled_graph_holds_no_private_op(device: torch.device) -> None:
     graphs: list[torch.fx.GraphModule] = []
     x, weight = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)

@@ -283,6 +283,7 @@ def test_only_where_a_model_has_asked_for_them(monkeypatch: pytest.MonkeyPatch) 
     assert not has_loops(rows)
 
 
+@pytest.mark.thorough
 def test_without_numba_every_operation_runs() -> None:
     code = """
 import os, sys
