@@ -301,6 +301,8 @@ PACKABLE = Families(
     experts=f"Qwen3Moe {_WIDE} experts moe_intermediate_size=128",
     hybrid=f"""Qwen3Next {_WIDE} num_hidden_layers=2 gated_delta linear_key_head_dim=64 linear_value_head_dim=64 experts
         mlp_only_layers=[0,1]""",
+    experts_without_gates=f"""NemotronH {_WIDE} nemotron_mamba layers_block_type=['moe','full_attention'] pad_token_id=0
+        moe_intermediate_size=128 moe_shared_expert_intermediate_size=128""",
 )
 
 

@@ -14,7 +14,7 @@ from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.layers import sparse_moe
 from tests.models.edits import assert_refused
 from tests.models.families import PACKABLE, save_checkpoint
-from tests.models.quantization.checkpoints import PROMPT, WEIGHTS, Folders, assert_as_unpacked, load
+from tests.models.quantization.checkpoints import PROMPT, WEIGHTS, Folders, assert_as_unpacked, load, write
 from tests.models.quantization.packers import FORMATS, rounded
 from tests.operations import stand_in
 
@@ -74,6 +74,12 @@ def test_logits_in_the_order_of_a_cpu(folders: Folders, monkeypatch: pytest.Monk
         folders, lambda: monkeypatch.setattr(sparse_moe, "fused_moe", stand_in(one_by_one)), is_repacked=True
     )
     assert model.num_parameters() == summarize(folders.plain)["parameters"]
+
+
+@pytest.mark.thorough
+def test_experts_without_gates(tmp_path: Path) -> None:
+    save_checkpoint(PACKABLE["experts_without_gates"], tmp_path / "base")
+    assert_as_unpacked(write("awq", tmp_path / "base", tmp_path))
 
 
 @pytest.mark.thorough
