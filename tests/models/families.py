@@ -198,9 +198,7 @@ FAMILIES = Families(
         first_k_dense_replace=1 routed_scaling_factor=1.5 yarn_mistral4 head_dim=40 pad_token_id=0""",
     mixtral="Mixtral local_experts",
     nemotron="Nemotron head_dim=16 attention_bias=True mlp_bias=True",
-    nemotron_h="""NemotronH nemotron_mamba layers_block_type=['linear_attention','mlp','full_attention','mlp']
-        pad_token_id=0""",
-    nemotron_h_moe="""NemotronH nemotron_mamba layers_block_type=['linear_attention','moe','full_attention','moe']
+    nemotron_h="""NemotronH nemotron_mamba layers_block_type=['linear_attention','moe','full_attention','mlp']
         pad_token_id=0 n_routed_experts=8 num_experts_per_tok=3 n_group=4 topk_group=2 moe_intermediate_size=32
         moe_shared_expert_intermediate_size=48 routed_scaling_factor=2.5""",
     olmo2="Olmo2",
