@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ OURS = {
     ROOT,
 }
 # Lines from one exception to the next in `make test-all`; each case begins at another, and all are met in `make fuzz`.
-APART = 1 if "FUZZ_S" in os.environ else 7
+APART, MANY = (1, 10_000) if "FUZZ_S" in os.environ else (29, 2_000)
 LONG = SamplingParams(n=2, temperature=0, max_tokens=4, logprobs=1, presence_penalty=0.5, stop=["never"])
 PROMPT = [4, 4, 8, 2, 9, 4, 4, 8]
 
@@ -72,12 +73,14 @@ def _stream(engine: Engine) -> Callable[[], object]:
 CASES: dict[str, Callable[[Engine], Callable[[], object]]] = {
     one.__name__[1:]: one for one in (_add, _prefill, _decode, _finish, _abort, _stream)
 }
+ROWS = [
+    (case, way, (KeyboardInterrupt, MemoryError)[at % 2])
+    for at, (case, way) in enumerate(product(CASES, ("plain", "drafts", "overlap")))
+]
 
 
-@pytest.mark.parametrize("stride", [41, pytest.param(APART, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("way", ["plain", "drafts", "overlap"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stride", [83, pytest.param(APART, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("case", "way", "error"), ROWS)
 def test_an_exception_at_any_line_leaves_nothing(case: str, way: str, error: type[BaseException], stride: int) -> None:
     stride *= 5 if case == "stream" else 1  # its lines are those of the others, and five times as many
     count, is_hit = random.Random(f"{case} {way} {error}").randrange(stride), True
@@ -155,7 +158,7 @@ def test_calls_from_another_loop_are_refused_or_hold() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize("num_requests", [150, pytest.param(10_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_requests", [150, pytest.param(MANY, marks=pytest.mark.thorough)])
 def test_many_requests_under_all_of_it_leave_nothing(num_requests: int) -> None:
     """Random aborts, streams that are left, loops that are closed, and listeners that raise all they can."""
     chance = random.Random(0)

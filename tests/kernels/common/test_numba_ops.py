@@ -254,7 +254,7 @@ import importlib, pathlib, sys
 def kept():
     for name in [name for name in sys.modules if name.startswith("paged")]:
         del sys.modules[name]
-    importlib.import_module("paged.kernels.cache.numba_ops.qk_norm_rope_and_cache")._qk_norm_rope_and_cache.address
+    importlib.import_module("paged.kernels.recurrent.numba_ops.causal_conv1d")._causal_conv1d.address
     return len(list(pathlib.Path().rglob("*.nbc")))
 assert [kept(), kept()] == [1, 1]
 with open("paged/kernels/common/numba_ops/rms_norm.py", "a") as file:
