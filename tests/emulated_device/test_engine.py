@@ -83,11 +83,11 @@ KINDS: dict[str, tuple[Callable[[Path, Path], Engine], dict[str, Any], int]] = {
     "greedy, for long": (plain, {}, 150),
     "draft model, sampled": (drafting, SAMPLED, 40),
 }
-THOROUGH = ("prompt lookup", "greedy, for long", "draft model, sampled")
+ALWAYS = ("sampled", "swap", "draft model")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.thorough if kind in THOROUGH else []) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind in ALWAYS else pytest.mark.thorough) for kind in KINDS]
 )
 def test_steps(kind: str, folder: Path, tmp_path: Path) -> None:
     """Requests that come and go at random for so many steps, one in eight aborted; then until none is left.

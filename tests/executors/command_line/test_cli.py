@@ -57,9 +57,8 @@ def test_a_full_disk(arguments: str, unbuffered: str) -> None:
     assert (result.returncode, result.stderr) == (1, "paged: OSError: No space left on device\n")
 
 
-@pytest.mark.parametrize(
-    "closed", [(0, 1, 2), *(pytest.param((stream,), marks=pytest.mark.thorough) for stream in (0, 1, 2))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("closed", [(0, 1, 2), (0,), (1,), (2,)])
 def test_closed_streams(closed: tuple[int, ...]) -> None:
     """What is not there is not written to, be it by a progress bar."""
     code = (

@@ -26,10 +26,6 @@ some_formats = pytest.mark.parametrize("folders", ["fp8 blocks", "gptq zeros, or
 one_format = pytest.mark.parametrize("folders", ["pack-quantized"], indirect=True)
 
 
-def _thorough(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.thorough) for name in names]
-
-
 @pytest.mark.parametrize("folders", FORMATS, indirect=True)
 def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed at once, and 128 rows of the widest projections at a time; the head where the configuration says so."""
@@ -64,8 +60,9 @@ def test_without_memory_for_plain_weights_they_stay_packed(folders: Folders, mon
 
 
 @pytest.mark.parametrize(
-    "folders", ["fp8 blocks", *_thorough("awq", "int-quantized static", "nvfp4-pack-quantized")], indirect=True
+    "folders", ["fp8 blocks", "awq", "int-quantized static", "nvfp4-pack-quantized"], indirect=True
 )
+@pytest.mark.thorough
 def test_kernels_in_16_bits(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through Triton: float16 logits within what its rounding, and that of activations, moves those of float32."""
     monkeypatch.setenv("PAGED_BACKEND", "triton")
@@ -115,6 +112,7 @@ def test_graphs_and_batches(folders: Folders) -> None:
 
 
 @some_formats
+@pytest.mark.thorough
 def test_forward_is_one_graph(folders: Folders) -> None:
     torch._dynamo.reset()
     model, eager = load(folders.packed), load(folders.packed)
