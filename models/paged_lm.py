@@ -88,10 +88,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
         cache = kv_manager.config
         num_blocks, weight_bytes = cache.num_blocks // len(cache.tables), self.parameter_bytes()
-        # Graphs of models with an indexer gave other logits where they were replayed without a GPU.
-        has_indexer = any(one.latent is not None and one.latent.index is not None for one in network.config.attention)
-        choice = False if has_indexer else cuda_graphs
-        sizes = graph_sizes(choice, self.device, num_blocks, weight_bytes=weight_bytes)
+        sizes = graph_sizes(cuda_graphs, self.device, num_blocks, weight_bytes=weight_bytes)
         self.graphs = StepGraphs(
             network,
             cache,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from paged.kernels.common.attention.latent_cache import check_index_cache, index_parts
+from paged.kernels.common.attention.plan import AttentionPlan, check_plan
 from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
@@ -115,7 +116,7 @@ def _shape(q: torch.Tensor, key_cache: torch.Tensor, block_table: torch.Tensor, 
     return len(q), min(top_k, block_table.shape[1] * key_cache.shape[1])
 
 
-@operation(_new_indices)
+@operation(_new_indices, arguments={"plan": ""})
 def choose_keys(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -125,6 +126,7 @@ def choose_keys(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     top_k: int,
+    plan: AttentionPlan | None = None,
 ) -> Run[torch.Tensor]:
     """Return the keys with the highest scores of an indexer, for `indices` of `paged_mla_attention`.
 
@@ -139,6 +141,7 @@ def choose_keys(
             4]: e4m3 numbers, then a float32 that multiplies them. See `write_index_keys`.
         block_table, cu_seqlens_q, seq_lens: as in `paged_mla_attention`.
         top_k: keys of a query, at least 1.
+        plan: the step's `AttentionPlan`; layers that share it are bound once a step.
 
     Returns:
         int32 [num_tokens, min(top_k, max_blocks_per_seq * block_size)], ascending, from -1 on where a query sees
@@ -157,12 +160,13 @@ def choose_keys(
     check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
     for name, tensor in (("q", q), ("weights", weights)):
         check_last_dim_contiguous(name, tensor)
+    check_plan(plan, cu_seqlens_q, seq_lens, 0)
     num_seqs, top_k = len(seq_lens), as_int("top_k", top_k, 1)
     shape = _shape(q, key_cache, block_table, top_k)
     numbers = num_tokens, *key_cache.shape[:2], num_tokens, 1 << 30, 1
     check_sequences(Sequences(block_table, cu_seqlens_q, seq_lens, *numbers))
     if not use_triton(q):
-        return lambda given: choose_keys_twin(**given)
+        return lambda given: choose_keys_twin(**{name: one for name, one in given.items() if name != "plan"})
     max_keys = block_table.shape[1] * key_cache.shape[1]
     if num_seqs == 0 or 0 in shape:
         return lambda given: torch.full(shape, -1, dtype=torch.int32, device=given["q"].device)

@@ -24,10 +24,20 @@ SIZES: dict[str, Any] = {"device": "cuda", "block_size": 4, "num_blocks": 16, "m
 LENGTHS = (7, 3)
 # Windows, sinks and experts with biases.
 ALWAYS = ("gpt_oss",)
-# The layers of other families are among theirs. Logits of deepseek_v32 and glm_moe_dsa differed.
+# The layers of other families are among theirs.
 REPLAYED = (
-    *("cohere2", "deepseek_v3", "ernie4_5_moe", "falcon_h1", "gemma3", "gemma4_moe", "gemma4_shared_kv", "glm4_moe"),
-    *("gpt_oss", "granite_moe_hybrid", "hunyuan_moe", "lfm2_moe", "llama4", "minicpm3", "minimax_m2", "ministral3"),
+    *("cohere2", "deepseek_v32", "ernie4_5_moe", "falcon_h1", "gemma3", "gemma4_moe", "gemma4_shared_kv", "glm4_moe"),
+    *(
+        "glm_moe_dsa",
+        "gpt_oss",
+        "granite_moe_hybrid",
+        "hunyuan_moe",
+        "lfm2_moe",
+        "llama4",
+        "minicpm3",
+        "minimax_m2",
+        "ministral3",
+    ),
     *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "starcoder2"),
 )
 

@@ -62,6 +62,21 @@ def test_an_indexer_that_chooses_all_equals_dense_attention(
     assert (logits[0] - logits_of(theirs, PROMPT)[-1]).abs().max() > 1e-2, "five keys give the same as all"
 
 
+@pytest.mark.thorough
+def test_steps_of_as_many_tokens_of_other_sequences(
+    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of one step's keys is kept for the next, in Triton kernels."""
+    folder, theirs = checkpoint
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    model, begun = load_model(folder, block_size=4, num_blocks=16), {"a": 0, "b": 0}
+    for step in ({"a": 4}, {"a": 2, "b": 2}, {"b": 4}):
+        chunks = {name: PROMPT[begun[name] : begun[name] + count] for name, count in step.items()}
+        for name, logits in zip(step, forward(model, chunks), strict=True):
+            begun[name] += step[name]
+            assert_same_logits(logits, logits_of(theirs, PROMPT[: begun[name]])[-1])
+
+
 def test_cached_keys_are_rounded_in_16_bits(checkpoint: tuple[Path, Any], chosen: list[torch.Tensor | None]) -> None:
     """By 2^-4 of a number at most, beside bfloat16's own rounding; the keys chosen from them are nearly the same."""
     folder, theirs = checkpoint
