@@ -20,6 +20,7 @@ from paged.models.layers.attention import Attention
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, stream_norm
 from paged.models.layers.draft_head import DraftHead
+from paged.models.layers.latent_attention import LatentAttention
 from paged.models.loading.weights import WeightSlots
 
 
@@ -48,9 +49,9 @@ class HeadNames:
     normed: bool = False
 
 
-# By model_type of the target. GLM's are DeepSeek-V3's (2024).
+# By model_type of the target. GLM's names are DeepSeek-V3's (2024).
 MULTI_TOKEN_HEADS: Mapping[str, HeadNames] = {
-    "glm4_moe": HeadNames("model.layers.{}"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), HeadNames("model.layers.{}")),
     "mimo": HeadNames(
         "model.mtp_layers.0",
         token_norm="token_layernorm",
@@ -87,24 +88,53 @@ class _Attention(Attention):
     def _attend_from_1(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, out: torch.Tensor, **options: Any
     ) -> None:
-        """Write to `out` the attention over all positions without the share of position 0.
-
-        With the weight w of its value v, (out - w v) / (1 - w) is the softmax over the others.
-        """
         _, lse = self._whole_attention(q, k_cache, v_cache, **options, out=out, return_lse=True)
-        offsets, first = options["cu_seqlens_q"], options["block_table"][:, 0].long()
-        rows = torch.arange(len(q), device=q.device)
-        own = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=len(first) - 1)
-        blocks = first[own]
-        k, v = (
+        blocks = _first_blocks(len(q), options)
+        keys, values = (
             _unscaled(cache, scale, blocks)
             for cache, scale in ((k_cache, options["k_scale"]), (v_cache, options["v_scale"]))
         )
-        queries = q.float().unflatten(1, (k.shape[1], -1))
-        scores = (queries * k[:, :, None]).sum(-1).mul_(options["softmax_scale"])
-        weights = (scores.flatten(1) - lse.T).exp_()[..., None]
-        values = v.repeat_interleave(queries.shape[2], 1)
-        out.copy_((out - weights * values) / (1 - weights).clamp_(min=1e-6))
+        _leave_out(out, lse, q, keys, values, options["softmax_scale"])
+
+
+class _LatentAttention(LatentAttention):
+    """Latent attention that does not see position 0."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__(config, index)
+        self._whole_attention, self.attend = self.attend, self._attend_from_1
+
+    def _split(self, metadata: AttentionMetadata) -> None:
+        """Expand no latents: that attention sees position 0."""
+
+    def _attend_from_1(self, q: torch.Tensor, kv_cache: torch.Tensor, *, out: torch.Tensor, **options: Any) -> None:
+        _, lse = self._whole_attention(q, kv_cache, **options, out=out, return_lse=True)
+        keys = _unscaled(kv_cache.unsqueeze(2), options["k_scale"], _first_blocks(len(q), options))
+        _leave_out(out, lse, q, keys, keys[..., : out.shape[2]], options["softmax_scale"])
+
+
+def _first_blocks(num_tokens: int, options: Mapping[str, Any]) -> torch.Tensor:
+    """Return the first block of each token's sequence."""
+    offsets: torch.Tensor = options["cu_seqlens_q"]
+    first: torch.Tensor = options["block_table"][:, 0].long()
+    rows = torch.arange(num_tokens, device=first.device)
+    return first[torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=len(first) - 1)]
+
+
+def _leave_out(
+    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> None:
+    """Take the share of one key of each token out of `out`, the attention over it and others.
+
+    With the weight w of its value v, (out - w v) / (1 - w) is the softmax over the others.
+
+    keys, values: float32 [num_tokens, num_kv_heads, size].
+    """
+    queries = q.float().unflatten(1, (keys.shape[1], -1))
+    scores = (queries * keys[:, :, None]).sum(-1).mul_(scale)
+    weights = (scores.flatten(1) - lse.T).exp_()[..., None]
+    values = values.repeat_interleave(queries.shape[2], 1)
+    out.copy_((out - weights * values) / (1 - weights).clamp_(min=1e-6))
 
 
 def _unscaled(cache: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
@@ -116,7 +146,7 @@ def _unscaled(cache: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Ten
 
 
 class _Layer(DecoderLayer):
-    attention_class = _Attention
+    attention_class, latent_class = _Attention, _LatentAttention
 
 
 class _EagleLayer(_Layer):

@@ -53,6 +53,7 @@ class DecoderLayer(nn.Module):
 
     ranks = Ranks()
     attention_class: type[Attention] = Attention
+    latent_class: type[LatentAttention] = LatentAttention
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class DecoderLayer(nn.Module):
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         is_latent = config.attention[index].latent is not None
         recurrent, moe, size = config.recurrent[index], config.moe[index], config.intermediate_size[index]
-        attention = LatentAttention if is_latent else self.attention_class
+        attention = self.latent_class if is_latent else self.attention_class
         self.self_attn = attention(config, index) if config.attends[index] else None
         self.linear_attn = None if recurrent is None else recurrent_layer(config, recurrent)
         self.has_mlp = moe is not None or size > 0

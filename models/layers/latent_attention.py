@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -55,6 +58,7 @@ class LatentAttention(nn.Module):
     up: torch.Tensor
     query_factors: torch.Tensor | None = None
     mean_of_ranks: object = None
+    attend: Callable[..., Any]
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()

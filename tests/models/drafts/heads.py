@@ -18,7 +18,10 @@ _QWEN = "mtp", "mtp.layers.0", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "
 _MIMO_NAMES = "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
 _GLM_NAMES = "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"
 PUBLISHED = {
-    "glm4_moe": ("glm4_moe", "model.layers.2", "model.layers.2", _GLM_NAMES),
+    **{
+        name: (name, "model.layers.2", "model.layers.2", _GLM_NAMES)
+        for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+    },
     "mimo": ("qwen2", "model.mtp_layers.0", "model.mtp_layers.0", _MIMO_NAMES),
     "qwen3_5": ("qwen3_5", *_QWEN),
     "qwen3_next": ("qwen3_next", *_QWEN),

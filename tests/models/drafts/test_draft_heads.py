@@ -75,7 +75,14 @@ def test_logits(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["glm4_moe", "qwen3_5", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("mimo", "qwen3_next"))],
+    [
+        "glm4_moe",
+        "qwen3_5",
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in ("deepseek_v3", "glm4_moe_lite", "mimo", "qwen3_next")
+        ),
+    ],
 )
 def test_published_names(family: str, tmp_path: Path) -> None:
     """Against transformers' layer of the target."""
