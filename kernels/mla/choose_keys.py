@@ -99,13 +99,13 @@ def _index_scores_kernel(
         tl.store(out_ptr + row * stride_out_token + keys, scores, mask=mask)
 
 
-def index_tile(element_size: int, head_dim: int) -> tuple[int, int]:
+def index_tile(element_size: int) -> tuple[int, int]:
     """Return keys in a block, and warps.
 
-    128 keys of 128 numbers are 32 KB in 16 bits, twice with two stages, beside 16 KB of 64 heads: the 99 KB of every
-    chip hold them. The 64 x 128 products are 64 registers of a thread in 4 warps.
+    64 keys of 128 numbers are 16 KB in 16 bits, beside 16 KB of 64 heads: three programs an SM. 128 keys leave two, and
+    Triton 3.6 then spills 63 times in the loop.
     """
-    return (32, 8) if element_size == 4 else (128 if head_dim <= 128 else 64, 4)
+    return (32, 8) if element_size == 4 else (64, 4)
 
 
 def _new_indices(q: torch.Tensor, key_cache: torch.Tensor, block_table: torch.Tensor, top_k: int, **_: object) -> Any:
@@ -170,7 +170,7 @@ def choose_keys(
     max_keys = block_table.shape[1] * key_cache.shape[1]
     if num_seqs == 0 or 0 in shape:
         return lambda given: torch.full(shape, -1, dtype=torch.int32, device=given["q"].device)
-    block_n, num_warps = index_tile(q.element_size(), head_dim)
+    block_n, num_warps = index_tile(q.element_size())
     key, scales = index_parts(key_cache, head_dim)
     at_once = min(num_tokens, max(1, _MAX_SCORES // max_keys))
     options = {

@@ -94,7 +94,7 @@ def _case(
 
 
 def _index_case(target: str, heads: int, *, dtype: str = "bf16") -> CompileCase:
-    block_n, num_warps = index_tile(ELEMENT_SIZE[dtype], 128)
+    block_n, num_warps = index_tile(ELEMENT_SIZE[dtype])
     is_plain = dtype == "fp32"
     kinds: dict[str, str | None] = {
         "key_ptr": "*fp32" if is_plain else "*u8",
