@@ -59,22 +59,20 @@ def noted(note: Callable[[bytes], object]) -> Iterator[None]:
 
 
 def record(path: Path, tests: list[str]) -> None:
-    """Write the variants that `tests` launch."""
+    """Write the variants that `tests`, with options of pytest, launch."""
     import pytest
 
     found: set[bytes] = set()
     with noted(found.add):
-        pytest.main(
-            ["-p", "no:cacheprovider", "-q", "--tb=no", "-rN", "--ignore=tests/kernels/test_compile.py", *tests]
-        )
+        pytest.main(["-p", "no:cacheprovider", "-q", "--tb=no", "-rN", *tests])
     path.write_bytes(pickle.dumps(sorted(found)))
 
 
-def launched(tests: Iterable[str]) -> list[Variant]:
-    """The distinct variants that `tests` launch."""
+def launched(tests: Iterable[str], marked: str) -> list[Variant]:
+    """The distinct variants that those of `tests` launch that are so marked."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "variants")
-        command = [sys.executable, "-m", "tests.emulated_device.variants", "--into", str(path), *tests]
+        command = [sys.executable, "-m", "tests.emulated_device.variants", "--into", str(path), "-m", marked, *tests]
         subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, stdout=subprocess.DEVNULL)
         return [pickle.loads(each) for each in pickle.loads(path.read_bytes())]
 
@@ -115,8 +113,13 @@ def main(argv: list[str]) -> int:
     changed = {place: kernel for place, kernel in kernels.items() if args.all or key_of(kernel) not in clean}
     if not changed:
         return 0
-    variants = [each for each in launched(tests_of(module for module, _ in changed)) if each[:2] in changed]
-    faulty = changed.keys() - {each[:2] for each in variants}
+    variants: list[Variant] = []
+    faulty = set(changed)
+    for marked in ("not thorough", "thorough"):  # the latter take ten times as long, and few kernels need them
+        if faulty:
+            variants += launched(tests_of(module for module, _ in faulty), marked)
+        faulty -= {each[:2] for each in variants}
+    variants = [each for each in variants if each[:2] in changed]
     for _, name in faulty:
         print(f"{name}: no test has launched it")
     for each in variants:
