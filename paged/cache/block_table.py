@@ -80,9 +80,10 @@ class BlockTables:
             blocks = self._rows[0, self._last_rows, np.minimum(indices, width - 1)] * (indices < width)
         return blocks
 
-    def gather(self, states: list[SequenceState]) -> NDArray[np.int32]:
-        """Return int32 [tables, len(states), most blocks of a sequence], padded with block 0. Call `owns` first."""
-        self._update(states)
+    def gather(self, changed: list[SequenceState]) -> NDArray[np.int32]:
+        """Return int32 [tables, num_seqs, most blocks of a sequence], padded with block 0, of the sequences of the last
+        `owns`. changed: those whose blocks may have changed since the last `at` for them; else all."""
+        self._update(changed)
         width = int(self._num_blocks[self._last_rows].max(initial=0))
         return self._rows[:, self._last_rows, :width]
 

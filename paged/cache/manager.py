@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from operator import add
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.cache.events import CacheEvent, MemoryPressure, Notifier, recovering
@@ -31,7 +28,7 @@ from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.recurrent.metadata import RecurrentState
-from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
+from paged.metadata import AttentionMetadata, HostMetadata
 from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.staging import to_device
 from paged.token_ids import as_token_ids
@@ -82,9 +79,11 @@ class PagedKvCacheManager:
                 is_caching=config.enable_prefix_cache,
             )
         recurrent = self._recurrent
-        self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window, recurrent)
-        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors, recurrent)
         self._sequences = LiveSequences(config, self._pool, rollback)
+        self._slots = KvSlotAllocator(
+            config, self._guard, self._prefixes, self._tensors, self._window, recurrent, self._sequences
+        )
+        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors, recurrent)
         rollback.recount = partial(recount, self._sequences, self._prefixes, self._swap.pool)
         self._handles = self._sequences.handles
         self._inspection = KvInspection(self._guard, self._sequences, self._slots, self._tensors, self._window)
@@ -338,22 +337,7 @@ class PagedKvCacheManager:
         counts: number of new tokens of each, not negative. Errors are those of `reserve`.
         """
 
-        def make() -> tuple[KvSlotReservation, HostMetadata]:
-            states, query_lens, tables = (
-                self._states_of_step(handles),
-                np.array(counts, np.int64),
-                self._sequences.tables,
-            )
-            starts = [state.num_tokens for state in states]
-            lengths, targets = np.array(starts, np.int64), list(map(add, starts, counts))
-            self._sequences.check_length(max(targets, default=0))
-            needs = None
-            if len(self.config.tables) == 1 and counts.count(1) == len(counts):
-                blocks = tables.at(states, lengths // self.config.block_size)
-                needs = self._slots.decode_needs(states, starts, blocks.tolist())
-            reservation = self._slots.reserve(states, targets, needs)
-            return reservation, self._metadata(states, lengths, query_lens)
-
+        make = partial(self._slots.reserve_step, handles, counts, any_swapped=self._swap.num_sequences > 0)
         return self._made(make, lambda made: made[0].rollback())
 
     def _made(self, make: Callable[[], M], give_up: Callable[[M], None]) -> M:
@@ -418,8 +402,7 @@ class PagedKvCacheManager:
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks in use; cheaper than `stats`, which reads every sequence."""
-        with self._guard:
-            return (self._pool.num_blocks - self._pool.num_free) * self._tensors.bytes_per_block
+        return (self._pool.num_blocks - self._pool.num_free) * self._tensors.bytes_per_block
 
     @property
     def pressure(self) -> MemoryPressure:
@@ -531,25 +514,8 @@ class PagedKvCacheManager:
         """
         handles, counts = self._sequences.step_pairs(items)
         with self._guard:  # to the end, so that block copies are rolled back on failure
-            states = self._states_of_step(handles)
-            query_lens = self._sequences.query_lens(counts)
-            lengths = np.array([state.num_tokens for state in states], np.int64)
-            self._slots.make_ready(states, (lengths + query_lens).tolist())
-            host = self._metadata(states, lengths, query_lens)
+            host = self._slots.ready_step(handles, counts, any_swapped=self._swap.num_sequences > 0)
             return host.over(to_device(host.arrays, self.device))
-
-    def _states_of_step(self, handles: list[KvCacheHandle]) -> list[SequenceState]:
-        return self._sequences.of_step(handles, any_swapped=self._swap.num_sequences > 0)
-
-    def _metadata(
-        self, states: list[SequenceState], lengths: NDArray[np.int64], query_lens: NDArray[np.int64]
-    ) -> HostMetadata:
-        tables = self._sequences.tables.gather(states)
-        host = make_host_metadata(lengths, query_lens, tables, self.config.block_size)
-        if self._recurrent is None:
-            return host
-        arrays = self._recurrent.arrays(states, host.seq_lens.tolist())
-        return replace(host, states=arrays, max_append=self._recurrent.spec.max_append)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor

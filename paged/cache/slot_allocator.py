@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
+from operator import add
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paged.cache.events import Notifier
-from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.live_sequences import LiveSequences
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.recurrent.states import RecurrentStates
 from paged.cache.sliding_window import SlidingWindow
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState, Undo
 from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError
+from paged.metadata import HostMetadata, make_host_metadata
 from paged.seq_id import SeqId
 
 Span = tuple[SequenceState, int, int]
@@ -37,6 +44,7 @@ class KvSlotAllocator:
         tensors: KvCacheTensors,
         window: SlidingWindow,
         recurrent: RecurrentStates | None,
+        sequences: LiveSequences,
     ) -> None:
         self.num_copies = 0
         self._block_size, self._num_tables = config.block_size, len(config.tables)
@@ -47,6 +55,7 @@ class KvSlotAllocator:
         self._tensors = tensors
         self._window = window
         self._recurrent = recurrent
+        self._sequences = sequences
 
     def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
         """Raise OutOfBlocksError unless every sequence could grow to its target length; takes no blocks."""
@@ -57,7 +66,7 @@ class KvSlotAllocator:
     ) -> KvSlotReservation:
         """Reserve capacity for every sequence up to its target length: for all of them or for none.
 
-        needs: from `decode_needs`, if each sequence gets one token.
+        needs: from `_decode_needs`, if each sequence gets one token.
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks.
@@ -70,7 +79,45 @@ class KvSlotAllocator:
             self._recurrent.reserve(states, targets)
         return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit, self._recurrent)
 
-    def make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
+    def reserve_step(
+        self, handles: list[KvCacheHandle], counts: list[int], *, any_swapped: bool
+    ) -> tuple[KvSlotReservation, HostMetadata]:
+        """Implement `PagedKvCacheManager.reserve_step`. any_swapped: whether any sequence is swapped out."""
+        states = self._sequences.of_step(handles, any_swapped=any_swapped)
+        starts = [state.num_tokens for state in states]
+        lengths, targets = np.array(starts, np.int64), list(map(add, starts, counts))
+        self._sequences.check_length(max(targets, default=0))
+        needs = None
+        if self._num_tables == 1 and counts.count(1) == len(counts):
+            needs = self._decode_needs(states, lengths)
+        reservation = self.reserve(states, targets, needs)
+        changed = states if needs is None else [need[0] for need in needs]
+        return reservation, self._metadata(states, lengths, np.array(counts, np.int64), changed)
+
+    def ready_step(self, handles: list[KvCacheHandle], counts: list[int], *, any_swapped: bool) -> HostMetadata:
+        """Return the metadata of a step that sequences have capacity for; see `PagedKvCacheManager.build_metadata`."""
+        states = self._sequences.of_step(handles, any_swapped=any_swapped)
+        query_lens = self._sequences.query_lens(counts)
+        lengths = np.array([state.num_tokens for state in states], np.int64)
+        self._make_ready(states, (lengths + query_lens).tolist())
+        return self._metadata(states, lengths, query_lens, states)
+
+    def _metadata(
+        self,
+        states: list[SequenceState],
+        lengths: NDArray[np.int64],
+        query_lens: NDArray[np.int64],
+        changed: list[SequenceState],
+    ) -> HostMetadata:
+        """changed: sequences whose blocks may have changed since their tables were read."""
+        tables = self._sequences.tables.gather(changed)
+        host = make_host_metadata(lengths, query_lens, tables, self._block_size)
+        if self._recurrent is None:
+            return host
+        arrays = self._recurrent.arrays(states, host.seq_lens.tolist())
+        return replace(host, states=arrays, max_append=self._recurrent.spec.max_append)
+
+    def _make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
         """Make every sequence writable from its length to its target without new capacity.
 
         Raises:
@@ -114,24 +161,17 @@ class KvSlotAllocator:
                     written.append(blocks[start // block_size])
                 else:  # a block behind a window may be missing
                     written += blocks[start // block_size * num_tables : -(-target // block_size) * num_tables]
-        if self._are_writable(written):
+        if 0 not in written and self._pool.shared.isdisjoint(written) and self._index.published.isdisjoint(written):
             return without_room
         return _spans(states, targets)
 
-    def decode_needs(
-        self, states: Sequence[SequenceState], lengths: Sequence[int], blocks: Sequence[int]
-    ) -> list[_Need]:
-        """Return the changes that make room for one more token of each sequence, in a cache of one table.
-
-        blocks: where the tokens go, 0 for a block that does not exist yet.
-        """
-        if self._pool.shared.isdisjoint(blocks) and self._index.published.isdisjoint(blocks):
-            return [(state, [], [], 1) for state, block in zip(states, blocks, strict=True) if not block]
-        return self._needs((state, length, length + 1) for state, length in zip(states, lengths, strict=True))
-
-    def _are_writable(self, blocks: Sequence[int]) -> bool:
-        """Return whether all blocks exist and none is shared or published."""
-        return 0 not in blocks and self._pool.shared.isdisjoint(blocks) and self._index.published.isdisjoint(blocks)
+    def _decode_needs(self, states: list[SequenceState], lengths: NDArray[np.int64]) -> list[_Need]:
+        """Return the changes that make room for one more token of each sequence, in a cache of one table."""
+        blocks = self._sequences.tables.at(states, lengths // self._block_size)  # 0 if there is none yet
+        written = blocks.tolist()
+        if self._pool.shared.isdisjoint(written) and self._index.published.isdisjoint(written):
+            return [(states[row], [], [], 1) for row in np.flatnonzero(blocks == 0)]
+        return self._needs(_spans(states, (lengths + 1).tolist()))
 
     def _needs(self, spans: Iterable[Span]) -> list[_Need]:
         """Return the changes that make the spans writable; sequences that are ready are left out."""
