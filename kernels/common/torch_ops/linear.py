@@ -61,7 +61,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Packed weights work in eager mode only: a compiler cannot trace them.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if x.is_cuda or torch.compiler.is_dynamo_compiling():
         return functional.linear(x, weight, bias)
     if _are_few(x, weight) and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous())):
         loops = _loops(weight)
@@ -91,7 +91,7 @@ def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Non
 
 def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether numba kernels are fast for this number of rows."""
-    is_one = x.dtype == weight.dtype and x.dtype in _ROWS_IN_LOOPS and x.is_cpu
+    is_one = x.is_cpu and x.dtype == weight.dtype and x.dtype in _ROWS_IN_LOOPS
     return is_one and x.dim() == 2 and len(x) in _ROWS_IN_LOOPS[x.dtype] and x.stride(1) == 1
 
 
