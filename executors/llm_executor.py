@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -146,12 +146,9 @@ class LlmExecutor(UnifiedExecutor):
         finally:
             super().shutdown()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _check_rank(self) -> None:
         if self._ranks.rank:
             raise UnsupportedError(f"rank {self._ranks.rank} of {self._ranks.size}: it can only `serve`; rank 0 drives")
-        with super()._call():
-            yield
 
     def _alike(self, kind: Kind, *words: str) -> AbstractContextManager[None]:
         """Return the context of a call that every rank makes on its own."""

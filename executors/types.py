@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
@@ -13,7 +12,6 @@ import torch
 
 from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
-from paged.errors import PagedError
 from paged.executors.row_batches import is_decode_step
 
 
@@ -184,33 +182,21 @@ class WorkMeter:
         self._device = device
         self._memory_bytes = memory_bytes
         self._peak_memory_bytes = memory_bytes()
-        self.prefills = self.decodes = self._prefill_tokens = self._forwards = self._failed_calls = 0
+        self.prefills = self.decodes = self._prefill_tokens = self._forwards = self.failed_calls = 0
         self._prefill_seconds = self._decode_seconds = 0.0
         self._untimed: deque[tuple[ForwardWork, torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Track the state during a call, and whether it fails."""
-        self.state = ExecutorState.BUSY
-        try:
-            yield
-        except BaseException as error:
-            self._failed_calls += 1
-            self.state = ExecutorState.READY if isinstance(error, PagedError) else ExecutorState.FAILED
-            raise
-        self.state = ExecutorState.READY
+    def begin(self) -> torch.cuda.Event | float:
+        """Return the start of a forward: on a GPU an event of the stream, else the time in seconds."""
+        return self._event() if self._device.type == "cuda" else perf_counter()
 
-    @contextmanager
-    def forward(self, work: ForwardWork) -> Iterator[None]:
-        """Count `work` if the forward inside succeeds, and time it; on a GPU, by events of the stream."""
-        on_gpu = self._device.type == "cuda"
-        started, start = perf_counter(), self._event() if on_gpu else None
-        yield
-        if start is not None:
+    def end(self, work: ForwardWork, start: torch.cuda.Event | float) -> None:
+        """Count and time the work of a forward that has succeeded since `start`."""
+        if isinstance(start, float):
+            self._add_seconds(work, perf_counter() - start)
+        else:
             self._untimed.append((work, start, self._event()))
             self._collect_times(wait=False)
-        else:
-            self._add_seconds(work, perf_counter() - started)
         self._forwards += 1
         self.prefills += work.prefills
         self._prefill_tokens += work.prefill_tokens
@@ -225,7 +211,7 @@ class WorkMeter:
             prefill_count=self.prefills,
             decode_count=self.decodes,
             prefill_tokens=self._prefill_tokens,
-            failed_calls=self._failed_calls,
+            failed_calls=self.failed_calls,
             forwards=self._forwards,
             average_prefill_seconds=self._prefill_seconds / max(self.prefills, 1),
             average_decode_seconds=self._decode_seconds / max(self.decodes, 1),

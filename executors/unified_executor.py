@@ -183,10 +183,23 @@ class UnifiedExecutor(ModelExecutor):
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        if self._meter.state is ExecutorState.SHUTDOWN:
+        """Track the state during a call, and whether it fails."""
+        meter = self._meter
+        if meter.state is ExecutorState.SHUTDOWN:
             raise ExecutorShutDownError(f"{self._info.model_id}: the executor was shut down")
-        with self._meter.call(), torch.no_grad():
-            yield
+        self._check_rank()
+        meter.state = ExecutorState.BUSY
+        try:
+            with torch.no_grad():
+                yield
+        except BaseException as error:
+            meter.failed_calls += 1
+            meter.state = ExecutorState.READY if isinstance(error, PagedError) else ExecutorState.FAILED
+            raise
+        meter.state = ExecutorState.READY
+
+    def _check_rank(self) -> None:
+        """Raise UnsupportedError if another process drives this one."""
 
     def _logits_of(self, groups: Sequence[Sequence[UnifiedBatchItem]], work: ForwardWork) -> list[torch.Tensor]:
         """Run all groups of final items in one forward; return the logits [len(group), V] of each."""
@@ -209,23 +222,24 @@ class UnifiedExecutor(ModelExecutor):
     def _all_or_nothing(self, batch: UnifiedBatch, work: ForwardWork) -> Iterator[None]:
         """Check the items and count the work; if the checks or the forward raise, roll every cache back."""
         (decoded, num_followed, longest), self._decoded = self._decoded, (None, 0, 0)
-        columns, longest = batch.columns, longest + 1
-        is_next = columns is decoded and batch.num_followed == num_followed + 1
+        columns, moved, longest = batch.columns, batch.num_followed, longest + 1
+        is_next = columns is decoded and moved == num_followed + 1
         is_next &= longest <= self._info.max_sequence_length
         new = set() if is_next else self._check_items(batch)
         try:
             if not is_next:
                 self._choose_adapters(batch.items)
-            with self._meter.forward(work):
-                yield
+            start = self._meter.begin()
+            yield
+            self._meter.end(work, start)
             if columns.is_decode and None not in columns.kv_caches:
-                longest = longest if is_next else 1 + max(item.pos_offset for item in batch.items)
-                self._decoded = columns, batch.num_followed, longest
+                longest = longest if is_next else 1 + moved + max(item.pos_offset for item in batch.items)
+                self._decoded = columns, moved, longest
         except BaseException:
             for item in batch.items:
                 handle = self._sequences.get_handle(item.cache_id)
                 if handle is not None:
-                    self._roll_back(handle, None if handle.cache_id in new else item.pos_offset)
+                    self._roll_back(handle, None if handle.cache_id in new else item.pos_offset + moved)
             raise
 
     def _num_device_ids(self, batch: UnifiedBatch) -> int:
@@ -252,7 +266,7 @@ class UnifiedExecutor(ModelExecutor):
                 if one is not None and handle is not one:
                     self._check_handle(one)
         limits = {"vocab_size": self._info.vocab_size, "max_seq_len": self._info.max_sequence_length}
-        validate_items(batch.items, handles, **limits)
+        validate_items(batch.items, handles, moved=batch.num_followed, **limits)
         if batch.columns.has_embeds:
             check_embeds(batch.items, self.embeds_limits)
         if None not in handles:

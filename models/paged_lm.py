@@ -247,7 +247,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         if not is_checked:
             handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
             limits = {"vocab_size": self._config.vocab_size, "max_seq_len": self._config.max_seq_len}
-            validate_items(batch.items, handles, **limits)
+            validate_items(batch.items, handles, moved=batch.num_followed, **limits)
             check_embeds(batch.items, self.embeds_limits)
         counts = batch.columns.counts
         with torch.no_grad(), forward_step(self.kv_manager, batch) as step:

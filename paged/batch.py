@@ -167,8 +167,8 @@ class UnifiedBatch:
     def following(self, device_ids: torch.Tensor) -> UnifiedBatch:
         """Return the batch of the next tokens, int64 [len(items)], after one token of each item has run.
 
-        Its items are the same objects, which their owner has moved one position on: an executor that ran them last does
-        not check them again.
+        Its items are the same objects, without `embeds`; they run at `pos_offset + num_followed`. An executor that ran
+        them last does not check them again.
         """
         batch = object.__new__(UnifiedBatch)
         batch.__dict__.update(self.__dict__, device_ids=device_ids, num_followed=self.num_followed + 1)

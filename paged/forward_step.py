@@ -148,12 +148,18 @@ def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> ND
 
 
 def validate_items(
-    items: Sequence[UnifiedBatchItem], handles: Sequence[KvCacheHandle | None], *, vocab_size: int, max_seq_len: int
+    items: Sequence[UnifiedBatchItem],
+    handles: Sequence[KvCacheHandle | None],
+    *,
+    vocab_size: int,
+    max_seq_len: int,
+    moved: int = 0,
 ) -> None:
     """Check a batch before anything is written. An empty batch is legal.
 
     Args:
         handles: the sequence of each item; None if it does not exist yet.
+        moved: positions that all items have moved on, `UnifiedBatch.num_followed`.
 
     Raises:
         InvalidInputError: two items of the same sequence, an item without tokens, a `pos_offset` that is not the
@@ -170,7 +176,7 @@ def validate_items(
     lengths = [0 if handle is None else handle.num_tokens for handle in handles]
     rows = [item.q_tokens for item in items]
     tokens, ends = list(chain.from_iterable(rows)), list(map(add, lengths, map(len, rows)))
-    is_known = [item.pos_offset for item in items] == lengths and all(map(gt, ends, lengths))
+    is_known = [item.pos_offset + moved for item in items] == lengths and all(map(gt, ends, lengths))
     if (
         not is_known
         or min(tokens, default=0) < 0
@@ -178,15 +184,15 @@ def validate_items(
         or max(ends, default=0) > max_seq_len
     ):
         for item, length in zip(items, lengths, strict=True):
-            _check_item(item, length, vocab_size, max_seq_len)
+            _check_item(item, item.pos_offset + moved, length, vocab_size, max_seq_len)
 
 
-def _check_item(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: int) -> None:
+def _check_item(item: UnifiedBatchItem, start: int, length: int, vocab_size: int, max_seq_len: int) -> None:
     name, end = f"item {item.seq_id!r}", length + len(item.q_tokens)
     if end == length:
         raise InvalidInputError(f"{name}: q_tokens is empty, expected at least one token")
-    if item.pos_offset != length:
-        raise InvalidInputError(f"{name}: pos_offset {item.pos_offset}, expected {length}, the length of its cache")
+    if start != length:
+        raise InvalidInputError(f"{name}: pos_offset {start}, expected {length}, the length of its cache")
     for token in item.q_tokens:
         if not 0 <= token < vocab_size:
             raise InvalidInputError(f"{name}: token id {token}, expected 0 <= id < {vocab_size}")

@@ -137,10 +137,10 @@ class TokenSpace:
         return count
 
     def release(self, completion: Completion) -> None:
-        if completion.cached:
+        if completion.prefilled:
             handle = completion.handle
             self._executor.release_cache(completion.seq_id if handle is None else handle.cache_id)
-            completion.cached = 0
+            completion.prefilled = 0
 
     def swap_out(self, completion: Completion) -> bool:
         return False

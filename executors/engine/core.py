@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from math import inf
 from time import perf_counter
 
@@ -23,7 +24,7 @@ from paged.executors.engine.step_runner import CallResults, StepRunner, WrongRes
 from paged.executors.isolation import attempt, describe, quietly
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
-from paged.executors.requests.request import Completion, Request, State, advance, count_launched
+from paged.executors.requests.request import NO_TOKEN, Completion, Request, Rows, State
 from paged.executors.sampling.logprobs import prompt_logprobs
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Sampled, Sampler
@@ -61,6 +62,7 @@ class EngineCore:
         self._unreported: dict[RequestOutput, None] = {}
         self._timed: list[Request] = []  # those that have to end at some time, the earliest first
         self._sampled = self._last_taken = 0.0
+        self._num_ended = 0  # of completions
         prompt_rows = max(_PROMPT_LOGITS // info.vocab_size, 1)
         self._scheduler = Scheduler(config, self._space, self._fail, decode_cost=decode_cost, prompt_rows=prompt_rows)
         self._runner = StepRunner(executor, self._make_room, self._fail, self._space.release, self.metrics)
@@ -160,24 +162,25 @@ class EngineCore:
                 self._fail(first, "the cache has no room for it, and no request here holds any")
             return None
         self._begin(plan.chunks)
-        drafts = draft(self._proposer, plan.decodes, self._vocab_size)
+        batch = None if before is None or plan.chunks else before.following(plan.decodes)
+        drafts = None if batch is not None else draft(self._proposer, plan.decodes, self._vocab_size)
         self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
-        completions, batch = [*plan.decodes, *plan.chunks], None
+        completions = [*plan.decodes, *plan.chunks]
         if self._prefers_tokens and drafts is None:
             self._ask_for_tokens(completions)
         if before is None:
             calls = self._runner.run(completions)
         else:
-            completions, batch = before.next_batch(completions, self._device)
+            if batch is None:
+                completions, batch = before.next_batch(completions, self._device)
             calls = self._runner.run_ahead(completions, batch)
             self.metrics.overlapped_steps += bool(calls)
         if not calls:
             return None
-        launched = LaunchedStep(started, bool(plan.decodes), _num_rows(plan.chunks), drafts is not None, batch)
+        prefill_tokens, is_drafted = _num_rows(plan.chunks), drafts is not None
+        launched = LaunchedStep(started, bool(plan.decodes), prefill_tokens, is_drafted, batch, self._num_ended)
         self._count(calls, launched)
         completions, rows = self._final_rows(calls, launched, has_chunks=bool(plan.chunks))
-        if before is not None and True in [one.reads_tokens for one in completions]:
-            self._take_launched()  # while the device runs this one
         self._step_sampler.sample(completions, rows, launched, drafts and (drafts, plan.decodes))
         return launched
 
@@ -206,12 +209,11 @@ class EngineCore:
     def _final_rows(
         self, calls: Sequence[CallResults], launched: LaunchedStep, *, has_chunks: bool
     ) -> tuple[list[Completion], Answers]:
-        """Count what ran as cached; return the completions to sample for, forks of a prompt too, and their answers."""
+        """Count the prompt tokens that ran; return the completions to sample for, forks too, and their answers."""
         completions: list[Completion] = []
         parts: list[Answers] = []
         for group, answers in calls:
             if not has_chunks:
-                count_launched(group)
                 completions += group
                 parts.append(answers)
                 continue
@@ -221,7 +223,8 @@ class EngineCore:
             for index, completion in enumerate(group):
                 is_prompt, size = completion.state is State.PREFILL, answer_rows(completion.item)
                 begin, end = end, end + size
-                count_launched([completion])
+                if is_prompt:
+                    completion.prefilled = completion.item.pos_offset + len(completion.item.q_tokens)
                 if not size:
                     continue
                 entry = None if isinstance(answers, torch.Tensor) else answers[index]
@@ -269,11 +272,10 @@ class EngineCore:
             if table is not None and not request.output.finished:
                 assert request.output.prompt_table is not None
                 request.output.prompt_table += table
-        for completions, on_device in step.parts:
-            fail = partial(self._fail_all, completions)
-            sampled = attempt(fail, on_device.read)
+        for rows, on_device in step.parts:
+            sampled = attempt(partial(self._fail_all, rows.completions), on_device.read)
             if sampled is not None:
-                self._advance(completions, sampled, may_be_first=step.num_prefill_tokens > 0, drafted=step.is_drafted)
+                self._advance(rows, sampled, step)
         now = perf_counter()
         seconds = now - max(step.started, self._last_taken)
         self._last_taken = now
@@ -288,12 +290,11 @@ class EngineCore:
         """
         manager = self.executor.kv_manager
         assert manager is not None
-        size = manager.config.block_size
         known = [
             (one.handle, one.tokens_from(one.handle.num_known_tokens))
-            for completions, _ in ahead.parts
-            for one in completions
-            if not one.cached % size and one.state is State.DECODE and one.handle is not None
+            for rows, _ in ahead.parts
+            for one in rows.with_whole(manager.config.block_size)
+            if one.state is State.DECODE and one.handle is not None
         ]
         if known:
             attempt(partial(_LOG.warning, "blocks were not published: %s"), manager.append_tokens, known)
@@ -353,34 +354,32 @@ class EngineCore:
             attempt(partial(self._fail, fork), self._space.fork, completion, fork)
         return [completion, *(fork for fork in forks if fork.state is State.DECODE)]
 
-    def _advance(
-        self, completions: Sequence[Completion], sampled: Sampled, *, may_be_first: bool, drafted: bool
-    ) -> None:
-        """Give completions the tokens that were sampled for them, and end those that are done.
-
-        may_be_first: some of them may be their requests' first tokens. drafted: some may be several for a completion.
-        """
+    def _advance(self, rows: Rows, sampled: Sampled, step: LaunchedStep) -> None:
+        """Give completions the tokens that were sampled for them, and end those that are done."""
         self._sampled = perf_counter()
         token_ids, logprobs = sampled
-        if State.FINISHED in [one.state for one in completions]:  # while the step was under way
-            left = [row for row, one in enumerate(completions) if one.state is not State.FINISHED]
-            self.metrics.dropped_tokens += len(completions) - len(left)
-            completions, token_ids = [completions[row] for row in left], [token_ids[row] for row in left]
+        if self._num_ended > step.num_ended and State.FINISHED in [one.state for one in rows.completions]:
+            left = [row for row, one in enumerate(rows.completions) if one.state is not State.FINISHED]
+            self.metrics.dropped_tokens += len(token_ids) - len(left)
+            rows, token_ids = Rows([rows.completions[row] for row in left]), [token_ids[row] for row in left]
             logprobs = logprobs and [logprobs[row] for row in left]
-        if may_be_first:
+        completions = rows.completions
+        if step.num_prefill_tokens:
             for request in {completion.request for completion in completions}:
                 if request.first_token is None:
                     request.first_token = self._sampled
                     quietly(self._measure_first_token, request)
-        self._changed.update(dict.fromkeys([completion.request_output for completion in completions]))
-        if not drafted and logprobs is None:
-            for completion in advance(completions, token_ids):
-                self._finish_if_done(completion)
-            self.metrics.generated_tokens += len(completions)
-        else:
-            tables = logprobs or [[]] * len(completions)
-            for completion, ids, table in zip(completions, token_ids, tables, strict=True):
-                self._advance_by_several(completion, ids, table, drafted=drafted)
+        self._changed.update(rows.outputs)
+        if step.is_drafted:
+            for completion, ids, table in zip(completions, token_ids, logprobs or repeat([]), strict=False):
+                self._advance_by_several(completion, ids, table)
+            return
+        for completion, table, (token,) in zip(completions, logprobs or (), token_ids, strict=False):
+            if completion.output.growth.logprobs is not None and token != NO_TOKEN:
+                completion.output.growth.logprobs.extend(table)
+        self.metrics.generated_tokens += len(completions)
+        for completion in rows.advance(token_ids):
+            self._finish_if_done(completion)
 
     def _fail_all(self, completions: Iterable[Completion], reason: str) -> None:
         for completion in completions:
@@ -406,6 +405,7 @@ class EngineCore:
     def _finish(self, completion: Completion, reason: str) -> None:
         """End a completion and free everything it holds, even if something raises; repeatable after an interrupt."""
         request = completion.request
+        self._num_ended += 1
         completion.output.finish_reason = reason
         for listener in self._on_finish:
             quietly(listener, completion)
@@ -427,13 +427,13 @@ class EngineCore:
             del self._requests[request.request_id]
 
     def _advance_by_several(
-        self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]], *, drafted: bool
+        self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
     ) -> None:
         """Give a completion its accepted drafts and one token more, until one ends it; roll back the others."""
-        ran_to, before, is_done = completion.cached, len(completion.token_ids), False
+        ran_to, before = completion.item.pos_offset + len(completion.item.q_tokens), len(completion.token_ids)
         for token in token_ids:
-            is_done = bool(advance([completion], [[token]])) and self._finish_if_done(completion)
-            if is_done:
+            completion.token_ids.append(token)
+            if self._finish_if_done(completion):
                 break
         # One that was no token is not there any more.
         count = len(completion.token_ids) - before
@@ -441,11 +441,10 @@ class EngineCore:
             completion.output.growth.logprobs.extend(logprobs[:count])
         self.metrics.generated_tokens += count
         self.metrics.accepted_tokens += max(count - 1, 0)
-        if drafted and not is_done:
-            completion.keep()
-            if completion.cached < ran_to:
-                fail = partial(self._fail, completion)
-                attempt(fail, self.executor.truncate_kv, completion.handle, completion.cached)
+        completion.num_sampled = len(completion.token_ids)
+        if completion.state is not State.FINISHED and completion.cached < ran_to:
+            fail = partial(self._fail, completion)
+            attempt(fail, self.executor.truncate_kv, completion.handle, completion.cached)
 
     def _finish_if_done(self, completion: Completion) -> bool:
         reason = attempt(partial(self._fail, completion), completion.finish_reason)

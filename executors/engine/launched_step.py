@@ -10,7 +10,7 @@ import torch
 from paged.batch import UnifiedBatch
 from paged.executors.engine.step_runner import WrongResultsError
 from paged.executors.isolation import describe, raise_exit
-from paged.executors.requests.request import Completion, Request, count_sampled
+from paged.executors.requests.request import Completion, Request, Rows
 from paged.executors.sampling.rows import index_tensor, row_matrix
 from paged.executors.sampling.sampler import Drafts, SampledOnDevice, Sampler
 from paged.executors.speculation.drafting import aligned_drafts
@@ -24,6 +24,7 @@ class LaunchedStep:
     Attributes:
         started: when it was planned.
         batch: what ran if it was launched ahead.
+        num_ended: completions that had ended when it was launched.
         parts: completions and their tokens, in as many parts as were sampled.
         prompts: requests, and what reads the log probabilities of their prompts' next tokens.
     """
@@ -33,14 +34,20 @@ class LaunchedStep:
     num_prefill_tokens: int
     is_drafted: bool
     batch: UnifiedBatch | None
-    parts: list[tuple[list[Completion], SampledOnDevice]] = field(default_factory=list)
+    num_ended: int
+    parts: list[tuple[Rows, SampledOnDevice]] = field(default_factory=list)
     prompts: list[tuple[Request, Callable[[], list[dict[int, float]]]]] = field(default_factory=list)
+
+    def following(self, decodes: list[Completion]) -> UnifiedBatch | None:
+        """Return the next step's batch if it was one of the same decodes, whose items then stay as they are."""
+        batch, (rows, sampled) = self.batch, self.parts[0] if self.parts else (None, None)
+        if batch is None or rows is None or sampled is None or sampled.token_ids is None or rows.completions != decodes:
+            return None
+        is_whole = len(batch.items) == len(decodes) and batch.columns.is_decode and not batch.columns.has_embeds
+        return batch.following(sampled.token_ids) if is_whole else None
 
     def next_batch(self, completions: list[Completion], device: torch.device) -> tuple[list[Completion], UnifiedBatch]:
         """Return the next step's completions, those whose last tokens only the device knows first, and its batch."""
-        if len(self.parts) == 1 and self.parts[0][0] == completions and self.batch and self.batch.columns.is_decode:
-            assert self.parts[0][1].token_ids is not None
-            return completions, self.batch.following(self.parts[0][1].token_ids)
         late = [one for one in completions if one.is_behind]
         completions = [*late, *(one for one in completions if not one.is_behind)]
         items = [one.item for one in completions]
@@ -48,9 +55,9 @@ class LaunchedStep:
 
     def _token_ids(self, completions: list[Completion], device: torch.device) -> torch.Tensor:
         """Return the newest tokens of some of its completions, int64 [n] on the device."""
-        parts = [(own, sampled.token_ids) for own, sampled in self.parts if sampled.token_ids is not None]
+        parts = [(rows, sampled.token_ids) for rows, sampled in self.parts if sampled.token_ids is not None]
         tokens = torch.cat([tokens for _, tokens in parts]) if len(parts) > 1 else parts[0][1]
-        own = [one for part, _ in parts for one in part]
+        own = [one for part, _ in parts for one in part.completions]
         if own == completions:
             return tokens
         rows = {completion: row for row, completion in enumerate(own)}
@@ -74,6 +81,7 @@ class StepSampler:
     ) -> None:
         self._sampler, self._vocab_size = sampler, vocab_size
         self._fail, self._settle = fail, settle
+        self._last = Rows([])
 
     def sample(
         self,
@@ -85,7 +93,11 @@ class StepSampler:
         """Sample and begin to copy the tokens; after an error in halves, until the failing completion is alone."""
         if not completions:
             return
-        sizes = [1] * len(completions)
+        if drafted is not None or self._last.completions != completions:
+            self._last = Rows(completions)
+        own, sizes = self._last, [1] * len(completions)
+        if own.reads_tokens:
+            self._settle()  # while the device runs this one
         try:
             if drafted is not None:
                 drafts = aligned_drafts(*drafted, completions)
@@ -113,8 +125,9 @@ class StepSampler:
             self.sample(completions[:middle], halves[0], launched, drafted)
             self.sample(completions[middle:], halves[1], launched, drafted)
             return
-        launched.parts.append((completions, sampled))
-        count_sampled(completions)
+        launched.parts.append((own, sampled))
+        for one in completions:
+            one.num_sampled += 1
 
 
 def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:

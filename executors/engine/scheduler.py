@@ -192,7 +192,7 @@ class Scheduler:
                 return False
             self._leave(first)
             if first.is_decoding:
-                first.follow()
+                first.tokens = first.tokens[: first.cached]  # the newest runs as a decode
                 self.add_decoding(first)
             else:
                 first.state = State.PREFILL

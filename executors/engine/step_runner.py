@@ -164,7 +164,7 @@ class StepRunner:
     def _start_over(self, group: Sequence[Completion]) -> None:
         if self._executor.kv_manager is None:
             for completion in group:
-                if completion.cached:
+                if completion.prefilled:
                     quietly(self._release, completion)
                     completion.start_over()
 

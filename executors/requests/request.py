@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from paged.seq_id import SeqId
 # Stands for a token where the logits left none to choose: all of them NaN or -inf.
 NO_TOKEN = -1
 
-_UNKNOWN = (0,)  # a placeholder for a token, see `UnifiedBatch.device_ids`
+_UNKNOWN = 0  # a placeholder for a token, see `UnifiedBatch.device_ids`
 
 
 class RunningItem(UnifiedBatchItem):
@@ -123,33 +124,42 @@ class Request:
         return self.adapter if self.cache_salt is None else (self.adapter, self.cache_salt)
 
 
-# Loops over all completions of a step, without a call for each.
+class Rows:
+    """Completions that got a token in the same step, and what stays the same while they decode on together.
 
+    Attributes:
+        outputs: of their requests.
+        reads_tokens: whether any of them does.
+    """
 
-def count_launched(completions: Iterable[Completion]) -> None:
-    """Count the tokens of their items as cached."""
-    for one in completions:
-        fields = one.item_fields
-        one.cached = fields["pos_offset"] = one.cached + len(fields["q_tokens"])
+    def __init__(self, completions: list[Completion]) -> None:
+        self.completions = completions
+        self.outputs = dict.fromkeys(one.request_output for one in completions)
+        self.reads_tokens = any(one.reads_tokens for one in completions)
+        self._token_ids = [one.token_ids for one in completions]
+        self._ending_ids = frozenset[int]().union(*{one.ending_ids for one in completions})
+        self._is_watched = any(one.is_watched for one in completions)
+        self._first_full = min(completions, key=lambda one: one.max_tokens - one.num_sampled, default=None)
+        self._lengths = np.array([one.num_sampled + len(one.request.prompt) for one in completions], np.int64)
 
+    def with_whole(self, block_size: int) -> list[Completion]:
+        """Return those that fill a cache block in the step that runs, when the tokens before it are known."""
+        return [self.completions[row] for row in np.flatnonzero(self._lengths % block_size == 0)]
 
-def count_sampled(completions: Iterable[Completion]) -> None:
-    """Count a token of each that the host does not know yet, and that runs next."""
-    for one in completions:
-        one.num_sampled += 1
-        one.item_fields["q_tokens"] = _UNKNOWN
-
-
-def advance(completions: Iterable[Completion], tokens: Iterable[list[int]]) -> list[Completion]:
-    """Append one token to the output of each, given in a list; return those for which it may be the last."""
-    ending = []
-    for one, token in zip(completions, tokens, strict=True):
-        token_ids = one.token_ids
-        token_ids.append(token[0])
-        one.item_fields["q_tokens"] = token
-        if token[0] in one.ending_ids or len(token_ids) >= one.max_tokens or one.is_watched:
-            ending.append(one)
-    return ending
+    def advance(self, tokens: Sequence[list[int]]) -> list[Completion]:
+        """Append one token to the output of each, given in a list; return those for which it may be the last."""
+        newest = list(chain.from_iterable(tokens))
+        for token_ids, token in zip(self._token_ids, newest, strict=True):
+            token_ids.append(token)
+        self._lengths += 1
+        is_full = self._first_full is not None and self._first_full.is_full
+        if not (self._is_watched or is_full) and self._ending_ids.isdisjoint(newest):
+            return []
+        return [
+            one
+            for one, token in zip(self.completions, newest, strict=True)
+            if one.is_watched or token in one.ending_ids or one.is_full
+        ]
 
 
 class Completion:
@@ -160,8 +170,7 @@ class Completion:
         item: what runs next.
         tokens: what has to run before the next token can be sampled: the prompt and, after a preemption, the output so
             far.
-        cached: number of tokens in the cache, or on their way there.
-        item_fields: its attributes, to set them in place.
+        prefilled: how many of `tokens` are in the cache, or on their way there.
         max_tokens: most tokens of the output.
         ending_ids: tokens that end it.
         is_watched: whether something reads every token of it.
@@ -185,9 +194,8 @@ class Completion:
         self.handle: KvCacheHandle | None = None
         self.is_swapped = False
         self.tokens: Sequence[int] = request.prompt
-        self.cached = self.num_sampled = 0
+        self.prefilled = self.num_sampled = 0
         self.item = RunningItem(self.seq_id, (), metadata=request.metadata, embeds=request.embeds)
-        self.item_fields = self.item.__dict__
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
         self.token_mask = request.token_masks[index] if request.token_masks else None
@@ -222,6 +230,18 @@ class Completion:
         return len(self.request.prompt) + self.request.max_tokens - 1
 
     @property
+    def cached(self) -> int:
+        """Number of tokens in the cache, or on their way there; all but the newest one if it decodes."""
+        if self.prefilled < len(self.tokens):
+            return self.prefilled
+        return max(self.prefilled, self._last_of_prompt + self.num_sampled)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the output has as many tokens as it may have."""
+        return len(self.token_ids) >= self.max_tokens
+
+    @property
     def num_to_prefill(self) -> int:
         """Number of tokens to run before the next one can be sampled."""
         return len(self.tokens) - self.cached
@@ -250,8 +270,8 @@ class Completion:
 
     def hold(self, handle: KvCacheHandle | None) -> None:
         """Set its sequence in the cache, or None; tokens that it holds already are not run."""
-        self.handle, self.cached = handle, 0 if handle is None else handle.num_tokens
-        self.item.move((), self.cached, kv_cache=handle)
+        self.handle, self.prefilled = handle, 0 if handle is None else handle.num_tokens
+        self.item.move((), self.prefilled, kv_cache=handle)
 
     def requeue(self) -> None:
         """Drop its K/V: all of its tokens run again."""
@@ -263,6 +283,7 @@ class Completion:
         end = self.item.pos_offset + len(self.item.q_tokens)
         self.hold(None)
         self.item.move(self.tokens_from(0)[:end], 0)
+        self.prefilled = end
 
     def whole_spans(self, count: int) -> int:
         """Return how many tokens to prefill in place of `count`, so that no span of its prompt's rows is cut."""
@@ -278,22 +299,18 @@ class Completion:
         self.item.move(chunk, self.cached, is_final_chunk=is_final, logits_policy=policy)
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
-        """Set the item to the newest token, followed by drafts."""
+        """Set the item to the newest token, which only the device may know, followed by drafts."""
         policy = VerifyLogits() if drafts else FullLogits()
-        self.item.move([self.token_ids[-1], *drafts], self.cached, logits_policy=policy)
-
-    def keep(self) -> None:
-        """Drop what ran beyond the known tokens, which were drafts."""
-        self.num_sampled = len(self.token_ids)
-        self.cached = self.item_fields["pos_offset"] = self._last_of_prompt + self.num_sampled
+        newest = _UNKNOWN if self.is_behind else self.token_ids[-1]
+        self.item.move([newest, *drafts], self.cached, logits_policy=policy)
 
     def finish_reason(self) -> str | None:
         """Update the text; return the finish reason if the newest token ends the output, else None."""
-        token, count = self.token_ids[-1], len(self.token_ids)
+        token, count, is_full = self.token_ids[-1], len(self.token_ids), self.is_full
         if token < 0:
             self.token_ids.pop()
             return "error"
-        is_end, is_full = token in self.ending_ids, count >= self.max_tokens
+        is_end = token in self.ending_ids
         if self._detokenizer is not None and self._read_text(count - is_end, is_last=is_end or is_full):
             return "stop"
         if is_end:

@@ -77,7 +77,7 @@ class Sampler:
         """Sample one token for each completion, from logits float32 [n, V]."""
         rows = self._rows(completions)
         ruled = self._ruled(own_rules(logits, [(completions[row], row, ()) for row in rows.reading]), rows, None)
-        tokens = self._choose(ruled, rows, None, Stream.TOKEN)
+        tokens = self._choose(ruled, rows, None)
         if self._counts is not None and ruled[1] is not None:
             own = rows.penalised_rows
             self._counts.add([completions[row] for row in rows.penalised], ruled[1].rows[own], tokens[own])
@@ -107,7 +107,7 @@ class Sampler:
         rows = self._rows(completions)
         row_drafts = RowDrafts(drafts, np.full(len(completions), drafts.shape[1], np.int64))
         ruled = self._ruled(logits, rows, row_drafts)
-        tokens = self._choose(ruled, rows, row_drafts, Stream.DRAFT)
+        tokens = self._choose(ruled, rows, row_drafts)
         return tokens, self._filtered(ruled, rows).softmax(-1) if rows.is_drawn else None
 
     def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> SampledOnDevice:
@@ -141,6 +141,7 @@ class Sampler:
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a finished completion."""
+        self._last = None
         if self._counts is not None:
             self._counts.forget(completion)
 
@@ -153,14 +154,17 @@ class Sampler:
             self._last = sampling_rows(completions, self._vocab_size, self._device)
         return self._last
 
-    def _choose(self, ruled: _Ruled, rows: SamplingRows, row_drafts: RowDrafts | None, stream: Stream) -> torch.Tensor:
-        """Tokens int64 [n]."""
+    def _choose(self, ruled: _Ruled, rows: SamplingRows, row_drafts: RowDrafts | None) -> torch.Tensor:
+        """Tokens int64 [n]; behind drafts, those that are proposed."""
         logits, penalties = ruled
         if rows.is_plain:
             return greedy_argmax(logits)
-        keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(row_drafts), stream))
-        (halves,) = to_device((keys,), self._device)
-        return sample_tokens(logits, halves, **rows.filters, penalties=penalties)
+        if row_drafts is None:
+            keys = rows.next_keys(self._device)
+        else:
+            own = split_keys(noise_keys(rows.hashed_seeds, rows.positions(row_drafts), Stream.DRAFT))
+            (keys,) = to_device((own,), self._device)
+        return sample_tokens(logits, keys, **rows.filters, penalties=penalties)
 
     def _filtered(self, ruled: _Ruled, rows: SamplingRows) -> torch.Tensor:
         """Logits of the distributions that tokens are drawn from: -inf for all that cannot come."""
@@ -192,8 +196,8 @@ class Sampler:
         return logits, penalties
 
     def _penalties(self, rows: SamplingRows, row_drafts: RowDrafts | None) -> Penalties | None:
-        if not rows.penalised:
-            return None
+        if not rows.penalised or (row_drafts is None and rows.counted is not None):
+            return rows.counted
         index = rows.penalised_rows
         counts = self._counts = self._counts or TokenCounts(self._vocab_size, self._device)
         counted = counts.rows([rows.completions[row] for row in rows.penalised])
@@ -206,7 +210,10 @@ class Sampler:
             outputs.index_put_((counted[:, None], drafted), ones, accumulate=True)
             seen |= outputs > 0
         tables = torch.full((len(rows.completions),), -1, device=self._device).index_copy_(0, index, counted)
-        return Penalties(tables, outputs, seen, rows.penalties)
+        penalties = Penalties(tables, outputs, seen, rows.penalties)
+        if row_drafts is None:
+            rows.counted = penalties
+        return penalties
 
     def _with_logprobs(
         self,

@@ -42,11 +42,13 @@ class Proposer(Protocol):
 
 
 def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:
-    """Draft for decoding completions, and set the drafts as their items' next tokens; return None if there are none.
+    """Set the next tokens of decoding completions' items, with drafts if there is a proposer; return these, or None.
 
     If a proposer raises or proposes invalid tokens, it forgets these completions; the output does not change.
     """
     if proposer is None or not decodes:
+        for completion in decodes:
+            completion.follow()
         return None
     limits = [one.request.max_tokens - len(one.token_ids) - 1 for one in decodes]
     warn = partial(_LOG.warning, "no drafts in this step: %s")

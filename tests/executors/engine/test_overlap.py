@@ -193,8 +193,6 @@ def test_a_batch_that_follows_is_not_checked_again(device: torch.device) -> None
         if length == 4:
             with pytest.raises(InvalidInputError, match="pos_offset 3, expected 4"):
                 executor.unified_decode(batch)
-        for item in items:
-            item.move((0,), item.pos_offset + 1)
         batch = batch.following(ids)
     with pytest.raises(SequenceTooLongError):
         executor.unified_decode(batch)

@@ -8,7 +8,7 @@ import pytest
 from paged import EngineConfig, RequestOutput, SamplingParams
 from paged.executors.engine.scheduler import Plan, Scheduler, StepPacer
 from paged.executors.requests.output import CompletionOutput
-from paged.executors.requests.request import Completion, Request, State, advance, count_launched, count_sampled
+from paged.executors.requests.request import Completion, Request, Rows, State
 
 
 class Numbers:
@@ -69,19 +69,21 @@ def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
     """What the engine does after a forward; those that got a token."""
     ended = []
     for completion in [*plan.decodes, *plan.chunks]:
-        count_launched([completion])
+        if completion.state is State.PREFILL:
+            completion.prefilled = completion.item.pos_offset + len(completion.item.q_tokens)
         if completion.item.is_final_chunk:
             if completion.state is State.PREFILL:
                 scheduler.to_decoding(completion)
             ended.append(completion)
-            count_sampled([completion])
-            advance([completion], [[1]])
+            completion.num_sampled += 1
+            Rows([completion]).advance([[1]])
     return ended
 
 
 def rows(plan: Plan) -> dict[int, int]:
     """How many tokens of each request run."""
-    return {int(one.request.request_id): len(one.item.q_tokens) for one in [*plan.decodes, *plan.chunks]}  # type: ignore[arg-type]
+    pairs = [(one, 1) for one in plan.decodes] + [(one, len(one.item.q_tokens)) for one in plan.chunks]
+    return {int(one.request.request_id): count for one, count in pairs}
 
 
 def test_decodes_first_then_chunks_within_the_budget() -> None:
@@ -153,7 +155,7 @@ def test_what_is_swapped_decodes_on() -> None:
     space.host = 1
     assert scheduler.preempt() is swapped
     scheduler.remove(recomputed)
-    swapped.cached, swapped.is_swapped = 10, True
+    swapped.prefilled, swapped.is_swapped = 10, True
     plan = scheduler.plan()
     assert (plan.decodes, plan.chunks) == ([swapped], [])
 
