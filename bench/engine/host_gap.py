@@ -4,16 +4,14 @@ The engine runs its GPU path over CPU tensors. In place of the device stands a c
 time, one after the other, and tokens can be read when their step has ended. What the clock idles is the host's doing.
 
     python -m bench.engine.host_gap                      # tables of Engine and AsyncEngine
-    python -m bench.engine.host_gap --profile 256        # where the host's time goes, by function
+    python -m cProfile -s tottime -m bench.engine.host_gap --batches 256 --device-ms 0
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import gc
-import pstats
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -184,21 +182,12 @@ def _gaps(clock: Clock) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables, or a profile."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--device-ms", type=float, nargs="+", default=[1.0, 5.0])
-    parser.add_argument("--profile", type=int, help="number of sequences")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.profile:
-        with pretended(options.profile, 400) as (_, engine):
-            begin(engine, options.profile, 400)
-            with cProfile.Profile() as profile:
-                for _ in range(200):
-                    engine.step()
-            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
-        return
     print("| engine | sequences | device, ms a step | host, us a step | gap, us | 90 % below | steps without, % |")
     print("|---|---|---|---|---|---|---|")
     for device_ms in options.device_ms:
