@@ -37,8 +37,6 @@ CASES = (
     Case("Gemma 3: sliding window, q/k norm", model="gemma3"),
     Case("gpt-oss: sinks, sliding window", model="gpt-oss"),
     Case("Qwen3-MoE", model="qwen3-moe"),
-    # Its attention layers get blocks that are as long as a recurrent layer's state.
-    Case("Qwen3.5", model="qwen3.5", options={"block_size": None}),
     Case("LoRA on every other prompt", options={"enable_lora": True, "max_lora_rank": 8}, adapter=True),
     Case("n-gram speculation", options={"speculative_config": _NGRAM}, like="Llama"),
     Case("tensor parallel 2", options={"tensor_parallel_size": 2}, **_PARALLEL),

@@ -25,7 +25,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", _SCALED),
     "gpt-oss": ("GptOss", {"num_experts_per_tok": 2, "num_local_experts": 8, **_WINDOW}),
     "qwen3-moe": ("Qwen3Moe", _ROUTED),
-    "qwen3.5": ("Qwen3_5Text", {"linear_num_key_heads": 2, "linear_num_value_heads": 4}),
 }
 
 
