@@ -377,8 +377,9 @@ class EngineCore:
         for completion, table, (token,) in zip(completions, logprobs or (), token_ids, strict=False):
             if completion.output.growth.logprobs is not None and token != NO_TOKEN:
                 completion.output.growth.logprobs.extend(table)
-        self.metrics.generated_tokens += len(completions)
-        for completion in rows.advance(token_ids):
+        ending = rows.advance(token_ids)
+        self.metrics.generated_tokens += len(completions) - sum(one.token_ids[-1] == NO_TOKEN for one in ending)
+        for completion in ending:
             self._finish_if_done(completion)
 
     def _fail_all(self, completions: Iterable[Completion], reason: str) -> None:
