@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import logging
 import os
+import socket
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paged.errors import UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.command_line.generate import add_checkpoint_arguments, add_engine_arguments, make_engine
 from paged.executors.serving.config import ServeConfig
 from paged.models.loading.checkpoint_folder import checkpoint_folder
@@ -38,20 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, say where, and serve until a signal.
+    """Load, say where and what is served, and serve until a signal.
 
     Raises:
+        InvalidInputError: the address cannot be listened on.
         UnsupportedError: a package of the extra `serve` is not installed.
     """
     try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
+        from paged.executors.serving import protocol
+        from paged.executors.serving.app import make_app
+        from paged.executors.serving.service import Service
+        from paged.executors.serving.tool_formats import MarkedTokenizer
+        from paged.interop.kv_events import KvEventPublisher
     except ImportError as error:
         raise UnsupportedError(f"paged serve needs {error.name}: pip install 'paged[serve]'") from error
     from paged.executors.command_line.info import backend_of
+    from paged.executors.engine.async_engine import AsyncEngine
     from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
-    from paged.executors.serving.run import serve
-    from paged.executors.serving.tool_formats import MarkedTokenizer
     from paged.executors.text.chat_tokenizer import ChatTokenizer
     from paged.models.loading.hf_config import HfConfig
 
@@ -62,12 +66,38 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = ChatTokenizer.from_folder(folder)
     vision = vision_of(folder, tokenizer, args)  # before the executor, whose cache takes what memory is left
     engine = make_engine(folder, args, MarkedTokenizer(tokenizer), max_waiting=args.max_waiting)
-    info = engine.executor.info()
+    info, manager = engine.executor.info(), engine.executor.kv_manager
     config = ServeConfig(**{one.name: getattr(args, one.name) for one in fields(ServeConfig)})
     key = config.api_key or os.environ.get("PAGED_API_KEY") or None
     config = replace(config, api_key=key, model_name=config.model_name or info.model_id)
     defaults = SamplingParams(**sampling_defaults(HfConfig.read(folder, "generation_config.json", may_lack=True)))
-    asyncio.run(serve(engine, tokenizer, config, defaults, backend_of(info.device)[0], vision))
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise InvalidInputError(f"--host {config.host} --port {config.port}: {error}") from error
+    host, port = listener.getsockname()[:2]
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    note = " (this machine only, see --host)" if host in ("127.0.0.1", "::1") else ""
+
+    async def serve() -> None:
+        async with AsyncEngine(engine) as running:
+            app = make_app(Service(running, tokenizer, config, defaults, vision))
+            free = 0 if manager is None else manager.stats().free_blocks * manager.config.block_size
+            print(
+                f"paged: {where}{note}, {one_line(config.model_name)} in {info.dtype} on {info.device}, "
+                f"{free:,} tokens of cache free, backend {backend_of(info.device)[0]}",
+                flush=True,
+            )
+            await protocol.Server(app, config).serve(sockets=[listener])
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listener)
+        if config.kv_events is not None and manager is not None:
+            replay, topic = config.kv_events_replay, config.kv_events_topic
+            publisher = KvEventPublisher(manager, config.kv_events, replay_endpoint=replay, topic=topic)
+            stack.callback(publisher.close)
+        protocol.run(serve())
     return 0
 
 

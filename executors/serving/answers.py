@@ -1,120 +1,100 @@
-"""Answers as one body or as a stream of events, with the fields that OpenAI's have in common."""
+"""The form of an answer: one stream of pieces becomes events or one body; each route says how."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paged.executors.serving.errors import as_api_error, reply
+from paged.executors.requests.sampling_params import SamplingParams
+from paged.executors.serving.errors import as_api_error, dumps, reply
 from paged.executors.serving.gate import LOG, Record
 from paged.executors.serving.schemas import OpenAiSampling, Sampling
-from paged.executors.serving.service import service_of
+from paged.executors.serving.service import Piece, service_of
 
 Event = dict[str, Any]
 
 
-class Head:
-    """The fields that all chunks of an answer share. is_streamed: what the request says."""
+class Form:
+    """Makes the events of a streamed answer, or a whole one, of pieces.
 
-    def __init__(self, request: Request, body: Sampling, prefix: str, kind: str) -> None:
-        self.service, self.request = service_of(request), request
+    prefix, kind: of the answer's id, and its type. is_named: whether events are sent with the name of their type, as
+    Anthropic's and those of /v1/responses.
+    """
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    is_named: ClassVar[bool] = False
+
+    def __init__(self, request: Request, body: Sampling) -> None:
+        self.service, self.request, self.is_streamed = service_of(request), request, bool(body.stream)
         self.record: Record = request.state.record
-        self.is_streamed = bool(body.stream)
         options = body.stream_options if isinstance(body, OpenAiSampling) else None
-        self.has_usage = not self.is_streamed or (options is not None and options.include_usage)
-        self.id = f"{prefix}-{self.record.id.removeprefix('req-')}"
+        self.has_usage = (options or {}).get("include_usage", False)
+        self.id = f"{self.prefix}-{self.record.id.removeprefix('req-')}"
         self.model = body.model or self.service.config.model_name
-        self._kind, self._created = kind, int(request.state.began)
+        self.created = int(request.state.began)
+
+    def events(self, piece: Piece) -> Iterable[Event]:
+        raise NotImplementedError
+
+    def end(self) -> Iterable[Event]:
+        """In OpenAI's form, the usage if it is asked for."""
+        return [self.body(choices=[], usage=self.usage())] if self.has_usage else []
+
+    def whole(self, pieces: Sequence[Piece]) -> Event:
+        """Return the answer of one piece for each choice, in their order."""
+        raise NotImplementedError
 
     def body(self, **fields: Any) -> Event:
-        return {"id": self.id, "object": self._kind, "created": self._created, "model": self.model, **fields}
+        return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, **fields}
+
+    def usage(self) -> Event:
+        record = self.record
+        return {
+            "prompt_tokens": record.prompt_tokens,
+            "completion_tokens": record.new_tokens,
+            "total_tokens": record.prompt_tokens + record.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": record.cached_tokens},
+        }
+
+    async def answer(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, options: dict[str, Any]
+    ) -> Response:
+        pieces = self.service.pieces(self.request, prompts, params, **options)
+        if self.is_streamed:
+            return _EventStream(self, pieces)
+        found = [piece async for piece in pieces]
+        return reply(self.whole(sorted(found, key=lambda piece: piece.choice)))
 
 
-def usage(record: Record) -> Event:
-    return {
-        "prompt_tokens": record.prompt_tokens,
-        "completion_tokens": record.new_tokens,
-        "total_tokens": record.prompt_tokens + record.new_tokens,
-        "prompt_tokens_details": {"cached_tokens": record.cached_tokens},
-    }
-
-
-async def respond(
-    head: Head, events: AsyncGenerator[Event, None], whole: Callable[[Event], Event] = lambda choice: choice
-) -> Response:
-    """Stream events in OpenAI's form, or join their choices; the last one bears the usage and no choice."""
-    if head.is_streamed:
-        return EventStream(events if head.has_usage else _without_last(events), "data: [DONE]\n\n")
-    choices: dict[int, Event] = {}
-    last: Event = {}
-    async for last in events:
-        for part in last["choices"]:
-            _join(choices.setdefault(part["index"], {}), part)
-    return reply(last | {"choices": [whole(choices[index]) for index in sorted(choices)]})
-
-
-def _join(whole: Event, part: Event) -> None:
-    """Add a chunk: texts and lists grow, but an entry of a list with an index adds to the one of that index."""
-    for name, value in part.items():
-        old = whole.get(name)
-        if old is None or value is None:
-            whole[name] = value if old is None else old
-        elif isinstance(value, str):
-            whole[name] = old + value
-        elif isinstance(value, dict):
-            _join(old, value)
-        elif isinstance(value, list):
-            for one in value:
-                index = one.get("index") if isinstance(one, dict) else None
-                if type(index) is int and index < len(old):
-                    _join(old[index], one)
-                else:
-                    old.append(one)
-        else:
-            whole[name] = value
-
-
-async def _without_last(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    async with aclosing(events) as all_events:
-        async for event in all_events:
-            if event["choices"]:
-                yield event
-
-
-class EventStream(Response):
-    """Server-sent events. What goes wrong before the first one has a status; later it is an event.
-
-    named: whether events are sent with the name of their type, as Anthropic's and those of /v1/responses.
-    """
+class _EventStream(Response):
+    """Events, one write for a piece. What goes wrong before the first one has a status; later it is an event."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[Event, None], end: str = "", *, named: bool = False) -> None:
+    def __init__(self, form: Form, pieces: AsyncGenerator[Piece, None]) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._events, self._end, self._is_named = events, end, named
+        self._form, self._pieces = form, pieces
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
-
-        async def write(text: str, *, more: bool = True) -> None:
-            nonlocal has_begun
-            if not has_begun:
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            has_begun = True
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
         try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    await write(self._text(event))
+            async with aclosing(self._pieces) as pieces:
+                async for piece in pieces:
+                    if not has_begun:
+                        head = {"status": self.status_code, "headers": self.raw_headers}
+                        await send({"type": "http.response.start", **head})
+                        has_begun = True
+                    if text := self._text(self._form.events(piece)):
+                        await send({"type": "http.response.body", "body": text, "more_body": True})
+            text = self._text(self._form.end())
         except Exception as error:
             if not has_begun:
                 raise
@@ -122,12 +102,14 @@ class EventStream(Response):
             scope["state"]["record"].end = failed.message
             if failed.status >= 500:
                 LOG.error("request %s failed within its stream: %s", scope["state"]["record"].id, failed.message)
-            await write(self._text(failed.body))
-        await write(self._end, more=False)
+            text = self._text([failed.body])
+        text += b"" if self._form.is_named else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": text, "more_body": False})
 
-    def _text(self, event: Event) -> str:
-        name = f"event: {event['type']}\n" if self._is_named else ""
-        return f"{name}data: {json.dumps(event)}\n\n"
+    def _text(self, events: Iterable[Event]) -> bytes:
+        if self._form.is_named:
+            return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), dumps(event)) for event in events)
+        return b"".join(b"data: %s\n\n" % dumps(event) for event in events)
 
 
 def finite(value: float) -> float:

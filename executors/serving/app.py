@@ -38,10 +38,9 @@ def make_app(service: Service) -> Gate:
     for error in (PagedError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, _answer_error)
     app.state.service = service
-    for path, answer in _TEXT_ROUTES.items():
-        app.post(path)(answer)
-    _add_model_routes(app, service)
-    _add_state_routes(app, service)
+    for method, routes in _ROUTES.items():
+        for path, answer in routes.items():
+            app.add_api_route(path, answer, methods=[method], include_in_schema=path != "/")
     return Gate(app, service.config, service.metrics.end)
 
 
@@ -72,101 +71,72 @@ async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
 
 
 async def detokenize(body: schemas.DetokenizeBody, request: Request) -> Response:
-    """Answer with the text of token ids."""
     service = service_of(request)
     return reply({"prompt": await service.in_thread(service.tokenizer.decode, body.tokens)})
 
 
-_TEXT_ROUTES: dict[str, Callable[..., Awaitable[Response]]] = {
-    "/v1/completions": complete,
-    "/v1/chat/completions": chat,
-    "/v1/embeddings": embed,
-    "/v1/responses": respond_to_input,
-    "/v1/messages": answer_messages,
-    "/tokenize": tokenize,
-    "/detokenize": detokenize,
-}
+async def models(request: Request) -> Response:
+    service = service_of(request)
+    adapters = [_card(service, name) for name in await service.adapters()]
+    return reply({"object": "list", "data": [_card(service, None), *adapters]})
 
 
-def _add_model_routes(app: FastAPI, service: Service) -> None:
-    config = service.config
-
-    def describe(name: str, parent: str | None) -> dict[str, Any]:
-        card = {"id": name, "object": "model", "created": service.created, "owned_by": "paged", "parent": parent}
-        return card | {"root": parent or name, "max_model_len": service.longest}
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        adapters = [describe(name, config.model_name) for name in await service.adapters()]
-        return reply({"object": "list", "data": [describe(config.model_name, None), *adapters]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        adapter = await service.adapter(name)
-        return reply(describe(name, None if adapter is None else config.model_name))
-
-    @app.post("/v1/load_lora_adapter")
-    async def load_adapter(body: schemas.AdapterBody) -> Response:
-        if config.allow_adapters is None or body.lora_path is None:
-            raise ApiError(403, "lora_path: this server loads no adapters, see --allow-adapters", "lora_path")
-        folder = config.allow_adapters.resolve()
-        try:
-            path = (folder / body.lora_path).resolve(strict=True)
-        except (OSError, ValueError, RuntimeError):
-            path = None
-        if path is None or folder not in path.parents or body.lora_name == config.model_name:
-            raise ApiError(404, "lora_path: no such folder below that of --allow-adapters", "lora_path")
-        await service.engine.load_lora(body.lora_name, path)
-        return reply({"id": body.lora_name})
-
-    @app.post("/v1/unload_lora_adapter")
-    async def unload_adapter(body: schemas.AdapterBody) -> Response:
-        if config.allow_adapters is None:
-            raise ApiError(403, "this server unloads no adapters, see --allow-adapters")
-        await service.engine.unload_lora(body.lora_name)
-        return reply({"id": body.lora_name})
+async def model(name: str, request: Request) -> Response:
+    return reply(_card(service_of(request), await service_of(request).adapter(name)))
 
 
-def _add_state_routes(app: FastAPI, service: Service) -> None:
-    manager = service.engine.engine.executor.kv_manager
+def _card(service: Service, adapter: str | None) -> dict[str, Any]:
+    name = service.config.model_name
+    card = {"id": adapter or name, "object": "model", "created": service.created, "owned_by": "paged"}
+    return card | {"parent": adapter and name, "root": name, "max_model_len": service.longest}
 
-    @app.get("/health")
-    async def health() -> Response:
-        await service.engine.status()  # behind the step that runs; raises where the engine has stopped
-        return reply({"status": "ok"})
 
-    @app.get("/version")
-    async def version() -> Response:
-        return reply({"version": paged.__version__})
+async def load_adapter(body: schemas.AdapterBody, request: Request) -> Response:
+    config, path = service_of(request).config, None
+    if config.allow_adapters is None or body.lora_path is None:
+        raise ApiError(403, "lora_path: this server loads no adapters, see --allow-adapters", "lora_path")
+    folder = config.allow_adapters.resolve()
+    with suppress(OSError, ValueError, RuntimeError):
+        path = (folder / body.lora_path).resolve(strict=True)
+    if path is None or folder not in path.parents or body.lora_name == config.model_name:
+        raise ApiError(404, "lora_path: no such folder below that of --allow-adapters", "lora_path")
+    await service_of(request).engine.load_lora(body.lora_name, path)
+    return reply({"id": body.lora_name})
 
-    @app.get("/metrics")
-    async def prometheus() -> Response:
-        page = await service.engine.prometheus_text() + await service.metrics.text()
-        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/paged/blocks")
-    async def blocks() -> Response:
-        """Counts of the cache and the queue, and a letter for each block."""
-        status, counts = await service.engine.status(), service.engine.engine.metrics
-        found: dict[str, Any] = {**vars(status), "generated_tokens": counts.generated_tokens, "time": time.time()}
-        if manager is not None:
-            found |= {"cache": vars(manager.stats()), "blocks": _letters(manager)}
-            found["block_size"] = manager.config.block_size
-        return reply(found)
+async def unload_adapter(body: schemas.AdapterBody, request: Request) -> Response:
+    if service_of(request).config.allow_adapters is None:
+        raise ApiError(403, "this server unloads no adapters, see --allow-adapters")
+    await service_of(request).engine.unload_lora(body.lora_name)
+    return reply({"id": body.lora_name})
 
-    page = Path(__file__).with_name("page.html").read_text()
-    policy = "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    for tag in ("script", "style"):
-        content = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-        policy += f"; {tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return Response(page, headers={"content-security-policy": policy}, media_type="text/html")
+async def health(request: Request) -> Response:
+    await service_of(request).engine.status()  # behind the step that runs; raises where the engine has stopped
+    return reply({"status": "ok"})
+
+
+async def version() -> Response:
+    return reply({"version": paged.__version__})
+
+
+async def metrics(request: Request) -> Response:
+    service = service_of(request)
+    page = await service.engine.prometheus_text() + await service.metrics.text()
+    return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def blocks(request: Request) -> Response:
+    """Answer with the counts of the cache and the queue, and a letter for each block."""
+    engine = service_of(request).engine
+    found = {**vars(await engine.status()), "generated_tokens": engine.engine.metrics.generated_tokens}
+    if (manager := engine.engine.executor.kv_manager) is not None:
+        found |= {"cache": vars(manager.stats()), "blocks": _letters(manager), "block_size": manager.config.block_size}
+    return reply({**found, "time": time.time()})
 
 
 def _letters(manager: PagedKvCacheManager) -> str:
-    """A letter for each of the first blocks: free, cached, own, shared."""
+    """Return a letter for each of the first blocks: free, cached, own, shared."""
     held: Counter[int] = Counter()
     for handle in manager.handles():
         with suppress(StaleHandleError):  # ended meanwhile
@@ -174,3 +144,36 @@ def _letters(manager: PagedKvCacheManager) -> str:
     cached = set(manager.cached_blocks())
     blocks = range(1, min(manager.config.num_blocks, _MOST_CELLS) + 1)
     return "".join("s" if held[one] > 1 else "o" if held[one] else "c" if one in cached else "f" for one in blocks)
+
+
+async def page() -> Response:
+    text = Path(__file__).with_name("page.html").read_text()
+    policy = "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    for tag in ("script", "style"):
+        content = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        policy += f"; {tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+    return Response(text, headers={"content-security-policy": policy}, media_type="text/html")
+
+
+_ROUTES: dict[str, dict[str, Callable[..., Awaitable[Response]]]] = {
+    "GET": {
+        "/": page,
+        "/health": health,
+        "/metrics": metrics,
+        "/v1/models": models,
+        "/v1/models/{name:path}": model,
+        "/v1/paged/blocks": blocks,
+        "/version": version,
+    },
+    "POST": {
+        "/detokenize": detokenize,
+        "/tokenize": tokenize,
+        "/v1/chat/completions": chat,
+        "/v1/completions": complete,
+        "/v1/embeddings": embed,
+        "/v1/load_lora_adapter": load_adapter,
+        "/v1/messages": answer_messages,
+        "/v1/responses": respond_to_input,
+        "/v1/unload_lora_adapter": unload_adapter,
+    },
+}

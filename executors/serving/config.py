@@ -50,9 +50,7 @@ class ServeConfig:
         None, "let clients name images below this folder by file: URLs", metavar="FOLDER", type=Path
     )
     tool_parser: str = _option(
-        "auto",
-        "form of tool calls; auto: by the chat template",
-        choices=["auto", "none", *TOOL_FORMATS],
+        "auto", "form of calls; auto: by the chat template", choices=["auto", "none", *TOOL_FORMATS]
     )
     reasoning_parser: str = _option(
         "auto", "part before </think> as reasoning; auto: by the chat template", choices=["auto", "none", "think"]

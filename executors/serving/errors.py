@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -42,8 +43,15 @@ class ApiError(PagedError):
 
 
 def reply(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """JSON in ASCII: halves of surrogate pairs, which a client may send, have no UTF-8."""
-    return Response(json.dumps(body), status, headers, "application/json")
+    return Response(dumps(body), status, headers, "application/json")
+
+
+def dumps(value: Any) -> bytes:
+    """JSON, in ASCII if there are halves of surrogate pairs, which a client may send and which have no UTF-8."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -67,18 +67,17 @@ class Gate:
         abort = state.get("abort", lambda: None)
         state |= {"record": record, "began": time.time()}
         begun = time.perf_counter()
+        sending: Message | None = None
 
-        async def send_soon(message: Message) -> None:
+        async def send_on(message: Message) -> None:
+            nonlocal sending
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 more = [(b"x-request-id", record.id.encode()), (b"x-content-type-options", b"nosniff")]
                 message["headers"] = [*message.get("headers", ()), *more]
-            try:
-                async with asyncio.timeout(self.config.idle_seconds):
-                    await send(message)
-            except TimeoutError:  # it does not read; that it has gone then ends the app
-                record.end = "slow"
-                abort()
+            sending = message
+            await send(message)
+            sending = None
 
         try:
             try:
@@ -87,9 +86,34 @@ class Gate:
             except ApiError as error:
                 record.end = error.message
                 error.headers["connection"] = "close"  # there may be more of the body to come
-                await error.response()(scope, receive, send_soon)
+                await error.response()(scope, receive, send_on)
                 return None
-            await self._run(scope, body, receive, send_soon)
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive_body() -> Message:  # nothing after it: the end of the client ends the app
+                return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+            run = asyncio.ensure_future(self.app(scope, receive_body, send_on))
+            watch = asyncio.ensure_future(_wait_for_end(receive))
+            try:
+                done: set[asyncio.Future[None]] = set()
+                while not done:
+                    before = sending
+                    done, _ = await asyncio.wait(
+                        (run, watch), timeout=self.config.idle_seconds, return_when="FIRST_COMPLETED"
+                    )
+                    if not done and sending is not None and sending is before:  # it does not read
+                        record.end = "slow"
+                        abort()
+                        break
+            finally:
+                is_done = run.done()
+                run.cancel()
+                watch.cancel()
+                await asyncio.gather(run, watch, return_exceptions=True)
+            if not is_done:
+                raise ConnectionError
+            run.result()
         except ConnectionError:
             record.end = record.end or "left"
         except asyncio.CancelledError:
@@ -103,36 +127,6 @@ class Gate:
             record.seconds = time.perf_counter() - begun
             self._on_end(record)
             LOG.info("%s", record.line(self.config.log_format))
-
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the app beside a wait for the client to leave, and end each with the other."""
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-        left = asyncio.Event()
-
-        async def receive_body() -> Message:
-            if messages:
-                return messages.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def wait_for_end() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            left.set()
-
-        run = asyncio.ensure_future(self.app(scope, receive_body, send))
-        watch = asyncio.ensure_future(wait_for_end())
-        try:
-            await asyncio.wait((run, watch), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            is_done = run.done()
-            run.cancel()
-            watch.cancel()
-            results = await asyncio.gather(run, watch, return_exceptions=True)
-        if not is_done:
-            raise ConnectionError
-        if isinstance(results[0], BaseException):
-            raise results[0]
 
     def _check_key(self, scope: Scope) -> None:
         """Take the key as OpenAI's clients send it, as Anthropic's do, or as the password that a browser asks for."""
@@ -153,23 +147,24 @@ class Gate:
             raise error
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        most = self.config.max_body_bytes
-        too_long = ApiError(413, f"the body is longer than {most} bytes")
+        most, body = self.config.max_body_bytes, bytearray()
         length = Headers(scope=scope).get("content-length", "0")
-        if not length.isdecimal() or int(length[:20]) > most:
-            raise too_long
-        parts, size = [], 0
+        is_too_long, is_whole = not length.isdecimal() or int(length[:20]) > most, False
         try:
             async with asyncio.timeout(self.config.idle_seconds):
-                while True:
+                while not (is_too_long or is_whole):
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ConnectionError
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > most:
-                        raise too_long
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                    body += message.get("body", b"")
+                    is_too_long, is_whole = len(body) > most, not message.get("more_body", False)
         except TimeoutError:
             raise ApiError(408, f"no whole body within {self.config.idle_seconds} s") from None
+        if is_too_long:
+            raise ApiError(413, f"the body is longer than {most} bytes")
+        return bytes(body)
+
+
+async def _wait_for_end(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -4,52 +4,46 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.serving.answer_reader import Delta
-from paged.executors.serving.answers import Event, EventStream, Head
+from paged.executors.serving.answers import Event
 from paged.executors.serving.chat import Conversation, Tools, text_of
-from paged.executors.serving.errors import ApiError, reply
-from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Part
-from paged.executors.serving.service import service_of
+from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Sampling
+from paged.executors.serving.service import Piece, service_of
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+# By kind of a delta: the type and the field of its events; type and fields of the block that it begins.
 _PIECES = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "arguments": ("input_json_delta", "partial_json"),
 }
+_BLOCKS = {
+    "content": {"type": "text", "text": ""},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+}
 
 
 async def answer_messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
-    params = service.params(body, body.max_tokens, stop=body.stop_sequences)
+    params = service_of(request).params(body, body.max_tokens, stop=body.stop_sequences)
     system = [{"role": "system", "content": text_of(body.system)}] if body.system else []
     messages = [*system, *(one for message in body.messages for one in _as_template(message))]
-    given = [
+    functions = [
         {"name": tool.name, "parameters": tool.input_schema, **(tool.model_extra or {})} for tool in body.tools or ()
     ]
-    run = await Conversation.begin(request, body, messages, params, Tools(given, *_choice(body)))
-    head = Head(request, body, "msg", "message")
-    events = _events(head, run)
-    if body.stream:
-        return EventStream(events, named=True)
-    return reply(_whole([event async for event in events]))
-
-
-def _choice(body: MessagesBody) -> tuple[str, bool]:
-    """Return what `Tools` calls choice and is_one."""
-    if (asked := body.tool_choice) is None:
-        return "auto", False
-    if asked.type == "tool":
-        return asked.name or "", True
-    return {"any": "required"}.get(asked.type, asked.type), asked.disable_parallel_tool_use
+    tools, asked = Tools(functions), body.tool_choice
+    if asked is not None and asked.type == "tool":
+        tools = Tools(functions, asked.name or "", True)
+    elif asked is not None:
+        choice = "required" if asked.type == "any" else asked.type
+        tools = Tools(functions, choice, asked.disable_parallel_tool_use)
+    return await _Message(request, body).converse(body, messages, params, tools)
 
 
 def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
@@ -59,88 +53,83 @@ def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     said: dict[str, Any] = {"role": message.role, "content": ""}
     for block in message.content:
-        more = block.model_extra or {}
         if block.type == "text":
-            said["content"] += str(more.get("text", ""))
+            said["content"] += block.text
         elif block.type == "tool_use":
-            call = {"name": str(more.get("name")), "arguments": more.get("input")}
-            said.setdefault("tool_calls", []).append({"id": more.get("id"), "type": "function", "function": call})
+            call = {"name": block.name, "arguments": block.input}
+            said.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": call})
         else:
-            result = {"role": "tool", "tool_call_id": more.get("tool_use_id"), "content": _result(more.get("content"))}
-            found.append(result)
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)})
     return [*found, said] if said["content"] or "tool_calls" in said or not found else found
 
 
-def _result(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    try:
-        return text_of([Part.model_validate(part) for part in content])
-    except (TypeError, ValueError):
-        raise ApiError(400, "messages: a tool_result whose content is no text", "messages") from None
+class _Message(Conversation):
+    prefix, kind, is_named = "msg", "message", True
+
+    def __init__(self, request: Request, body: Sampling) -> None:
+        super().__init__(request, body)
+        self._index, self._kind = -1, ""  # of the block that is open
+        self._ended: Event = {}
+
+    def events(self, piece: Piece) -> Iterator[Event]:
+        if not self._readers:
+            yield {"type": "message_start", "message": self._message([])}
+        for delta in self._read(piece):
+            if delta.kind == "call" or delta.kind not in (self._kind, "arguments"):
+                yield from self._close()
+                self._index, self._kind = self._index + 1, delta.kind
+                yield {"type": "content_block_start", "index": self._index, "content_block": _block(delta)}
+            if delta.kind != "call":
+                kind, field = _PIECES[delta.kind]
+                yield {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, field: delta.text}}
+
+    def end(self) -> Iterator[Event]:
+        yield from self._close()
+        yield {"type": "message_delta", "delta": self._ended, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def whole(self, pieces: Sequence[Piece]) -> Event:
+        blocks: list[Event] = []
+        for delta in self._read(pieces[0]):
+            field = "input" if delta.kind == "arguments" else _PIECES.get(delta.kind, ("", ""))[1]
+            if not blocks or field not in blocks[-1]:
+                blocks.append(_block(delta) | ({"input": ""} if delta.kind == "call" else {}))
+            if field:
+                blocks[-1][field] += delta.text
+        for block in blocks:
+            if "input" in block:
+                block["input"] = _as_object(block["input"])
+        return self._message(blocks) | self._ended
+
+    def _read(self, piece: Piece) -> list[Delta]:
+        deltas, reason = self.read(piece)
+        is_stopped = isinstance(stopped_by := piece.part.stop_reason, str)
+        named = "stop_sequence" if is_stopped else _REASONS.get(reason or "", "end_turn")
+        self._ended = {"stop_reason": named, "stop_sequence": stopped_by if is_stopped else None}
+        return deltas
+
+    def _close(self) -> Iterator[Event]:
+        if self._kind:
+            yield {"type": "content_block_stop", "index": self._index}
+
+    def _message(self, content: list[Event]) -> Event:
+        fields = {"type": "message", "role": "assistant", "model": self.model, "content": content}
+        return {"id": self.id, **fields, "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+
+    def _usage(self) -> Event:
+        return {"input_tokens": self.record.prompt_tokens, "output_tokens": self.record.new_tokens}
 
 
-async def _events(head: Head, run: Conversation) -> AsyncGenerator[Event, None]:
-    index, kind = -1, ""
-    fields = {"type": "message", "role": "assistant", "model": head.model, "stop_reason": None, "stop_sequence": None}
-    usage = {"input_tokens": len(run.prompt), "output_tokens": 0}
-    reason, stopped_by = "end_turn", None
-    async with aclosing(run.deltas()) as parts:
-        async for piece, deltas, ending in parts:
-            if index < 0:
-                yield {"type": "message_start", "message": {"id": head.id, **fields, "content": [], "usage": usage}}
-                index = 0
-            for delta in deltas:
-                if delta.kind == "call" or delta.kind not in (kind, "arguments"):
-                    if kind:
-                        yield {"type": "content_block_stop", "index": index}
-                        index += 1
-                    kind = delta.kind
-                    yield {"type": "content_block_start", "index": index, "content_block": _begin(delta)}
-                if delta.kind != "call":
-                    name, field = _PIECES[delta.kind]
-                    piece_of = {"type": name, field: delta.text}
-                    yield {"type": "content_block_delta", "index": index, "delta": piece_of}
-            if ending is not None:
-                reason = _REASONS.get(ending, "end_turn")
-                if isinstance(piece.part.stop_reason, str):
-                    reason, stopped_by = "stop_sequence", piece.part.stop_reason
-    if kind:
-        yield {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": reason, "stop_sequence": stopped_by}
-    yield {"type": "message_delta", "delta": ended, "usage": usage | {"output_tokens": head.record.new_tokens}}
-    yield {"type": "message_stop"}
-
-
-def _begin(delta: Delta) -> Event:
+def _block(delta: Delta) -> Event:
+    """Return the empty block that a delta begins."""
     if delta.kind == "call":
         return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": delta.text, "input": {}}
-    return {"reasoning": {"type": "thinking", "thinking": "", "signature": ""}}.get(
-        delta.kind, {"type": "text", "text": ""}
-    )
-
-
-def _whole(events: list[Event]) -> Event:
-    message: Event = events[0]["message"]
-    for event in events:
-        if event["type"] == "content_block_start":
-            message["content"].append(event["content_block"])
-            given = ""
-        elif event["type"] == "content_block_delta":
-            block, delta = message["content"][-1], event["delta"]
-            given += delta.get("partial_json", "")
-            for name in block.keys() & delta.keys() - {"type"}:
-                block[name] += delta[name]
-        elif event["type"] == "content_block_stop" and given:
-            message["content"][-1]["input"] = _as_object(given)
-        elif event["type"] == "message_delta":
-            message |= event["delta"] | {"usage": event["usage"]}
-    return message
+    return dict(_BLOCKS[delta.kind])
 
 
 def _as_object(text: str) -> Any:
     """Return arguments; where the answer was cut off, the text under the name that Anthropic gives it."""
     try:
-        return json.loads(text)
+        return json.loads(text or "{}")
     except (ValueError, RecursionError):
         return {"INVALID_JSON": text}

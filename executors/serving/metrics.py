@@ -4,76 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from paged.executors.engine.async_engine import AsyncEngine
-from paged.executors.engine.metrics import EngineStatus
+from paged.executors.engine.metrics import EngineStatus, Histogram
 from paged.executors.serving.gate import Record
 
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
-
+_TOKENS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
+# Of `end`, in its order.
 _TIMES = (
-    "e2e_request_latency_seconds",
-    "inter_token_latency_seconds",
-    "request_queue_time_seconds",
-    "request_inference_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
+    "e2e_request_latency request_queue_time request_inference_time request_prefill_time request_decode_time".split()
 )
-_COUNTS = ("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens")
+_COUNTS = "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens".split()
 
 
 class ServerMetrics:
-    """Counts requests as they end; all else is the engine's."""
+    """Counts requests as they end; all else is the engine's.
+
+    Attributes:
+        between_tokens: seconds between two steps that gave tokens to the same prompt.
+    """
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine, self._labels = engine, {"model_name": model_name, "engine": "0"}
-        self._registry = CollectorRegistry()
-        self._histograms = {
-            name: Histogram(f"vllm:{name}", name, list(self._labels), buckets=bounds, registry=self._registry).labels(
-                **self._labels
-            )
-            for bounds, names in ((_SECONDS, _TIMES), (_TOKENS, _COUNTS))
-            for name in names
-        }
-        self._status: EngineStatus | None = None
+        self.between_tokens = Histogram()
+        self._requests = {f"{name}_seconds": Histogram() for name in _TIMES}
+        self._requests |= {name: Histogram(_TOKENS, [0] * (len(_TOKENS) + 1)) for name in _COUNTS}
         self._prompt_tokens = 0
-        self._registry.register(self)  # type: ignore[arg-type]
-
-    def observe(self, **values: float) -> None:
-        """Count values, each by the name of its histogram."""
-        for name, value in values.items():
-            self._histograms[name].observe(value)
 
     def end(self, record: Record) -> None:
         """Count a request that has ended, if it has run."""
-        if record.queued_s is not None:
-            self._prompt_tokens += record.prompt_tokens
-            first = record.seconds if record.first_token_s is None else record.first_token_s
-            self.observe(
-                e2e_request_latency_seconds=record.seconds,
-                request_queue_time_seconds=record.queued_s,
-                request_inference_time_seconds=record.seconds - record.queued_s,
-                request_prefill_time_seconds=first - record.queued_s,
-                request_decode_time_seconds=record.seconds - first,
-                request_prompt_tokens=record.prompt_tokens,
-                request_generation_tokens=record.new_tokens,
-                request_max_num_generation_tokens=record.most_tokens,
-            )
+        if record.queued_s is None:
+            return
+        self._prompt_tokens += record.prompt_tokens
+        total, queued = record.seconds, record.queued_s
+        first = total if record.first_token_s is None else record.first_token_s
+        times = total, queued, total - queued, first - queued, total - first
+        values = *times, record.prompt_tokens, record.new_tokens, record.most_tokens
+        for histogram, value in zip(self._requests.values(), values, strict=True):
+            histogram.observe(value)
 
     async def text(self) -> str:
         """Return a page for Prometheus."""
-        self._status = await self._engine.status()
-        page: bytes = generate_latest(self._registry)
+        status = await self._engine.status()
+        page: bytes = generate_latest(SimpleNamespace(collect=lambda: self._families(status)))  # type: ignore[arg-type]
         return page.decode()
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield what is read when it is asked for; the registry calls this."""
-        if (status := self._status) is None:
-            return
+    def _families(self, status: EngineStatus) -> Iterator[Metric]:
         counts, manager = self._engine.engine.metrics, self._engine.engine.executor.kv_manager
         gauges = {
             "num_requests_running": status.prefilling + status.decoding,
@@ -87,6 +67,11 @@ class ServerMetrics:
             "prompt_tokens": self._prompt_tokens,
             "generation_tokens": counts.generated_tokens,
         }
+        histograms = self._requests | {
+            "inter_token_latency_seconds": self.between_tokens,
+            "time_to_first_token_seconds": counts.time_to_first_token,
+            "request_time_per_output_token_seconds": counts.time_per_output_token,
+        }
         names, labels = list(self._labels), list(self._labels.values())
         for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, totals)):
             for name, value in values.items():
@@ -97,10 +82,8 @@ class ServerMetrics:
         for reason, count in counts.finished.items():
             ended.add_metric([*labels, reason], count)
         yield ended
-        own = {"time_to_first_token": counts.time_to_first_token}
-        own["request_time_per_output_token"] = counts.time_per_output_token
-        for name, one in own.items():
-            histogram = HistogramMetricFamily(f"vllm:{name}_seconds", name, labels=names)
+        for name, one in histograms.items():
+            histogram = HistogramMetricFamily(f"vllm:{name}", name, labels=names)
             buckets = zip([*map(str, one.bounds), "+Inf"], accumulate(one.counts), strict=True)
             histogram.add_metric(labels, list(buckets), one.total)
             yield histogram

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import uvicorn
@@ -82,21 +80,15 @@ class Server(uvicorn.Server):
             )
         )
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: Any) -> None:  # noted nowhere, so `serve` does not raise it again
         if self.should_exit:
             self.force_exit = True
             for connection in list(self.server_state.connections):
                 connection.transport.abort()  # type: ignore[union-attr]
         self.should_exit = True
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does, which then raises them again; in another thread than the main one there are none."""
-        before = {}
-        with contextlib.suppress(ValueError):
-            before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run on uvloop where it is installed: its sockets keep Python's lock, for which others queue behind the engine."""
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+        runner.run(main)

@@ -22,8 +22,6 @@ class Body(BaseModel):
 
 
 class Open(Body):
-    """Other entries are kept as they are."""
-
     model_config = ConfigDict(extra="allow", strict=True)
 
 
@@ -35,8 +33,6 @@ class Part(Open):
 
 
 class ImageUrl(Open):
-    """Other entries, such as `detail`, have no effect."""
-
     url: str
 
 
@@ -64,10 +60,6 @@ class Message(Open):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Annotated[Part | ImagePart, Field(discriminator="type")]] | None = None
     tool_calls: list[ToolCall] | None = None
-
-
-class StreamOptions(Body):
-    include_usage: bool = False
 
 
 class JsonSchema(Open):
@@ -112,7 +104,7 @@ class OpenAiSampling(Sampling):
     logit_bias: dict[KeyToken, Number] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[dict[Kind, Any], Field(min_length=1, max_length=1)] | None = None
@@ -149,23 +141,25 @@ class ResponsesItem(Message):
     type: Literal["message"] = "message"
 
 
-class ResponsesText(Body):
-    """format: as a chat's response_format, with the entries of json_schema beside the type."""
-
-    format: dict[str, Any] = {}
-
-
 class ResponsesBody(Sampling):
+    """text.format: as a chat's response_format, with the entries of json_schema beside the type."""
+
     input: str | Annotated[list[ResponsesItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    text: ResponsesText | None = None
+    text: dict[Literal["format"], dict[str, Any]] | None = None
 
 
 class MessagesBlock(Open):
-    """Of Anthropic's content: text, a call of a tool, or its result."""
+    """Of Anthropic's content: text, a call of a tool, or its result; the fields of the other two stay empty."""
 
     type: Literal["text", "tool_use", "tool_result"]
+    text: str = ""
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: str | list[Part] | None = None
 
 
 class MessagesMessage(Body):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -65,15 +64,13 @@ class Service:
         self.created, self.metrics = int(time.time()), ServerMetrics(engine, config.model_name)
         executor = engine.engine.executor
         self.info = executor.info()
-        capacity = executor.kv_capacity()
-        self.longest = min(self.info.max_sequence_length, capacity or self.info.max_sequence_length)
+        self.longest = min(self.info.max_sequence_length, executor.kv_capacity() or self.info.max_sequence_length)
         template = "".join(tokenizer.template.templates.values())
-        self.tool_format: ToolFormat | None = TOOL_FORMATS.get(config.tool_parser)
-        if config.tool_parser == "auto":
-            self.tool_format = next((one for one in TOOL_FORMATS.values() if one.hint in template), None)
-        self.has_thoughts = config.reasoning_parser == "think" or (
-            config.reasoning_parser == "auto" and "</think>" in template
-        )
+        fitting = (form for form in TOOL_FORMATS.values() if form.hint in template)
+        auto = next(fitting, None) if config.tool_parser == "auto" else None
+        self.tool_format: ToolFormat | None = TOOL_FORMATS.get(config.tool_parser, auto)
+        parser = config.reasoning_parser
+        self.has_thoughts = parser == "think" or (parser == "auto" and "</think>" in template)
         self.grammars = GrammarCompiler(tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids)
         # Two: one long text, or one template that takes its whole time, leaves the other.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="paged-text")
@@ -158,25 +155,22 @@ class Service:
         return str(self.tokenizer.tokenizer.decode([token], skip_special_tokens=False))
 
     async def options(self, body: Sampling) -> dict[str, Any]:
-        """Return what else `AsyncEngine.generate` is given; only what the request asks for."""
+        """Return what else `pieces` is given; only what the request asks for."""
         options: dict[str, Any] = {"deltas": bool(body.stream), "timeout_s": self.config.request_seconds}
         if (adapter := await self.adapter(body.model)) is not None:
             options["metadata"] = {"lora_adapter": adapter}
-        if isinstance(body, OpenAiSampling):
-            if body.cache_salt is not None:
-                options["cache_salt"] = body.cache_salt
-            if (mask := await self._token_mask(body)) is not None:
-                options["token_mask"] = mask
-        return options
-
-    async def _token_mask(self, body: OpenAiSampling) -> Any:
-        """Return a matcher for what a request says of the form of its answer, or None."""
+        if not isinstance(body, OpenAiSampling):
+            return options
+        if body.cache_salt is not None:
+            options["cache_salt"] = body.cache_salt
         asked, form = body.structured_outputs, body.response_format
         if asked is None and form is not None and form.type != "text":
             if form.json_schema is None and form.type == "json_schema":
                 raise ApiError(400, "response_format: no json_schema", "response_format.json_schema")
             asked = {"json": {"type": "object"} if form.json_schema is None else form.json_schema.schema_}
-        return None if asked is None else await self.compiled(*next(iter(asked.items())))
+        if asked is not None:
+            options["token_mask"] = await self.compiled(*next(iter(asked.items())))
+        return options
 
     async def compiled(self, kind: Kind, grammar: Any) -> Any:
         """Return a fresh matcher of a grammar, within the limit of time."""
@@ -192,57 +186,50 @@ class Service:
         record: Record = request.state.record
         record.prompt_tokens = sum(map(len, prompts))
         ended: dict[int, str] = {}
-        lengths: Counter[int] = Counter()
+        last: dict[int, RequestOutput] = {}
         times: dict[int, float] = {}  # of the last tokens of a prompt
-        mask = options.get("token_mask")
-        own = [{} if mask is None else {"token_mask": mask.fork()} for _ in prompts]
+        mask = options.pop("token_mask", None)
+        own = [options if mask is None else {**options, "token_mask": mask.fork()} for _ in prompts]
         runs: list[Any] = [
-            self.engine.generate(prompt, params, **options | masks) for prompt, masks in zip(prompts, own, strict=True)
+            self.engine.generate(prompt, params, **one) for prompt, one in zip(prompts, own, strict=True)
         ]
         try:
-            async with aclosing(_merged(runs)) as outputs:
-                async for prompt, output in outputs:
-                    now = time.perf_counter()
+            async with aclosing(_merged(runs) if len(runs) > 1 else runs[0]) as outputs:
+                async for given in outputs:
+                    prompt, output = given if isinstance(given, tuple) else (0, given)
+                    last[prompt], now = output, time.perf_counter()
                     if prompt in times:
-                        self.metrics.observe(inter_token_latency_seconds=now - times[prompt])
+                        self.metrics.between_tokens.observe(now - times[prompt])
                     times[prompt] = now
                     if not (options["deltas"] or output.finished):
                         continue
                     for one in output.outputs:
                         choice, reason = prompt * params.n + one.index, one.finish_reason
-                        if choice in ended or not (one.token_ids or one.text or reason):
+                        if choice in ended or (reason is None and one.mark == one.begin):
                             continue
                         if reason is not None:
                             ended[choice] = reason
                             self._check_end(reason, output)
-                        lengths[choice] += len(one.token_ids)
                         yield Piece(choice, output, one)
-                    if output.finished:
-                        record.cached_tokens += output.num_cached_tokens
-                    record.queued_s = output.metrics.queued_s
-                    record.first_token_s = record.first_token_s or output.metrics.first_token_s
         finally:
-            record.new_tokens, record.most_tokens = lengths.total(), max(lengths.values(), default=0)
+            lengths = [one.mark.token_ids for output in last.values() for one in output.outputs]
+            record.new_tokens, record.most_tokens = sum(lengths), max(lengths, default=0)
+            record.cached_tokens = sum(output.num_cached_tokens for output in last.values())
+            for known in (output.metrics for output in last.values() if output.finished):
+                record.queued_s, record.first_token_s = known.queued_s, record.first_token_s or known.first_token_s
             record.end = record.end or ",".join(dict.fromkeys(ended.values()))
 
     def _check_end(self, reason: str, output: RequestOutput) -> None:
         if reason == "error" and "no token" in str(output.error):  # of NaN, or a grammar beyond the vocabulary
             raise ApiError(400, f"response_format: {output.error}", "response_format")
-        if reason == "error":
-            raise ApiError(500, f"the request failed: {output.error}")
         if reason == "timeout":
             raise ApiError(504, f"not done within {self.config.request_seconds} s", code="timeout")
-        if reason == "abort":
-            raise ApiError(503, "the server ended the request")
+        if reason in ("error", "abort"):
+            raise ApiError(500 if output.error else 503, f"the request failed: {output.error or 'it was aborted'}")
 
 
 async def _merged(runs: Sequence[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield what any of several generators yields, with its number."""
-    if len(runs) == 1:
-        async with aclosing(runs[0]) as only:
-            async for one in only:
-                yield 0, one
-        return
     waiting = {asyncio.ensure_future(anext(run, None)): number for number, run in enumerate(runs)}
     try:
         while waiting:

@@ -67,23 +67,19 @@ class ToolFormat:
             thinks: whether reasoning comes first, up to </think>.
         """
         before, after = self.call
-        tags = [
-            {
-                "type": "tag",
-                "begin": before.replace("NAME", name),
-                "content": {
-                    "type": "json_schema",
-                    "json_schema": schema,
-                    "style": self.style,
-                    "max_whitespace_cnt": 1,  # else a weak model writes nothing else
-                },
-                "end": after,
-            }
-            for name, schema in parameters.items()
-        ]
+        # Without the limit, a weak model writes nothing but white space.
+        content = {"type": "json_schema", "style": self.style, "max_whitespace_cnt": 1}
         form: dict[str, Any] = {
             "type": "tags_with_separator",
-            "tags": tags,
+            "tags": [
+                {
+                    "type": "tag",
+                    "begin": before.replace("NAME", name),
+                    "end": after,
+                    "content": content | {"json_schema": one},
+                }
+                for name, one in parameters.items()
+            ],
             "separator": self.separator or "",
             "at_least_one": True,
             "stop_after_first": is_one or self.separator is None,
@@ -96,25 +92,16 @@ class ToolFormat:
 
 _ARGUMENTS, _PARAMETERS = '{"name": "NAME", "arguments": ', '{"name": "NAME", "parameters": '
 _XML_CALL = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>"
+_JSON_CALL = f"<tool_call>\n{_ARGUMENTS}", "}\n</tool_call>"
 _IN_TAGS, _IN_LIST = re.compile(f"{_JSON}|{_XML}"), re.compile(f"{_JSON}|{_NAMED}")
-_MARK = "[TOOL_CALLS]"
+_MARK, _BARE = "[TOOL_CALLS]", re.compile(_JSON)
 # By the option's name; of those whose hint a template holds, the first.
 TOOL_FORMATS = {
     "qwen_xml": ToolFormat("<tool_call>", "</tool_call>", False, "<function=", _IN_TAGS, _XML_CALL, "\n", "qwen_xml"),
-    "hermes": ToolFormat(
-        "<tool_call>",
-        "</tool_call>",
-        False,
-        "<tool_call>",
-        _IN_TAGS,
-        (f"<tool_call>\n{_ARGUMENTS}", "}\n</tool_call>"),
-        "\n",
-    ),
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", False, "<tool_call>", _IN_TAGS, _JSON_CALL, "\n"),
     "mistral": ToolFormat(_MARK, "", True, "[ARGS]", _IN_LIST, (f"{_MARK}NAME[ARGS]", ""), ""),
     "mistral_list": ToolFormat(_MARK, "", True, _MARK, _IN_LIST, (f"{_MARK} [{_ARGUMENTS}", "}]"), None),
-    "llama3": ToolFormat(
-        "<|python_tag|>", "", True, '{"name": function name', re.compile(_JSON), (_PARAMETERS, "}"), "; "
-    ),
+    "llama3": ToolFormat("<|python_tag|>", "", True, '{"name": function name', _BARE, (_PARAMETERS, "}"), "; "),
 }
 
 _MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")

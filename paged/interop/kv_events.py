@@ -62,9 +62,7 @@ class KvEventPublisher:
             if replay_endpoint is not None:
                 self._replay.bind(replay_endpoint)
         except zmq.ZMQError as error:
-            raise InvalidInputError(
-                f"endpoint: {endpoint!r} or {replay_endpoint!r} cannot be bound: {error}"
-            ) from error
+            raise InvalidInputError(f"endpoint: {endpoint!r}, {replay_endpoint!r}: cannot be bound: {error}") from error
         self._thread = threading.Thread(target=self._run, name="paged-kv-events", daemon=True)
         self._thread.start()
         manager.subscribe(self._events.put)
@@ -102,29 +100,27 @@ class KvEventPublisher:
         self._replay.send_multipart((client, b"", b"", _END, b""))
 
     def _as_map(self, event: CacheEvent) -> dict[str, Any]:
-        if isinstance(event, BlocksStored):
-            parent = (
-                event.parent_hash if event.parent_hash in self._stored else None
-            )  # else it stands for the namespace
-            self._stored.update(event.hashes)
-            adapter, salt = event.namespace if isinstance(event.namespace, tuple) else (event.namespace, None)
-            keys = [
-                tuple(key for key in (adapter, salt if parent is None and not index else None) if key) or None
-                for index in range(len(event.hashes))
-            ]
-            return {
-                "type": "BlockStored",
-                "block_hashes": event.hashes,
-                "parent_block_hash": parent,
-                "token_ids": event.token_ids,
-                "block_size": self._block_size,
-                "lora_id": None,
-                "medium": "GPU",
-                "lora_name": adapter,
-                "extra_keys": keys,
-            }
         if isinstance(event, BlockRemoved):
             self._stored.discard(event.hash)
             return {"type": "BlockRemoved", "block_hashes": [event.hash], "medium": "GPU"}
-        self._stored.clear()
-        return {"type": "AllBlocksCleared"}
+        if not isinstance(event, BlocksStored):
+            self._stored.clear()
+            return {"type": "AllBlocksCleared"}
+        parent = event.parent_hash if event.parent_hash in self._stored else None  # else it stands for the namespace
+        self._stored.update(event.hashes)
+        adapter, salt = event.namespace if isinstance(event.namespace, tuple) else (event.namespace, None)
+        keys = [
+            tuple(filter(None, (adapter, None if n or parent is not None else salt))) or None
+            for n in range(len(event.hashes))
+        ]
+        return {
+            "type": "BlockStored",
+            "block_hashes": event.hashes,
+            "parent_block_hash": parent,
+            "token_ids": event.token_ids,
+            "block_size": self._block_size,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": adapter,
+            "extra_keys": keys,
+        }

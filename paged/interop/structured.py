@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paged.errors import InvalidInputError, UnsupportedError
@@ -24,16 +25,11 @@ _MAX_BYTES = 512 << 20
 
 
 class GrammarCompiler:
-    """Compiles grammars over one vocabulary and keeps the last of them. Each call of `compile` gives a fresh matcher.
-
-    A matcher has xgrammar's methods: `fill_next_token_bitmask(bitmask, index)`, `accept_token(id)`, `rollback(n)`,
-    `is_terminated()`, `fork()`.
+    """Compiles grammars over one vocabulary and keeps the last of them.
 
     Args:
-        tokenizer: of the model.
         vocab_size: the model's, which may be larger than the tokenizer's.
         end_token_ids: tokens that may follow a whole answer.
-        backend: who compiles.
         max_cached: grammars to keep, least recently used dropped first.
     """
 
@@ -49,12 +45,12 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, list(end_token_ids)
         self._make = {"xgrammar": self._xgrammar, "llguidance": self._llguidance}[backend]
         self._max_cached = max_cached
-        self._matchers: OrderedDict[tuple[str, str], asyncio.Future[Callable[[], Any]]] = OrderedDict()
+        self._matchers: dict[tuple[str, str], asyncio.Future[Callable[[], Any]]] = {}  # the least recently used first
         self._compile: Callable[[str, str], Callable[[], Any]] | None = None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="paged-grammar")
 
     async def compile(self, kind: Kind, grammar: Any, *, seconds: float = 10.0) -> Any:
-        """Return a matcher at the beginning of the grammar; other coroutines run meanwhile.
+        """Return a fresh matcher, see `TokenMask`; other coroutines run meanwhile.
 
         Args:
             kind: "json" for a JSON schema, as a mapping or text; "regex"; "grammar" for EBNF as xgrammar reads it, or
@@ -66,13 +62,12 @@ class GrammarCompiler:
             UnsupportedError: the backend is not installed.
         """
         kind, text = _checked(kind, grammar)
-        future = self._matchers.get((kind, text))
+        future = self._matchers.pop((kind, text), None)
         if future is None or (future.done() and (future.cancelled() or future.exception() is not None)):
-            loop = asyncio.get_running_loop()
-            future = self._matchers[kind, text] = loop.run_in_executor(self._threads, self._compiled, kind, text)
-        self._matchers.move_to_end((kind, text))
-        while len(self._matchers) > self._max_cached:
-            self._matchers.popitem(last=False)
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._compiled, kind, text)
+        self._matchers[kind, text] = future
+        if len(self._matchers) > self._max_cached:
+            del self._matchers[next(iter(self._matchers))]
         try:
             async with asyncio.timeout(seconds):
                 return (await asyncio.shield(future))()
@@ -92,33 +87,23 @@ class GrammarCompiler:
     def _xgrammar(self) -> Callable[[str, str], Callable[[], Any]]:
         import xgrammar
 
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         tokens = [""] * self._vocab_size
-        for token, index in vocabulary.items():
+        for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if index < self._vocab_size:
                 tokens[index] = token
         found = xgrammar.TokenizerInfo._detect_metadata_from_hf(self._tokenizer.to_str())
         info = xgrammar.TokenizerInfo(
-            tokens,
-            found["vocab_type"],
-            vocab_size=self._vocab_size,
-            stop_token_ids=self._end_token_ids or None,
-            add_prefix_space=found["add_prefix_space"],
+            tokens, vocab_size=self._vocab_size, stop_token_ids=self._end_token_ids or None, **found
         )
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_MAX_BYTES)
-
-        def compiled(kind: str, text: str) -> Callable[[], Any]:
-            if kind == "json":
-                grammar = compiler.compile_json_schema(json.dumps(_plain_texts(json.loads(text))), any_whitespace=False)
-            elif kind == "structural_tag":
-                grammar = compiler.compile_structural_tag(json.dumps(_plain_texts(json.loads(text))))
-            elif kind == "regex":
-                grammar = compiler.compile_regex(text)
-            else:
-                grammar = compiler.compile_grammar(_alternatives(text) if kind == "choice" else text)
-            return lambda: xgrammar.GrammarMatcher(grammar)
-
-        return compiled
+        of_kind: dict[str, Callable[[str], Any]] = {
+            "json": lambda text: compiler.compile_json_schema(_plain_texts(text), any_whitespace=False),
+            "structural_tag": lambda text: compiler.compile_structural_tag(_plain_texts(text)),
+            "regex": compiler.compile_regex,
+            "grammar": compiler.compile_grammar,
+            "choice": lambda text: compiler.compile_grammar(f"root ::= {_alternatives(text)}"),
+        }
+        return lambda kind, text: partial(xgrammar.GrammarMatcher, of_kind[kind](text))
 
     def _llguidance(self) -> Callable[[str, str], Callable[[], Any]]:
         import llguidance
@@ -126,18 +111,17 @@ class GrammarCompiler:
         end = self._end_token_ids or None
         vocabulary = llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=end)
         matcher = llguidance.LLMatcher
+        of_kind: dict[str, Callable[[str], str]] = {
+            "json": lambda text: matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}),
+            "regex": matcher.grammar_from_regex,
+            "grammar": matcher.grammar_from_lark,
+            "choice": lambda text: matcher.grammar_from_lark(f"start: {_alternatives(text)}"),
+        }
 
         def compiled(kind: str, text: str) -> Callable[[], Any]:
-            if kind == "json":
-                grammar = matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
-            elif kind == "regex":
-                grammar = matcher.grammar_from_regex(text)
-            elif kind == "structural_tag":
-                raise InvalidInputError("structural_tag: not with llguidance, expected xgrammar")
-            else:
-                grammar = matcher.grammar_from_lark(
-                    f"start: {' | '.join(map(json.dumps, json.loads(text)))}" if kind == "choice" else text
-                )
+            if kind not in of_kind:
+                raise InvalidInputError(f"{kind}: not with llguidance, expected xgrammar")
+            grammar = of_kind[kind](text)
             if reason := matcher.validate_grammar(grammar, vocabulary):
                 raise InvalidInputError(reason)
             return lambda: _LlguidanceMatcher(matcher(vocabulary, grammar), self._end_token_ids)
@@ -180,52 +164,42 @@ def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
     if kind not in get_args(Kind):
         raise InvalidInputError(f"kind: {shown(kind)}, expected one of {', '.join(get_args(Kind))}")
     if kind == "choice" and not (
-        isinstance(grammar, list) and grammar and all(isinstance(x, str) and x for x in grammar)
+        isinstance(grammar, list) and grammar and all(x and isinstance(x, str) for x in grammar)
     ):
         raise InvalidInputError(f"choice: {shown(grammar)}, expected texts")
     try:
         text = grammar if isinstance(grammar, str) else json.dumps(grammar)
-        value = json.loads(text) if kind in ("json", "structural_tag") else None
+        size = _size(json.loads(text)) if kind in ("json", "structural_tag") else 0
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{kind}: {one_line(error, 200)}") from error
-    if len(text) > _MAX_CHARACTERS or not _is_small(value):
+    if len(text) > _MAX_CHARACTERS or size > _MAX_VALUES:
         most = f"{_MAX_CHARACTERS} characters, {_MAX_VALUES} values, {_MAX_DEPTH} levels"
         raise InvalidInputError(f"{kind}: too large, expected at most {most}")
     return kind, text
 
 
-def _is_small(value: Any) -> bool:
-    """Whether JSON keeps to the limits of values and depth."""
-    level, count = [value], 0
-    for _ in range(_MAX_DEPTH):
-        count += len(level)
-        containers = [
-            list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
-        ]
-        level = [inner for outer in containers for inner in outer]
-        if not level:
-            return count <= _MAX_VALUES
-    return False
+def _size(value: Any, levels: int = _MAX_DEPTH) -> float:
+    """Return the number of values in JSON, infinite beyond the levels."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(_size(one, levels - 1) for one in inner) if levels else math.inf
 
 
-def _plain_texts(schema: Any) -> Any:
+def _plain_texts(text: str) -> str:
     """Give texts of a bounded length a pattern without control characters, which xgrammar 0.2.8 lets into them."""
-    if isinstance(schema, list):
-        return [_plain_texts(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: _plain_texts(value) for name, value in schema.items()}
-    bounds = [found.pop(name, None) for name in ("minLength", "maxLength")] if found.get("type") == "string" else []
-    if any(type(bound) is int for bound in bounds) and not {"pattern", "format", "enum", "const"} & found.keys():
-        least, most = bounds
-        found["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least or 0},{"" if most is None else most}}}$'
-    elif bounds:
-        found |= {
-            name: bound for name, bound in zip(("minLength", "maxLength"), bounds, strict=True) if bound is not None
+
+    def bound(schema: dict[str, Any]) -> dict[str, Any]:
+        least, most = schema.get("minLength"), schema.get("maxLength")
+        is_other = schema.get("type") != "string" or {"pattern", "format", "enum", "const"} & schema.keys()
+        if is_other or int not in (type(least), type(most)):
+            return schema
+        pattern = f'^[^"\\\\\\x00-\\x1f]{{{least or 0},{"" if most is None else most}}}$'
+        return {name: one for name, one in schema.items() if name not in ("minLength", "maxLength")} | {
+            "pattern": pattern
         }
-    return found
+
+    return json.dumps(json.loads(text, object_hook=bound))
 
 
 def _alternatives(text: str) -> str:
-    """Return EBNF for a JSON list of texts."""
-    return f"root ::= {' | '.join(json.dumps(one) for one in json.loads(text))}"
+    """Return EBNF, or Lark's, for a JSON list of texts."""
+    return " | ".join(map(json.dumps, json.loads(text)))

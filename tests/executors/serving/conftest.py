@@ -17,7 +17,7 @@ from paged import AsyncEngine, ChatTokenizer, Engine, EngineConfig, LlmExecutor,
 from paged.executors.command_line.cli import RECALL
 from paged.executors.serving.app import make_app
 from paged.executors.serving.config import ServeConfig
-from paged.executors.serving.protocol import Server
+from paged.executors.serving.protocol import Server, run
 from paged.executors.serving.service import Service
 from paged.executors.serving.tool_formats import MarkedTokenizer
 from paged.executors.vision.vision_model import VisionModel
@@ -77,7 +77,7 @@ def serving(
             begun.set()
             await server.serve(sockets=[listener])
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread = threading.Thread(target=run, args=(serve(),))
     thread.start()
     assert begun.wait(60)
     try:
