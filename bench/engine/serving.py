@@ -3,11 +3,13 @@
     python -m bench.engine.serving --json bench/results/serving.json
 
 Each server loads the same checkpoint of random weights in a process of its own; the client runs on the same cores.
+What the server costs is the rate of `light`, a client that only reads, over that of `bare`, `AsyncEngine` without one.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -17,23 +19,25 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged import AsyncEngine, ChatTokenizer, Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.bench.benchmark import environment
 from paged.bench.engine.cpu_engines import PEER, PEER_PYTHON
 from paged.bench.engine.models import MODELS, save_random
 from paged.bench.engine.vllm_process import SETTINGS
+from paged.executors.serving.tool_formats import MarkedTokenizer
 
 _MODEL, _INPUT, _OUTPUT, _STREAMS = "Llama-10M", 128, 64, 32
 # Requests a second, and how many. At most _STREAMS run at once, so without a rate there are as many streams.
 _LOADS = {"4 a second": ("4", 24), f"{_STREAMS} streams": ("inf", 96)}
-_ALL = ["bare", "paged", PEER]
+_ALL = ["bare", "light", "paged", PEER]
 _PORTS = {"paged": 8431, PEER: 8432}
 _START_S = 400
 _REST_S = 1.5  # the peer keeps a core busy for a second after its last answer
@@ -114,21 +118,58 @@ def load(client: str, folder: str, port: int, rate: str, count: int, seed: int) 
     return {name: found[name] for name in _FIGURES}
 
 
-def bare(folder: str) -> Callable[[int, int], dict[str, Any]]:
-    """Return what measures tokens a second of our engine without a server, at as many streams."""
+async def _streams(prompts: Sequence[list[int]], ask: Callable[[list[int]], Awaitable[None]]) -> dict[str, Any]:
+    """Return tokens a second of as many streams at once."""
+    waiting = iter(prompts)
+
+    async def one() -> None:
+        for prompt in waiting:
+            await ask(prompt)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(_STREAMS)))
+    return {"output_throughput": len(prompts) * _OUTPUT / (time.perf_counter() - start)}
+
+
+def cost(folder: str) -> dict[str, Callable[[int, int], dict[str, Any]]]:
+    """Return what measures our engine without a server, and the server under a client that reads bytes alone."""
     executor = LlmExecutor.from_pretrained(folder, num_blocks=2048)
     executor.warmup()
-    engine = Engine(executor, EngineConfig(max_num_seqs=_STREAMS))
+    tokenizer = MarkedTokenizer(ChatTokenizer.from_folder(folder))
+    engine = Engine(executor, EngineConfig(max_num_seqs=_STREAMS, token_budget=2048), tokenizer=tokenizer)
     params = SamplingParams(temperature=0, max_tokens=_OUTPUT, ignore_eos=True)
 
-    def measure(count: int, seed: int) -> dict[str, Any]:
-        random = torch.Generator().manual_seed(seed)
-        prompts = torch.randint(MODELS[_MODEL]["vocab_size"], (count, _INPUT), generator=random).tolist()
-        start = time.perf_counter()
-        engine.generate(prompts, params, progress=False)
-        return {"output_throughput": count * _OUTPUT / (time.perf_counter() - start)}
+    async def bare(prompts: Sequence[list[int]]) -> dict[str, Any]:
+        async with AsyncEngine(engine) as running:
 
-    return measure
+            async def ask(prompt: list[int]) -> None:
+                async for output in running.generate(prompt, params, deltas=True):
+                    _ = output.outputs[0].text
+
+            return await _streams(prompts, ask)
+
+    async def light(prompts: Sequence[list[int]]) -> dict[str, Any]:
+        async def ask(prompt: list[int]) -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", _PORTS["paged"])
+            fields = {"prompt": prompt, "max_tokens": _OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
+            body = json.dumps(fields).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+            writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+            answer = await reader.read()
+            writer.close()
+            if not (answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer):
+                raise RuntimeError(f"paged serve: {answer[-500:]!r}")
+
+        return await _streams(prompts, ask)
+
+    def measure(
+        run: Callable[[Sequence[list[int]]], Coroutine[Any, Any, dict[str, Any]]], count: int, seed: int
+    ) -> Any:
+        random = torch.Generator().manual_seed(seed)
+        shape = count, _INPUT
+        return asyncio.run(run(torch.randint(MODELS[_MODEL]["vocab_size"], shape, generator=random).tolist()))
+
+    return {"bare": partial(measure, bare), "light": partial(measure, light)}
 
 
 def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -176,14 +217,14 @@ def main() -> None:
             if who in arguments.only:
                 servers.enter_context(server(command, _PORTS[who], folder, environ))
                 load(arguments.python, folder, _PORTS[who], "inf", _STREAMS, 1000)  # warm
-        measure = bare(folder) if "bare" in arguments.only else None
+        measures = cost(folder) if {"bare", "light"} & set(arguments.only) else {}
         for number in range(arguments.rounds):
             for name, (rate, count) in _LOADS.items():
                 for who in arguments.only:
-                    if who != "bare":
+                    if who not in measures:
                         runs[who][name].append(load(arguments.python, folder, _PORTS[who], rate, count, number))
-                    elif measure and rate == "inf":
-                        runs[who][name].append(measure(count, number))
+                    elif rate == "inf":
+                        runs[who][name].append(measures[who](count, number))
                     time.sleep(_REST_S)
                     print(who, name, runs[who][name][-1:], flush=True)
     found |= environment("serving", torch.device("cpu")) | {"rows": rows(runs), "runs": runs}
