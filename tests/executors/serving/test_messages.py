@@ -43,10 +43,14 @@ def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
     given: Any = {"model": "recall", "temperature": 0}
     answer = client.responses.create(input="otter:", instructions="otter: brass lantern; wren: kite;", **given)
     assert (answer.output_text, answer.status) == ("brass lantern", "completed")
-    events = list(client.responses.create(input=MESSAGES, stream=True, **given))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert ("".join(pieces), len(pieces) > 1) == ("brass lantern", True), "as it comes"
+    for _ in range(20):  # a reader that is late gets the tokens of two steps at once
+        events = list(client.responses.create(input=MESSAGES, stream=True, **given))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(pieces) == "brass lantern"
+        if len(pieces) > 1:
+            break
+    assert len(pieces) > 1, "as it comes"
     assert events[-1].type == "response.completed"
     assert events[-1].response.usage == answer.usage
     with client.responses.stream(input=PROMPT, **given) as stream:  # checks the order of events
