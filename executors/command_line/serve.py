@@ -48,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         from paged.executors.serving import protocol
         from paged.executors.serving.app import make_app
-        from paged.executors.serving.service import Service
+        from paged.executors.serving.service import Service, event_publisher
         from paged.executors.serving.tool_formats import MarkedTokenizer
-        from paged.interop.kv_events import KvEventPublisher
     except ImportError as error:
         raise UnsupportedError(f"paged serve needs {error.name}: pip install 'paged[serve]'") from error
     from paged.executors.command_line.info import backend_of
@@ -94,9 +93,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         if config.kv_events is not None and manager is not None:
-            replay, topic = config.kv_events_replay, config.kv_events_topic
-            publisher = KvEventPublisher(manager, config.kv_events, replay_endpoint=replay, topic=topic)
-            stack.callback(publisher.close)
+            stack.callback(event_publisher(manager, config.kv_events, config).close)
         protocol.run(serve())
     return 0
 

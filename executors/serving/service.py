@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import UnsupportedError
 from paged.executors.engine.async_engine import AsyncEngine
 from paged.executors.requests.output import CompletionOutput, RequestOutput
@@ -24,6 +25,7 @@ from paged.executors.serving.schemas import OpenAiSampling, Sampling
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.executors.vision.vision_model import VisionModel
+from paged.interop.kv_events import KvEventPublisher
 from paged.interop.structured import GrammarCompiler, Kind
 from paged.prompt_embeds import PromptEmbeds
 
@@ -45,6 +47,11 @@ def service_of(request: Request) -> Service:
     """Return the service behind an app."""
     service: Service = request.app.state.service
     return service
+
+
+def event_publisher(manager: PagedKvCacheManager, endpoint: str, config: ServeConfig) -> KvEventPublisher:
+    replay, topic = config.kv_events_replay, config.kv_events_topic
+    return KvEventPublisher(manager, endpoint, replay_endpoint=replay, topic=topic)
 
 
 class Service:
