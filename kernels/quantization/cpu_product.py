@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paged.kernels.common.device import loops_of
 from paged.kernels.common.packed.packing import FP8_BLOCK, unpack_codes
-from paged.kernels.common.packed.torch_ops.product import round_rows, rounded_groups, unpack
+from paged.kernels.common.packed.torch_ops import product as torch_op
+from paged.kernels.common.packed.torch_ops.product import rounded_groups, unpack
 from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16, linear, pack, padded_rows
 from paged.kernels.quantization.weight import QuantizedWeight
 
@@ -159,16 +161,28 @@ class CpuProduct:
         elif self.kind == "unpacked" and self.group[1]:
             return linear(rounded_groups(x, FP8_BLOCK, self.form).to(x.dtype), self.tensors[0], bias)
         else:
-            # Codes are exact in 16 bits; their scale is applied to the product.
-            codes, scale = round_rows(x, self.form, self.input_scale)
-            product = self._int8(codes) if self.kind == "int8" else linear(codes.to(x.dtype), self.tensors[0]).float()
-            out = product.mul_(scale)
+            return self._rounded(x, bias)
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+    def _rounded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Codes are exact in 16 bits; their scale is applied to the product."""
+        is_int8 = self.kind == "int8"
+        has_loops = x.stride(1) == 1 and (is_int8 or self.form == "e4m3")
+        loops = loops_of(torch_op, x, weights=[bias]) if has_loops else None
+        if loops is not None:
+            codes, scales = loops.round_rows(x, self.form, self.input_scale)
+            product = self._int8(codes) if is_int8 else linear(codes, self.tensors[0])
+            return loops.scale_rows(product, scales, bias, x.dtype)
+        codes, scales = torch_op.round_rows(x, self.form, self.input_scale)
+        product = (
+            self._int8(codes.add_(_ZERO).to(torch.uint8)) if is_int8 else linear(codes.to(x.dtype), self.tensors[0])
+        )
+        out = product.float().mul_(scales)
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
     def _int8(self, codes: torch.Tensor) -> torch.Tensor:
         packed, scale, zeros = self.tensors
-        x = padded_rows(codes.add_(_ZERO).to(torch.uint8))
-        return _product_of_bytes(x, packed, scale, zeros)[: len(codes)]
+        return _product_of_bytes(padded_rows(codes), packed, scale, zeros)[: len(codes)]
 
     def _int4(self, x: torch.Tensor) -> torch.Tensor:
         packed, scales = self.tensors

@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from paged.kernels.common.numba_ops import launch
 from paged.kernels.quantization import cpu_product, reference
 from paged.kernels.quantization.cpu_product import Cpu, CpuProduct, choose_product, this_cpu
+from tests.backends import needs_numba
 from tests.kernels.quantization.test_quantized_linear import FORMATS, Problem
 from tests.tolerance import assert_close
 
@@ -90,6 +92,35 @@ def test_input_scale_and_order(name: str, rounds_input: bool) -> None:
     problem.x[:] = problem.x.bfloat16()
     got, want = CpuProduct(weight, torch.float32)(problem.x), reference.quantized_linear(problem.x, weight)
     assert (got - want).abs().max() < 0.02 * want.abs().max()
+
+
+@needs_numba
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["int8 channel", "e4m3 channel"])
+@pytest.mark.parametrize(("num_rows", "threads"), [(1, 1), (5, 3), (40, 2)])
+def test_numba_kernels_give_the_same_bits(
+    name: str, num_rows: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties, zeros, subnormal numbers, what is not finite, and what a given scale clamps."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(launch, "_WORK_OF_A_THREAD", 1)
+    problem = Problem.make(torch.device("cpu"), name, num_rows=num_rows, size=(80, 384), dtype=dtype)
+    x = torch.randn(num_rows, 400, dtype=dtype)[:, 16:]
+    x[0, ::7], x[0, 3] = 2.5, 127
+    if num_rows > 4:
+        x[1], x[2], x[3, 5], x[4, 7] = 0, 1e-40, torch.nan, -torch.inf
+    finite = [row for row in range(num_rows) if row not in (3, 4)]
+    for scale in (None, torch.tensor(1 / 128)):
+        product = CpuProduct(dataclasses.replace(problem.weight, input_scale=scale), dtype)
+        for bias in (None, torch.randn(80, dtype=dtype), torch.randn(80)):
+            monkeypatch.setenv("PAGED_BACKEND", "torch")
+            want = product(x, bias)
+            monkeypatch.setenv("PAGED_BACKEND", "numba")
+            got = product(x, bias)
+            assert got.dtype == dtype
+            assert torch.equal(got[finite], want[finite])
+            assert not got[3:5].isfinite().any()
 
 
 @pytest.mark.by_cpu

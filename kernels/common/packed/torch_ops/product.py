@@ -79,7 +79,7 @@ def round_rows(x: torch.Tensor, form: str, scale: torch.Tensor | None = None) ->
         scale = x.abs().amax(-1, keepdim=True).float().div_(largest).clamp_min_(_TINY)
         scaled = x / scale
     else:
-        scaled = (x / scale).clamp_(-128.0 if form == "int8" else -largest, largest)
+        scaled = (x.float() / scale).clamp_(-128.0 if form == "int8" else -largest, largest)
         scale = scale + (x * 0).sum(-1, keepdim=True)
     return scaled.round_() if form == "int8" else scaled.to(torch.float8_e4m3fn).float(), scale
 
