@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
+import subprocess
+import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,21 +16,33 @@ from typing import Any
 import torch
 
 from paged import LlmExecutor
+from paged.bench.benchmark import environment, save
+from paged.bench.engine import llama_cpp_process
 from paged.bench.engine.models import save_random
+from paged.bench.limits import times_us
 from paged.kernels.quantization.cpu_product import this_cpu
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantized_writer import FORMATS, quantize_checkpoint
 
 _CONTEXT = 32
+_PEER = "llama.cpp "
+# Seconds of some steps of a number of sequences.
+_Steps = Callable[[int, int], list[float]]
 
 
 def main() -> None:
-    """Write a random Llama, quantise it, and print the medians as JSON."""
+    """Write a random Llama, quantise it, and print or save the times of decode steps as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints, which are made if missing")
     parser.add_argument("--layers", type=int, default=6, help="of 24")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="in a turn")
+    formats = ["plain", *FORMATS, *(f"{form}, float32" for form in ("plain", "int8", "int4"))]
+    parser.add_argument(
+        "--formats", nargs="+", default=formats, help=f"also {_PEER}Q4_0 and Q8_0; default: %(default)s"
+    )
+    parser.add_argument("--peer", type=Path, help="python with llama_cpp, gguf and safetensors, for llama.cpp")
+    parser.add_argument("--json", type=Path, help="where to save the results")
     args = parser.parse_args()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -46,37 +62,88 @@ def main() -> None:
         save_random(config, torch.bfloat16, str(folder / "plain"))
         for form in FORMATS:
             quantize_checkpoint(folder / "plain", folder / form, form)
-    models = {form: _load(folder / form) for form in ("plain", *FORMATS)}
-    models |= {f"{form}, float32": _load(folder / form, dtype="float32") for form in ("plain", "int8", "int4")}
-    report: dict[str, Any] = {"config": config, "threads": torch.get_num_threads(), "cpu": this_cpu()._asdict()}
-    report["weight_bytes"] = {name: model.parameter_bytes() for name, model in models.items()}
-    report["step_ms"] = {batch: _measure(models, batch, args.rounds, args.steps) for batch in (1, 32)}
-    print(json.dumps(report, indent=2))
+    report = environment("engine", torch.device("cpu"))
+    report |= {"config": config, "threads": torch.get_num_threads(), "cpu": this_cpu()._asdict(), "weight_bytes": {}}
+    models: dict[str, _Steps] = {}
+    for name in args.formats:
+        if name.startswith(_PEER):
+            told, models[name] = _peer(args.peer, folder / "plain", name.removeprefix(_PEER))
+            report["peers"][_PEER.strip()], num_bytes = told["version"], told["bytes"]
+        else:
+            model = _load(folder, name)
+            models[name], num_bytes = partial(_decode, model), model.parameter_bytes()
+        report["weight_bytes"][name] = num_bytes
+    report["rows"] = [row for batch in (1, 32) for row in _rows(models, batch, args.rounds, args.steps)]
+    print(json.dumps(report, indent=1))
+    if args.json is not None:
+        save(args.json, report)
 
 
-def _load(folder: Path, **options: Any) -> PagedCausalLM:
-    model = LlmExecutor.from_pretrained(folder, num_blocks=256, cuda_graphs=False, progress=False, **options).model
-    assert isinstance(model, PagedCausalLM)
-    return model
+def _load(folder: Path, name: str) -> PagedCausalLM:
+    form, _, dtype = name.partition(", ")
+    options: dict[str, Any] = {"dtype": dtype} if dtype else {}
+    executor = LlmExecutor.from_pretrained(folder / form, num_blocks=256, progress=False, **options)
+    executor.warmup()
+    assert isinstance(executor.model, PagedCausalLM)
+    return executor.model
 
 
-def _measure(models: dict[str, PagedCausalLM], batch: int, rounds: int, steps: int) -> dict[str, float]:
-    """Return the median milliseconds of a decode step of `batch` sequences."""
-    for model in models.values():
+def _decode(model: PagedCausalLM, batch: int, steps: int) -> list[float]:
+    if len(model.kv_manager.handles()) != batch:
         model.reset()
         for sequence in range(batch):
             model.prefill(sequence, list(range(_CONTEXT)))
+    seconds = []
+    for _ in range(steps):
+        position = model.kv_manager.handles()[0].num_tokens
+        start = perf_counter()
+        model.decode_batch_with_full_logits([(each, 5, position) for each in range(batch)])
+        seconds.append(perf_counter() - start)
+    return seconds
+
+
+def _peer(python: Path, checkpoint: Path, form: str) -> tuple[dict[str, Any], _Steps]:
+    """Start llama.cpp; return its version and its bytes, and its steps."""
+    threads = str(torch.get_num_threads())
+    process = subprocess.Popen(
+        [python, "-P", llama_cpp_process.__file__, checkpoint, form, threads],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    weakref.finalize(process, process.kill)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    jobs, answers = process.stdin, process.stdout
+
+    def decode(batch: int, steps: int) -> list[float]:
+        print(json.dumps({"batch": batch, "steps": steps, "context": _CONTEXT}), file=jobs, flush=True)
+        seconds: list[float] = json.loads(answers.readline())
+        return seconds
+
+    return json.loads(answers.readline()), decode
+
+
+def _rows(models: dict[str, _Steps], batch: int, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Return the times of a decode step of `batch` sequences; the first turn of each model warms up."""
     times: dict[str, list[float]] = {name: [] for name in models}
-    positions = dict.fromkeys(models, _CONTEXT)
     for turn in range(rounds + 1):
         for name, model in models.items():
-            for _ in range(steps):
-                start = perf_counter()
-                model.decode_batch_with_full_logits([(each, 5, positions[name]) for each in range(batch)])
-                positions[name] += 1
-                if turn:  # the first warms up
-                    times[name].append(perf_counter() - start)
-    return {name: statistics.median(each) * 1e3 for name, each in times.items()}
+            seconds = model(batch, steps)
+            times[name] += seconds if turn else []
+    found = {name: times_us(each) for name, each in times.items()}
+    least = {name: {"least_us": min(each) * 1e6} for name, each in times.items()}
+
+    def ratios(name: str) -> dict[str, dict[str, float]]:
+        others = (other for other in found if other != name and other.startswith(("plain", _PEER)))
+        medians = {other: found[other]["median_us"] for other in others}
+        return {other: {"median_us": us, "ratio": us / found[name]["median_us"]} for other, us in medians.items()}
+
+    return [
+        {"name": f"decode.{batch}.{name}", **row, "detail": least[name], "peers": ratios(name)}
+        for name, row in found.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def _round_to_e4m3(x, input_scale, codes, scales, num_rows, size, stride):
             exponent = np.uint32(np.uint32(np.float32(value).view(np.uint32) >> np.uint32(23)) & np.uint32(255))
             exponent = exponent if exponent > np.uint32(121) else np.uint32(121)
             shift = np.uint32(((exponent + np.uint32(20)) << np.uint32(23)) | np.uint32(0x400000)).view(np.float32)
-            nb.store(codes, to + i, np.float32(value + shift) - shift)
+            nb.store(codes, to + i, value + shift - shift)
 
 
 @nb.Kernel
@@ -137,11 +137,11 @@ def scale_rows(
 
 @lru_cache(maxsize=1024)
 def _round_launch(is_bf16: bool, is_int8: bool, *sizes: int) -> LoopLaunch:
-    arguments = is_bf16, is_int8, "x", "scale", "codes", "scales", *sizes
+    arguments: tuple[int | str, ...] = is_bf16, is_int8, "x", "scale", "codes", "scales", *sizes
     return LoopLaunch(_round_rows.address, sizes[0] * sizes[1], arguments)
 
 
 @lru_cache(maxsize=1024)
 def _scale_launch(is_bf16: bool, of_bf16: bool, has_bf16_bias: bool, *sizes: int) -> LoopLaunch:
-    arguments = is_bf16, of_bf16, has_bf16_bias, "product", "scales", "bias", "out", *sizes
+    arguments: tuple[int | str, ...] = is_bf16, of_bf16, has_bf16_bias, "product", "scales", "bias", "out", *sizes
     return LoopLaunch(_scale_rows.address, sizes[0] * sizes[1], arguments)
