@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+
+import torch
+import torch.distributed as dist
 
 from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
@@ -251,6 +254,34 @@ class LlmExecutor(UnifiedExecutor):
                 failure = update_weights(model, source, check_finite=check_finite)
             if failure is not None:
                 raise failure
+
+    def update_weights_from_group(
+        self,
+        tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+        *,
+        group: dist.ProcessGroup | None = None,
+        source_rank: int = 0,
+        check_finite: bool = False,
+    ) -> None:
+        """Receive new weights by broadcasts, then do as `update_weights`.
+
+        All are received before the first is looked at, so that an error leaves the sender waiting for nobody.
+
+        Args:
+            tensors: name, dtype and shape of each, in the order in which `torch.distributed.broadcast` sends them.
+            group: who takes part; None for the default group. With NCCL tensors arrive on this executor's device.
+            source_rank: global rank of the sender.
+
+        Raises:
+            As `update_weights`.
+        """
+        at = self._info.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        received = []
+        for name, dtype, shape in tensors:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=at)
+            dist.broadcast(tensor, source_rank, group=group)
+            received.append((name, tensor.cpu()))
+        self.update_weights(received, check_finite=check_finite)
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay.

@@ -15,10 +15,19 @@ from paged.executors.requests.request import Completion
 class BlockSpace:
     """Sequences in a `PagedKvCacheManager`: prefix caching, forks and swap; see `EngineConfig.admission_tokens`."""
 
-    def __init__(self, executor: ModelExecutor, manager: PagedKvCacheManager, admission_tokens: int | None) -> None:
+    def __init__(
+        self,
+        executor: ModelExecutor,
+        manager: PagedKvCacheManager,
+        admission_tokens: int | None,
+        *,
+        takes_prefixes: bool = True,
+    ) -> None:
+        """takes_prefixes: whether sequences begin with cached prefixes."""
         self._executor = executor
         self._manager = manager
         self._admission_tokens = admission_tokens
+        self._takes_prefixes = takes_prefixes
         self._has_draft_head = executor.capabilities().has_draft_head
         self._growth = 0
         recurrent = manager.config.recurrent
@@ -92,7 +101,8 @@ class BlockSpace:
             request, tokens = completion.request, completion.tokens
             if request.embeds is not None:
                 tokens = request.embeds.ids(tokens, 0)
-            ids = None if completion.wants_prompt_rows else tokens  # a cached prefix has no logits
+            # A cached prefix has no logits.
+            ids = None if completion.wants_prompt_rows or not self._takes_prefixes else tokens
             handle = self._manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
             if self._has_draft_head and handle.num_tokens and self._manager.config.recurrent is None:
                 # The head needs the hidden state of the token before the first that runs: that token runs again.

@@ -35,6 +35,12 @@ class EngineConfig:
         overlap: whether the next step is launched before the tokens of the last one are read, so that the device never
             waits for the host. None does so on GPUs only. Needs `ExecutorCapabilities.supports_device_ids` and a cache
             manager; without effect beside a proposer, which reads the tokens.
+        logprobs_mode: what `SamplingParams.logprobs` are of: "raw", the model's distribution; or "processed", the one
+            that tokens are drawn from, after penalties, biases, masks, temperature and filters. Prompts' are raw.
+        batch_invariant: whether a request's logits, log probabilities and tokens have the same bits whatever runs
+            beside it, in any order, budget or preemption. Every sequence then is a forward of its own over fixed
+            chunks: the prompt's pieces of 256 tokens, which may exceed the budget, then one token each. No prefix is
+            taken from the cache, steps do not overlap, and there is no speculation.
 
     Raises:
         InvalidInputError: a value has another type or is out of range.
@@ -49,6 +55,8 @@ class EngineConfig:
     priority_requests: int = 1000
     decode_stretch: float | None = None
     overlap: bool | None = None
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Check every value and convert it to Python's own types."""
@@ -58,11 +66,14 @@ class EngineConfig:
                 object.__setattr__(self, name, as_int(name, value, low=minimum, high=_MOST))
         if self.preemption not in ("recompute", "swap"):
             raise InvalidInputError(f"preemption: {shown(self.preemption)}, expected 'recompute' or 'swap'")
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise InvalidInputError(f"logprobs_mode: {shown(self.logprobs_mode)}, expected 'raw' or 'processed'")
         if self.decode_stretch is not None:
             stretch = as_float("decode_stretch", self.decode_stretch, math.nextafter(1, 2))
             object.__setattr__(self, "decode_stretch", stretch)
         if self.overlap is not None:
             object.__setattr__(self, "overlap", as_bool("overlap", self.overlap))
+        object.__setattr__(self, "batch_invariant", as_bool("batch_invariant", self.batch_invariant))
 
 
 _MINIMA = {"token_budget": 1, "chunk_size": 1, "max_num_seqs": 1, "max_waiting": 0, "priority_requests": 1}

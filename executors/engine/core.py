@@ -49,6 +49,10 @@ class EngineCore:
     def __init__(self, executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> None:
         decode_cost = _decode_cost(executor, config, proposer)
         info, manager = executor.info(), executor.kv_manager
+        is_recurrent = manager is not None and manager.config.recurrent is not None
+        if config.batch_invariant and (proposer is not None or is_recurrent):
+            what = "recurrent layers" if is_recurrent else "a proposer"
+            raise UnsupportedError(f"{info.model_id}: batch_invariant is not supported with {what}")
         self.executor = executor
         self.config = config
         self.metrics = EngineMetrics()
@@ -56,7 +60,8 @@ class EngineCore:
         if manager is None:
             self._space: BlockSpace | TokenSpace = TokenSpace(executor)
         else:
-            self._space = BlockSpace(executor, manager, config.admission_tokens)
+            takes_prefixes = not config.batch_invariant  # another's decodes may have computed them
+            self._space = BlockSpace(executor, manager, config.admission_tokens, takes_prefixes=takes_prefixes)
         self._requests: dict[SeqId, Request] = {}
         self._changed: dict[RequestOutput, None] = {}
         self._unreported: dict[RequestOutput, None] = {}
@@ -65,15 +70,18 @@ class EngineCore:
         self._num_ended = 0  # of completions
         prompt_rows = max(_PROMPT_LOGITS // info.vocab_size, 1)
         self._scheduler = Scheduler(config, self._space, self._fail, decode_cost=decode_cost, prompt_rows=prompt_rows)
-        self._runner = StepRunner(executor, self._make_room, self._fail, self._space.release, self.metrics)
+        self._runner = StepRunner(
+            executor, self._make_room, self._fail, self._space.release, self.metrics, runs_apart=config.batch_invariant
+        )
         self._is_unified = is_unified = executor.supports_native_unified_decode()
         self._prefers_tokens = is_unified and executor.capabilities().prefers_tokens
         self._vocab_size, self._device = info.vocab_size, info.device
-        self._sampler = Sampler(info.vocab_size, info.device)
+        is_raw = config.logprobs_mode == "raw"
+        self._sampler = Sampler(info.vocab_size, info.device, has_raw_logprobs=is_raw)
         self._step_sampler = StepSampler(self._sampler, info.vocab_size, self._fail, self._take_launched)
         overlaps = info.device.type == "cuda" if config.overlap is None else config.overlap
         can_overlap = is_unified and executor.capabilities().supports_device_ids and manager is not None
-        self._overlaps = overlaps and can_overlap and proposer is None
+        self._overlaps = overlaps and can_overlap and proposer is None and not config.batch_invariant
         self._launched: LaunchedStep | None = None
         self._on_finish: list[Callable[[Completion], object]] = [self._sampler.forget]
         if proposer is not None:
@@ -235,6 +243,8 @@ class EngineCore:
                     if completion.num_to_prefill or completion.state is State.FINISHED:
                         continue
                     begin, entry = end - 1, logits[-1]
+                elif is_prompt and completion.num_to_prefill:
+                    continue
                 started = self._end_prefill(completion) if is_prompt else [completion]
                 completions += started
                 rows += [*range(begin, end)] * len(started)

@@ -108,6 +108,14 @@ class Scheduler:
             completion = self.prefilling[index]
             count = min(completion.num_to_prefill, left, config.chunk_size or left)
             index += 1
+            if config.batch_invariant:
+                count = completion.fixed_chunk
+                if chunks and (count > left or completion.wants_prompt_rows):
+                    break  # the next step begins with it
+                completion.take_chunk(count)
+                chunks.append(completion)
+                left -= count
+                continue
             if completion.wants_prompt_rows:
                 count = min(count, rows_left)
                 rows_left -= count

@@ -44,6 +44,7 @@ class StepRunner:
         fail: ends a completion with a reason.
         release: frees what a completion holds. An executor without a cache manager may have run some items of a call
             that raised, so they begin again with all of their tokens.
+        runs_apart: whether each completion is a call of its own.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class StepRunner:
         fail: Callable[[Completion, str], None],
         release: Callable[[Completion], None],
         metrics: EngineMetrics,
+        *,
+        runs_apart: bool = False,
     ) -> None:
         self._executor = executor
+        self._runs_apart = runs_apart
         self._is_unified = executor.supports_native_unified_decode()
         self._make_room = make_room
         self._fail = fail
@@ -88,11 +92,11 @@ class StepRunner:
         return []
 
     def _run(self, completions: Sequence[Completion], ran: list[CallResults]) -> None:
-        if self._is_unified:
+        if self._is_unified and not self._runs_apart:
             self._run_call(completions, ran)
             return
-        decodes = [completion for completion in completions if _is_decode(completion)]
-        others = [completion for completion in completions if not _is_decode(completion)]
+        decodes = [one for one in completions if _is_decode(one) and not self._runs_apart]
+        others = [one for one in completions if self._runs_apart or not _is_decode(one)]
         self._run_call(decodes, ran)
         for completion in others:
             self._run_call([completion], ran)

@@ -27,6 +27,8 @@ from paged.seq_id import SeqId
 # Stands for a token where the logits left none to choose: all of them NaN or -inf.
 NO_TOKEN = -1
 
+# Prompt tokens of a chunk under `EngineConfig.batch_invariant`.
+FIXED_CHUNK = 256
 _UNKNOWN = 0  # a placeholder for a token, see `UnifiedBatch.device_ids`
 
 
@@ -290,12 +292,19 @@ class Completion:
         embeds = self.request.embeds
         return count if embeds is None else embeds.whole_spans(self.cached, self.cached + count) - self.cached
 
+    @property
+    def fixed_chunk(self) -> int:
+        """Number of tokens to prefill next, by the request alone: output that runs again does so token by token."""
+        start, end = self.cached, len(self.request.prompt)
+        return 1 if start >= end else self.whole_spans(min((start // FIXED_CHUNK + 1) * FIXED_CHUNK, end) - start)
+
     def take_chunk(self, count: int) -> None:
         """Set the item to the next `count` tokens to prefill."""
         end, wants_all = self.cached + count, self.wants_prompt_rows
         policy = VerifyLogits() if wants_all else FullLogits()
         chunk = list(self.tokens[self.cached : end])
-        is_final = wants_all or end == len(self.tokens)
+        # Output that runs again gets logits, so that it runs as before, as by a graph of decode steps.
+        is_final = wants_all or end == len(self.tokens) or self.cached >= len(self.request.prompt)
         self.item.move(chunk, self.cached, is_final_chunk=is_final, logits_policy=policy)
 
     def follow(self, drafts: Sequence[int] = ()) -> None:

@@ -58,7 +58,7 @@ class SamplingParams:
         seed: seed of the draws, which do not depend on other requests; each of n completions derives its own. None
             draws a seed.
         logprobs: number of best tokens, at most 1,024, to report for every token beside its own log probability, before
-            all filters.
+            all filters unless `EngineConfig.logprobs_mode` says otherwise.
         prompt_logprobs: the same for every token of the prompt but the first. Such a prompt is computed anew, without
             cached prefixes, and in chunks whose logits take 256 MB at most.
 

@@ -65,9 +65,12 @@ class Sampler:
     """Samples for completions. A row's token depends only on its own logits, parameters, tokens and seed.
 
     The token is -1 if the logits leave none to choose: all of them NaN or -inf.
+
+    has_raw_logprobs: see `EngineConfig.logprobs_mode`.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, *, has_raw_logprobs: bool = True) -> None:
+        self._has_raw_logprobs = has_raw_logprobs
         self._vocab_size = vocab_size
         self._device = self.device = device
         self._counts: TokenCounts | None = None
@@ -78,6 +81,8 @@ class Sampler:
         rows = self._rows(completions)
         ruled = self._ruled(own_rules(logits, [(completions[row], row, ()) for row in rows.reading]), rows, None)
         tokens = self._choose(ruled, rows, None)
+        if rows.num_logprobs is not None and not self._has_raw_logprobs:
+            logits = self._filtered(ruled, rows)  # before the tokens count in the penalties
         if self._counts is not None and ruled[1] is not None:
             own = rows.penalised_rows
             self._counts.add([completions[row] for row in rows.penalised], ruled[1].rows[own], tokens[own])
@@ -137,7 +142,7 @@ class Sampler:
         changed = own_rules(logits, [span for span in spans if span[0].reads_tokens])
         filtered = self._filtered(self._ruled(changed, rows, row_drafts), rows)
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
-        return self._with_logprobs(logits, rows, tokens, accepted, sizes)
+        return self._with_logprobs(logits if self._has_raw_logprobs else filtered, rows, tokens, accepted, sizes)
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a finished completion."""

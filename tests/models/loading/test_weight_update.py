@@ -1,12 +1,15 @@
 """New weights in a model that runs: afterwards it is the model that loads them, or after an error the old one."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
@@ -172,6 +175,36 @@ def test_requests_go_on_by_the_new_weights(preemption: Any, overlap: bool, llama
         rest = SamplingParams(temperature=0, max_tokens=12 - len(tokens))
         (expected,) = fresh.generate([prompt + tokens], rest)
         assert [*output.outputs[0].token_ids] == [*tokens, *expected.outputs[0].token_ids]
+
+
+def _take_part(rank: int, folders: list[Path]) -> None:
+    """Rank 0 sends weights twice, the first time with NaN; rank 1 runs the model."""
+    dist.init_process_group("gloo", init_method=f"file://{folders[0] / 'store'}", rank=rank, world_size=2)
+    old, new = folders
+    if rank == 0:
+        tensors = load_file(new / WEIGHTS)
+        for wrong in (True, False):
+            for name, one in tensors.items():
+                dist.broadcast(one.clone().fill_(torch.nan) if wrong and "norm" in name else one, 0)
+        return
+    executor, specs = _load(old), [(name, one.dtype, one.shape) for name, one in load_file(new / WEIGHTS).items()]
+    before = _logits(executor)
+    with pytest.raises(CheckpointError, match="holds infinity or NaN"):
+        executor.update_weights_from_group(specs, check_finite=True)
+    assert torch.equal(_logits(executor), before)
+    executor.update_weights_from_group(iter(specs))
+    assert_same_logits(_logits(executor), _logits(_load(new)))
+
+
+@pytest.mark.thorough
+def test_from_another_process(llama_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_folder, tmp_path / "old")
+    _changed(llama_folder, tmp_path / "new")
+    code = f"from pathlib import Path; from {__name__} import _take_part as run; run(%d, [Path(%r), Path(%r)])"
+    names = str(tmp_path / "old"), str(tmp_path / "new")
+    sender = subprocess.Popen([sys.executable, "-c", code % (0, *names)])
+    receiver = subprocess.run([sys.executable, "-c", code % (1, *names)], timeout=300, check=False)
+    assert (receiver.returncode, sender.wait(60)) == (0, 0)
 
 
 @pytest.mark.thorough

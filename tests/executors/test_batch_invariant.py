@@ -1,0 +1,104 @@
+"""`EngineConfig.batch_invariant`: the same bits alone and beside others, in any budget and through preemptions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, UnsupportedError
+from paged.executors.requests import request
+from paged.executors.speculation.prompt_lookup import PromptLookup
+from paged.kernels.common.torch_ops import linear
+from paged.models.layers import decoder
+from tests.models.families import FAMILIES, save_checkpoint, tokens
+
+Answer = list[tuple[list[int], Any, Any]]
+# By budget: blocks of 8 tokens, and what a full cache does.
+TOGETHER: dict[int, tuple[int, str]] = {16: (18, "recompute"), 64: (18, "swap"), 4096: (400, "recompute")}
+
+
+def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 44 tokens, some of which begin alike; greedy and random, some of several completions."""
+    drawn = torch.randint(0, 1 << 30, (count, 3), generator=torch.Generator().manual_seed(5)).tolist()
+    found = []
+    for seed, (length, kind, more) in enumerate(drawn):
+        prompt = tokens(30, 3)[: length % 25] + tokens(1 + length % 20, seed)
+        options = {"temperature": kind % 2 * 0.8, "seed": seed, "logprobs": 2, "max_tokens": 1 + more % 6}
+        options |= {"prompt_logprobs": 1} if kind % 5 == 0 else {"n": 2} if kind % 7 == 0 else {}
+        found.append((prompt, SamplingParams(ignore_eos=True, **options)))
+    return found
+
+
+def answers(executor: LlmExecutor, given: list[Any], **config: Any) -> tuple[list[Answer], Engine]:
+    engine = Engine(executor, EngineConfig(**{"batch_invariant": True, **config}))
+    outputs = [engine.add_request(prompt, params) for prompt, params in given]
+    while engine.num_unfinished:
+        engine.step()
+    assert [one.error for one in outputs] == [None] * len(given)
+    return [[(o.token_ids, o.logprobs, each.prompt_logprobs) for o in each.outputs] for each in outputs], engine
+
+
+def check(folder: Path, dtype: torch.dtype, count: int, budgets: list[int]) -> int:
+    given, preempted = requests(count), 0
+    executor = LlmExecutor.from_pretrained(folder, dtype=dtype, block_size=8, num_blocks=400)
+    alone = [answers(executor, [one])[0][0] for one in given]
+    for budget in budgets:
+        num_blocks, preemption = TOGETHER[budget]
+        swap = {"num_swap_blocks": 40} if preemption == "swap" else {}
+        executor = LlmExecutor.from_pretrained(folder, dtype=dtype, block_size=8, num_blocks=num_blocks, **swap)
+        options = {"token_budget": budget, "preemption": preemption, "admission_tokens": 0}
+        together, engine = answers(executor, given, **options)
+        assert together == alone
+        preempted += sum(engine.metrics.preempted.values())
+    return preempted
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "FIXED_CHUNK", 16)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_checkpoint(FAMILIES["llama"], folder := tmp_path_factory.mktemp("llama"))
+    return folder
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_200_requests(llama: Path, dtype: torch.dtype) -> None:
+    assert check(llama, dtype, 200, [16, 64, 4096]), "no preemption"
+
+
+@pytest.mark.thorough
+def test_in_triton_kernels(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    check(llama, torch.float32, 6, [16])
+
+
+@pytest.mark.thorough
+def test_experts(tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES["qwen3_moe"], tmp_path)
+    check(tmp_path, torch.float32, 20, [64])
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_product_that_depends_on_its_rows(llama: Path, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tiles chosen by the number of rows do, in the last bits."""
+    own = linear.linear
+
+    def product(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return own(x, *rest) * (1 + len(x) * 2.0**-22)
+
+    monkeypatch.setattr(decoder, "linear", product)
+    given = requests(4)
+    executor = LlmExecutor.from_pretrained(llama, block_size=8, num_blocks=100)
+    alone = [answers(executor, [one], batch_invariant=invariant)[0][0] for one in given]
+    assert (answers(executor, given, batch_invariant=invariant)[0] == alone) == invariant
+
+
+def test_speculation_is_refused(llama: Path) -> None:
+    executor = LlmExecutor.from_pretrained(llama, block_size=8, num_blocks=10)
+    with pytest.raises(UnsupportedError, match="batch_invariant is not supported with a proposer"):
+        Engine(executor, EngineConfig(batch_invariant=True), proposer=PromptLookup(2))
