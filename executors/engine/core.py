@@ -371,7 +371,8 @@ class EngineCore:
         if self._num_ended > step.num_ended and State.FINISHED in [one.state for one in rows.completions]:
             left = [row for row, one in enumerate(rows.completions) if one.state is not State.FINISHED]
             self.metrics.dropped_tokens += len(token_ids) - len(left)
-            rows, token_ids = Rows([rows.completions[row] for row in left]), [token_ids[row] for row in left]
+            kept, token_ids = [rows.completions[row] for row in left], [token_ids[row] for row in left]
+            rows = Rows(kept, [len(one.token_ids) for one in kept])  # those that run on have been sampled once more
             logprobs = logprobs and [logprobs[row] for row in left]
         completions = rows.completions
         if step.num_prefill_tokens:

@@ -134,15 +134,20 @@ class Rows:
         reads_tokens: whether any of them does.
     """
 
-    def __init__(self, completions: list[Completion]) -> None:
+    def __init__(self, completions: list[Completion], num_sampled: Sequence[int] | None = None) -> None:
+        """num_sampled: how many tokens of each were sampled before; None for as many as were so far."""
         self.completions = completions
+        sampled = [one.num_sampled for one in completions] if num_sampled is None else num_sampled
+        left = [one.max_tokens - count for one, count in zip(completions, sampled, strict=True)]
         self.outputs = dict.fromkeys(one.request_output for one in completions)
         self.reads_tokens = any(one.reads_tokens for one in completions)
         self._token_ids = [one.token_ids for one in completions]
         self._ending_ids = frozenset[int]().union(*{one.ending_ids for one in completions})
         self._is_watched = any(one.is_watched for one in completions)
-        self._first_full = min(completions, key=lambda one: one.max_tokens - one.num_sampled, default=None)
-        self._lengths = np.array([one.num_sampled + len(one.request.prompt) for one in completions], np.int64)
+        self._first_full = completions[left.index(min(left))] if left else None
+        self._lengths = np.array([len(one.request.prompt) for one in completions], np.int64) + np.array(
+            sampled, np.int64
+        )
 
     def with_whole(self, block_size: int) -> list[Completion]:
         """Return those that fill a cache block in the step that runs, when the tokens before it are known."""

@@ -18,6 +18,8 @@ PLAIN_CACHES = ("auto", "float16", "bfloat16")
 E4M3_CACHES = ("fp8", "fp8_e4m3")
 # vLLM's names for gpt-oss's activation: alternating rows of w1, or all gate rows first.
 _SWIGLU = {"swigluoai": True, "swigluoai_uninterleave": False}
+# vLLM's "relu2" has gates, ours has none.
+_OWN_NAMES = {"relu2_no_mul": "relu2", "relu2": "relu2 with gates"}
 # Attributes that identify vLLM's configuration of quantised experts.
 _QUANT_CONFIG = ("quant_dtype", "weight_quant_dtype", "w1_bias", "w2_bias")
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -82,8 +84,8 @@ def fused_experts(
 
     Args:
         topk_weights, topk_ids: as in `fused_moe`, of any float and integer dtype.
-        activation: "silu", "gelu", "gelu_tanh", "swigluoai" (w1's gate and up rows alternate) or
-            "swigluoai_uninterleave", or the member of vLLM's enumeration with that value.
+        activation: "silu", "gelu", "gelu_tanh", "swigluoai" (w1's gate and up rows alternate),
+            "swigluoai_uninterleave" or "relu2_no_mul", or the member of vLLM's enumeration with that value.
         global_num_experts: length of expert_map, or of w1 without one; -1 for either.
         quant_config: None, or vLLM's configuration of plain weights, whose biases are used.
         inplace: whether to write the result to hidden_states.
@@ -119,7 +121,7 @@ def fused_experts(
         w2,
         topk_weights.float().contiguous(),
         topk_ids.to(torch.int32).contiguous(),
-        activation="swiglu_oai" if activation in _SWIGLU else activation,
+        activation="swiglu_oai" if activation in _SWIGLU else _OWN_NAMES.get(activation, activation),
         interleaved=_SWIGLU.get(activation, False),
         w1_bias=getattr(quant_config, "w1_bias", None),
         w2_bias=getattr(quant_config, "w2_bias", None),

@@ -78,6 +78,13 @@ def test_experts_of_gpt_oss(activation: Any, backend: str, device: torch.device)
     assert_close(fused_experts(**arguments, activation=activation, quant_config=SimpleNamespace(**biases)), want)
 
 
+def test_experts_without_gates(device: torch.device) -> None:
+    arguments = _experts(device)
+    arguments["w1"] = arguments["w1"][:, ::2].contiguous()
+    want = moe_reference.fused_moe(**arguments, activation="relu2")
+    assert_close(fused_experts(**arguments, activation="relu2_no_mul"), want)
+
+
 @pytest.mark.parametrize(
     ("name", "option"),
     [
