@@ -103,6 +103,7 @@ def test_a_hit_takes_only_what_windows_see(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("family", "num_blocks"), [("mistral", 12), ("gemma3", 13), ("gpt_oss", 13)])
+@pytest.mark.thorough
 def test_generates_like_transformers_in_bounded_room(family: str, num_blocks: int, tmp_path: Path) -> None:
     from tests.models.families import FAMILIES, WINDOW, Case, assert_same_logits, save_checkpoint, tokens
 

@@ -83,7 +83,7 @@ KINDS: dict[str, tuple[Callable[[Path, Path], Engine], dict[str, Any], int]] = {
     "greedy, for long": (plain, {}, 150),
     "draft model, sampled": (drafting, SAMPLED, 40),
 }
-ALWAYS = ("sampled", "swap", "draft model")
+ALWAYS = ("sampled", "swap")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,7 @@ def test_answers_are_right(folder: Path) -> None:
         check_empty(engine)
 
 
+@pytest.mark.thorough
 def test_answers_with_a_draft_model_are_right(folder: Path) -> None:
     """Drafts that the device alone knows, and their verification, from graphs: the target is its own draft model."""
     prompts, params = [tokens(4, seed=4)], replace(GREEDY, max_tokens=4)

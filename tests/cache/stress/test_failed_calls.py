@@ -120,8 +120,13 @@ MAKING = ("allocate", "fork", "reserve")
 EVICTING = {"extend and evict", "forward"}
 # Each with one group of layers or two, in turns.
 GROUPS = None, [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]
+SLOW = ("append blocks", "forward")  # of many lines
 by_case = pytest.mark.parametrize(
-    ("name", "groups"), [pytest.param(name, GROUPS[at % 2], id=name) for at, name in enumerate(CASES)]
+    ("name", "groups"),
+    [
+        pytest.param(name, GROUPS[at % 2], id=name, marks=pytest.mark.thorough if name in SLOW else ())
+        for at, name in enumerate(CASES)
+    ],
 )
 
 

@@ -15,7 +15,7 @@ from paged.cache.manager import PagedKvCacheManager
 from tests.cache.prefix_cache import BLOCK, Cache
 
 NUM_THREADS = 8
-NUM_STEPS = 500
+NUM_STEPS = 250
 # Sequences of a thread before it frees one; all threads together then want more blocks than there are.
 MAX_SEQUENCES = 6
 CONFIG = PagedKvCacheConfig(1, 1, 8, BLOCK, 64, num_swap_blocks=24, dtype=torch.float32, device="cpu")

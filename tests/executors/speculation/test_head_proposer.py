@@ -87,6 +87,7 @@ def test_the_same_drafts_in_every_way(kind: str, tmp_path: Path) -> None:
         check_pool_empty(executor)
 
 
+@pytest.mark.thorough
 def test_drafts_beside_recurrent_layers(tmp_path: Path) -> None:
     """The text without drafts: rejected drafts, chunks, prefix hits, preemption, and snapshots that are evicted."""
     save_published("qwen3_5", tmp_path)
