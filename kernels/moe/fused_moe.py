@@ -218,12 +218,12 @@ def _grouped(
         activated,
         aligned,
         tiles.gate_up,
-        activation=call.activation if call.is_gated else "",
+        activation="" if call.activation in PLAIN_ACTIVATIONS else call.activation,
         interleaved=call.interleaved,
         entries_per_row=ids.shape[1],
         bound=first,
     )
-    if not call.is_gated:
+    if call.activation in PLAIN_ACTIVATIONS:
         activated.relu_().square_()
     parts, weights = x.new_empty((ids.numel(), hidden_size)), call.topk_weights
     second = expert_gemm(activated, call.down, parts, aligned, tiles.down, entry_weights=weights, bound=second)

@@ -83,13 +83,8 @@ class MoeCall(NamedTuple):
         return bool(self.gate_up.format or self.down.format)
 
     @property
-    def is_gated(self) -> bool:
-        """Whether w1 has gate rows."""
-        return self.activation not in PLAIN_ACTIVATIONS
-
-    @property
     def intermediate_size(self) -> int:
-        return self.gate_up.w.shape[1] // (1 + self.is_gated)
+        return self.gate_up.w.shape[1] // (1 if self.activation in PLAIN_ACTIVATIONS else 2)
 
 
 def check_operands(
