@@ -214,8 +214,9 @@ def main() -> None:
         theirs = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
         theirs += ["--served-model-name", "served", "--dtype", "float32", "--max-model-len", "4096"]
         for who, command, environ in (("paged", ours, os.environ), (PEER, theirs, _PEER_ENVIRONMENT)):
-            if who in arguments.only:
+            if who in arguments.only or (who == "paged" and "light" in arguments.only):
                 servers.enter_context(server(command, _PORTS[who], folder, environ))
+            if who in arguments.only:
                 load(arguments.python, folder, _PORTS[who], "inf", _STREAMS, 1000)  # warm
         measures = cost(folder) if {"bare", "light"} & set(arguments.only) else {}
         for number in range(arguments.rounds):
