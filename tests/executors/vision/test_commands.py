@@ -72,7 +72,9 @@ def test_generate(tower: MakeTower, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_texts_need_no_packages_of_images(
     tower: MakeTower, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tower("qwen2_5_vl").folder
+    made = tower("qwen2_5_vl")
+    made.save_processor()
+    folder = made.folder
     tokenizer, args = ChatTokenizer.from_folder(folder), argparse.Namespace(max_images=8, dtype=None, device="cpu")
     assert vision_of(folder, tokenizer, args) is not None
     monkeypatch.setitem(sys.modules, "PIL", None)
