@@ -7,7 +7,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from math import inf
 from time import perf_counter
 
@@ -67,7 +66,6 @@ class EngineCore:
         self._unreported: dict[RequestOutput, None] = {}
         self._timed: list[Request] = []  # those that have to end at some time, the earliest first
         self._sampled = self._last_taken = 0.0
-        self._num_ended = 0  # of completions
         prompt_rows = max(_PROMPT_LOGITS // info.vocab_size, 1)
         self._scheduler = Scheduler(config, self._space, self._fail, decode_cost=decode_cost, prompt_rows=prompt_rows)
         self._runner = StepRunner(
@@ -186,7 +184,7 @@ class EngineCore:
         if not calls:
             return None
         prefill_tokens, is_drafted = _num_rows(plan.chunks), drafts is not None
-        launched = LaunchedStep(started, bool(plan.decodes), prefill_tokens, is_drafted, batch, self._num_ended)
+        launched = LaunchedStep(started, bool(plan.decodes), prefill_tokens, is_drafted, batch)
         self._count(calls, launched)
         completions, rows = self._final_rows(calls, launched, has_chunks=bool(plan.chunks))
         self._step_sampler.sample(completions, rows, launched, drafts and (drafts, plan.decodes))
@@ -368,7 +366,7 @@ class EngineCore:
         """Give completions the tokens that were sampled for them, and end those that are done."""
         self._sampled = perf_counter()
         token_ids, logprobs = sampled
-        if self._num_ended > step.num_ended and State.FINISHED in [one.state for one in rows.completions]:
+        if State.FINISHED in [one.state for one in rows.completions]:  # while the step was under way
             left = [row for row, one in enumerate(rows.completions) if one.state is not State.FINISHED]
             self.metrics.dropped_tokens += len(token_ids) - len(left)
             kept, token_ids = [rows.completions[row] for row in left], [token_ids[row] for row in left]
@@ -382,12 +380,14 @@ class EngineCore:
                     quietly(self._measure_first_token, request)
         self._changed.update(rows.outputs)
         if step.is_drafted:
-            for completion, ids, table in zip(completions, token_ids, logprobs or repeat([]), strict=False):
+            tables = logprobs or [[]] * len(completions)
+            for completion, ids, table in zip(completions, token_ids, tables, strict=True):
                 self._advance_by_several(completion, ids, table)
             return
-        for completion, table, (token,) in zip(completions, logprobs or (), token_ids, strict=False):
-            if completion.output.growth.logprobs is not None and token != NO_TOKEN:
-                completion.output.growth.logprobs.extend(table)
+        if logprobs:
+            for completion, table, (token,) in zip(completions, logprobs, token_ids, strict=True):
+                if completion.output.growth.logprobs is not None and token != NO_TOKEN:
+                    completion.output.growth.logprobs.extend(table)
         ending = rows.advance(token_ids)
         self.metrics.generated_tokens += len(completions) - sum(one.token_ids[-1] == NO_TOKEN for one in ending)
         for completion in ending:
@@ -417,7 +417,6 @@ class EngineCore:
     def _finish(self, completion: Completion, reason: str) -> None:
         """End a completion and free everything it holds, even if something raises; repeatable after an interrupt."""
         request = completion.request
-        self._num_ended += 1
         completion.output.finish_reason = reason
         for listener in self._on_finish:
             quietly(listener, completion)

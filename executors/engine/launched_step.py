@@ -24,7 +24,6 @@ class LaunchedStep:
     Attributes:
         started: when it was planned.
         batch: what ran if it was launched ahead.
-        num_ended: completions that had ended when it was launched.
         parts: completions and their tokens, in as many parts as were sampled.
         prompts: requests, and what reads the log probabilities of their prompts' next tokens.
     """
@@ -34,7 +33,6 @@ class LaunchedStep:
     num_prefill_tokens: int
     is_drafted: bool
     batch: UnifiedBatch | None
-    num_ended: int
     parts: list[tuple[Rows, SampledOnDevice]] = field(default_factory=list)
     prompts: list[tuple[Request, Callable[[], list[dict[int, float]]]]] = field(default_factory=list)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from itertools import chain
+from operator import ge
 from typing import Any
 
 import numpy as np
@@ -138,13 +139,12 @@ class Rows:
         """num_sampled: how many tokens of each were sampled before; None for as many as were so far."""
         self.completions = completions
         sampled = [one.num_sampled for one in completions] if num_sampled is None else num_sampled
-        left = [one.max_tokens - count for one, count in zip(completions, sampled, strict=True)]
         self.outputs = dict.fromkeys(one.request_output for one in completions)
         self.reads_tokens = any(one.reads_tokens for one in completions)
         self._token_ids = [one.token_ids for one in completions]
         self._ending_ids = frozenset[int]().union(*{one.ending_ids for one in completions})
         self._is_watched = any(one.is_watched for one in completions)
-        self._first_full = completions[left.index(min(left))] if left else None
+        self._most = [one.max_tokens for one in completions]
         self._lengths = np.array([len(one.request.prompt) for one in completions], np.int64) + np.array(
             sampled, np.int64
         )
@@ -159,7 +159,7 @@ class Rows:
         for token_ids, token in zip(self._token_ids, newest, strict=True):
             token_ids.append(token)
         self._lengths += 1
-        is_full = self._first_full is not None and self._first_full.is_full
+        is_full = any(map(ge, map(len, self._token_ids), self._most))
         if not (self._is_watched or is_full) and self._ending_ids.isdisjoint(newest):
             return []
         return [
