@@ -106,6 +106,7 @@ def test_site_has_every_public_name(tmp_path: Path) -> None:
 EXAMPLES = {
     "attention": "3 queries over 12 keys: agree with PyTorch",
     "cache": "the same result without the cached prefix",
+    "grpo": "the engine's log probabilities are the trainer's",
     "oracle": "the changed kernel: found",
     "ray_batch": "wren: -> pipe",
     "ray_serve": "2 replicas answer",
