@@ -169,6 +169,7 @@ class LlmExecutor(UnifiedExecutor):
             supports_lora=model.set_lora_adapter_for_cache is not DecoderOnlyLLM.set_lora_adapter_for_cache,
             prefers_tokens=self._ranks.size > 1,
             supports_hidden_states=isinstance(self._lm, PagedCausalLM),
+            has_routed_experts=isinstance(self._lm, PagedCausalLM) and any(self._lm.network.config.moe),
             has_draft_head=isinstance(self._lm, PagedCausalLM) and self._lm.drafts is not None,
         )
 
@@ -313,7 +314,7 @@ class LlmExecutor(UnifiedExecutor):
                 self._lm.set_lora_adapter_for_cache(item.cache_id, item.metadata["lora_adapter"])
 
     def _run(self, batch: UnifiedBatch) -> Answers:
-        is_plain = not (batch.is_stacked or batch.returns_hidden) and batch.device_ids is None
+        is_plain = not (batch.is_stacked or batch.returns_hidden or batch.captured) and batch.device_ids is None
         if isinstance(self._lm, PagedCausalLM) and not is_plain:
             return self._lm.run_batch(batch, is_checked=True)
         return self._lm.unified_forward(batch.items)

@@ -146,6 +146,14 @@ def lora_loader(executor: ModelExecutor) -> LoraLoader:
     return executor
 
 
+def check_capture(executor: ModelExecutor, *, has_experts: bool) -> None:
+    """Raise UnsupportedError unless the executor returns hidden states and, if asked for, routed experts of tokens."""
+    can = executor.capabilities()
+    if not can.supports_hidden_states or (has_experts and not can.has_routed_experts):
+        lack = "routed experts" if has_experts else "hidden states"
+        raise UnsupportedError(f"{executor.info().model_id} ({type(executor).__name__}) returns no {lack}")
+
+
 def check_adapter(executor: ModelExecutor, name: object) -> None:
     """Raise unless the executor can run sequences with the adapter `name`; None means no adapter.
 

@@ -77,7 +77,9 @@ class ExecutorCapabilities:
         supports_lora: whether items may name an adapter.
         prefers_tokens: whether choosing a token (`DrawToken`) is cheaper than returning logits.
         has_draft_head: whether the model has a draft head, which needs the hidden state of the token before a step's.
-        supports_device_ids, supports_hidden_states: whether `UnifiedBatch` may have `device_ids`, `returns_hidden`.
+        supports_device_ids, supports_hidden_states: whether `UnifiedBatch` may have `device_ids`, and `returns_hidden`
+            or `captured`.
+        has_routed_experts: whether the model has layers with experts, and `captured` may ask for their ids.
     """
 
     max_batch_size: int | None
@@ -91,6 +93,7 @@ class ExecutorCapabilities:
     has_draft_head: bool = False
     supports_device_ids: bool = False
     supports_hidden_states: bool = False
+    has_routed_experts: bool = False
     memory_requirements: MemoryRequirements
 
 

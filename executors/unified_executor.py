@@ -25,7 +25,7 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
 from paged.executors.adapted_model import AdaptedModel
 from paged.executors.isolation import describe, quietly, raise_exit
-from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
+from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor, check_capture
 from paged.executors.row_batches import decode_items, prefill_items, results_mismatch, verify_item
 from paged.executors.types import (
     ExecutorCapabilities,
@@ -141,6 +141,8 @@ class UnifiedExecutor(ModelExecutor):
         with self._call():
             if batch.returns_hidden and not self.capabilities().supports_hidden_states:
                 raise UnsupportedError(f"returns_hidden: {self._info.model_id} returns logits only")
+            if batch.captured is not None:
+                check_capture(self, has_experts=batch.captured.has_experts)
             num_device_ids = self._num_device_ids(batch)
             if num_device_ids and num_device_ids == len(batch.items):  # which are of no prompt
                 work = ForwardWork(0, 0, num_device_ids)

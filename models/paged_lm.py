@@ -23,6 +23,7 @@ from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.draft_steps import DraftSteps
 from paged.models.families.llama import Llama
+from paged.models.layers.sparse_moe import capture_experts
 from paged.models.loading.weights import Track, num_weights, untracked
 from paged.models.logits_policy import Draws, answer_batch, draws_of
 from paged.models.lora.adapters import LoraAdapters
@@ -280,7 +281,13 @@ class PagedCausalLM(DecoderOnlyLLM):
             if outputs is not None and row_slots is not None:
                 own_slots = row_slots[step.row_ids]
                 outputs = replace(outputs, lora=self.adapters.batch(own_slots) if (own_slots >= 0).any() else None)
-            hidden, features = self.network.run(step.input_ids, metadata, outputs)
+            if step.captured is None:
+                hidden, features = self.network.run(step.input_ids, metadata, outputs)
+            else:
+                outputs = None
+                with capture_experts(self.network, step.captured):
+                    hidden, features = self.network.run(step.input_ids, metadata)
+                step.captured.hidden_states = hidden
             wanted = hidden if outputs is not None else hidden[step.sample_rows]
             logits = wanted.float() if step.returns_hidden else self.network.logits(wanted)
         if self.drafts is not None and features is not None:

@@ -190,10 +190,13 @@ class StepGraphs:
         self._num_adapted_layers = self._adapters.num_layers
 
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
-        """Return the graph that runs a step; None if there is none, no logits are wanted, or it has embedded rows."""
+        """Return the graph that runs a step; None if there is none, if no logits or more than logits are wanted, or if
+        it has embedded rows."""
         num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
         is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
         has_logits = len(step.row_ids) and not step.returns_hidden
+        if step.captured is not None:
+            return None
         if step.embeds is not None or is_stale or not self._replays or num_tokens > self._sizes[-1] or not has_logits:
             return None
         fitting = (

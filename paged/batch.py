@@ -132,6 +132,21 @@ class BatchColumns(NamedTuple):
     has_embeds: bool
 
 
+@dataclass(eq=False)
+class CapturedStates:
+    """Asks a forward for the states of all tokens of its batch, in order; the forward sets them.
+
+    Attributes:
+        has_experts: whether `routed_experts` are wanted.
+        hidden_states: after the final norm, in the model's dtype, [num_tokens, hidden_size].
+        routed_experts: ids of the chosen experts, int32 [num_tokens, num_layers, top_k], -1 in layers without experts.
+    """
+
+    has_experts: bool = False
+    hidden_states: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class UnifiedBatch:
     """Items that run in one forward, in any mix of prompts, prompt chunks and decode steps.
@@ -147,12 +162,15 @@ class UnifiedBatch:
         returns_hidden: whether the rows of FullLogits and VerifyLogits hold hidden states after the final norm,
             float32 [hidden_size], in place of logits. Then K/V are not published for other sequences. An executor takes
             it if its capabilities say `supports_hidden_states`.
+        captured: takes the states of all tokens beside the answers; then the step runs without a CUDA graph. An
+            executor takes it if its capabilities say `supports_hidden_states`, and for experts `has_routed_experts`.
     """
 
     items: Sequence[UnifiedBatchItem]
     device_ids: torch.Tensor | None = None
     is_stacked: bool = False
     returns_hidden: bool = False
+    captured: CapturedStates | None = None
     # Number of batches that this one follows, see `following`.
     num_followed: int = field(default=0, init=False, repr=False, compare=False)
 

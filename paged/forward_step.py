@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.batch import CapturedStates, UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
@@ -38,7 +38,7 @@ class ForwardStep:
         row_ids: int64 [num_sampled_rows], in order, the last row of every item with `is_final_chunk`, or all of its
             rows under VerifyLogits; `sample_rows` on the device.
         handles: one for each item.
-        returns_hidden: as in `UnifiedBatch`.
+        returns_hidden, captured: as in `UnifiedBatch`.
         embeds: rows in place of token embeddings; None if there are none.
     """
 
@@ -50,6 +50,7 @@ class ForwardStep:
     device_ids: torch.Tensor | None = None
     returns_hidden: bool = False
     embeds: StepEmbeds | None = None
+    captured: CapturedStates | None = None
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -124,7 +125,8 @@ def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> Iterator[
             embeds, host = embed_step(items, host, manager.device)
             given = [(item.embeds, item.q_tokens, item.pos_offset) for item in items[num_unknown:]]
             known = [tokens if embedded is None else embedded.ids(tokens, start) for embedded, tokens, start in given]
-        yield ForwardStep(tokens, host, rows, handles, manager.device, batch.device_ids, batch.returns_hidden, embeds)
+        options = batch.device_ids, batch.returns_hidden, embeds, batch.captured
+        yield ForwardStep(tokens, host, rows, handles, manager.device, *options)
         is_known = known and not batch.returns_hidden
         reservation.commit([*repeat(None, num_unknown), *known] if is_known else None)  # last: it cannot be undone
     except BaseException:

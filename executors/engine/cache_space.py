@@ -101,8 +101,9 @@ class BlockSpace:
             request, tokens = completion.request, completion.tokens
             if request.embeds is not None:
                 tokens = request.embeds.ids(tokens, 0)
-            # A cached prefix has no logits.
-            ids = None if completion.wants_prompt_rows or not self._takes_prefixes else tokens
+            # A cached prefix has no logits, hidden states or experts.
+            is_computed = completion.wants_prompt_rows or completion.states is not None or not self._takes_prefixes
+            ids = None if is_computed else tokens
             handle = self._manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
             if self._has_draft_head and handle.num_tokens and self._manager.config.recurrent is None:
                 # The head needs the hidden state of the token before the first that runs: that token runs again.

@@ -168,7 +168,8 @@ class EngineCore:
                 self._fail(first, "the cache has no room for it, and no request here holds any")
             return None
         self._begin(plan.chunks)
-        batch = None if before is None or plan.chunks else before.following(plan.decodes)
+        is_new = before is None or plan.chunks or self._runner.num_capturing
+        batch = None if is_new or before is None else before.following(plan.decodes)
         drafts = None if batch is not None else draft(self._proposer, plan.decodes, self._vocab_size)
         self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
         completions = [*plan.decodes, *plan.chunks]
@@ -328,6 +329,7 @@ class EngineCore:
         """Queue a request's completions; if the cache can fork, only the first one, whose prompt serves them all."""
         self.metrics.requests += 1
         self._requests[request.request_id] = request
+        self._runner.num_capturing += request.params.returns_states
         if request.deadline < inf:
             insort(self._timed, request, key=_deadline)
         request.num_begun = 1 if isinstance(self._space, BlockSpace) else len(request.completions)
@@ -360,6 +362,8 @@ class EngineCore:
             assert isinstance(self._space, BlockSpace)
             self._scheduler.add_decoding(fork)
             attempt(partial(self._fail, fork), self._space.fork, completion, fork)
+            if completion.states is not None and fork.states is not None:
+                fork.states.begin_as(completion.states)
         return [completion, *(fork for fork in forks if fork.state is State.DECODE)]
 
     def _advance(self, rows: Rows, sampled: Sampled, step: LaunchedStep) -> None:
@@ -435,6 +439,7 @@ class EngineCore:
                 del self._timed[index]
             quietly(self._measure_mean_token, request)
             self.metrics.finished[reason] += 1
+            self._runner.num_capturing -= request.params.returns_states
             del self._requests[request.request_id]
 
     def _advance_by_several(

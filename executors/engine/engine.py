@@ -22,12 +22,13 @@ from paged.executors.engine.config import EngineConfig, QueueFullError
 from paged.executors.engine.core import EngineCore
 from paged.executors.engine.embedding import Pooling, embed_prompts
 from paged.executors.engine.metrics import EngineStatus
-from paged.executors.model_executor import ModelExecutor, check_adapter, lora_loader
+from paged.executors.model_executor import ModelExecutor, check_adapter, check_capture, lora_loader
 from paged.executors.progress import progress_bar
 from paged.executors.requests.output import CompletionOutput, Growth, RequestOutput
 from paged.executors.requests.request import Completion, Request
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
+from paged.executors.requests.token_states import TokenStates
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
 from paged.executors.speculation.draft_model import DraftModel
 from paged.executors.speculation.drafting import Proposer
@@ -158,7 +159,8 @@ class Engine(EngineCore):
                 stop strings but no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit the cache, or
                 an argument has another type. A text or messages: as `encode_prompt`.
             UnsupportedError: an adapter is named, and the executor takes none; or prompt_logprobs are asked for, and it
-                runs no mixed batches; or the model does not take such prompt_embeds.
+                runs no mixed batches; or it returns no hidden states or routed experts, which are asked for; or the
+                model does not take such prompt_embeds.
             SequenceTooLongError: prompt and max_tokens are longer than the model allows.
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
@@ -178,6 +180,8 @@ class Engine(EngineCore):
         priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
         timeout_s = math.inf if timeout_s is None else as_float("timeout_s", timeout_s, 0.0, math.inf)
         now, ids = perf_counter(), tuple(self._token_ids(prompt_token_ids))
+        if params.returns_states:
+            check_capture(self.executor, has_experts=params.return_routed_experts)
         if params.prompt_logprobs is not None and not self._is_unified:
             raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
         named = "prompt_token_ids" if request_id is None else f"request {request_id!r}"
@@ -192,7 +196,10 @@ class Engine(EngineCore):
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {self.config.max_waiting}")
         # Not to be guessed, so that no id that a caller gives can be taken already.
         request_id = f"request-{arrival}-{secrets.token_hex(4)}" if request_id is None else request_id
-        growths = [Growth([], [], None if params.logprobs is None else []) for _ in range(params.n)]
+        growths = [
+            Growth([], [], None if params.logprobs is None else [], TokenStates.of(len(ids), params))
+            for _ in range(params.n)
+        ]
         outputs = [CompletionOutput(index, growth) for index, growth in enumerate(growths)]
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         request = Request(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.batch import CapturedStates, DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.errors import OutOfBlocksError, PagedError, RankFailedError
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.isolation import describe, quietly, raise_exit
@@ -45,6 +46,9 @@ class StepRunner:
         release: frees what a completion holds. An executor without a cache manager may have run some items of a call
             that raised, so they begin again with all of their tokens.
         runs_apart: whether each completion is a call of its own.
+
+    Attributes:
+        num_capturing: unfinished requests that ask for states of their tokens.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class StepRunner:
     ) -> None:
         self._executor = executor
         self._runs_apart = runs_apart
+        self.num_capturing = 0
         self._is_unified = executor.supports_native_unified_decode()
         self._make_room = make_room
         self._fail = fail
@@ -78,7 +83,9 @@ class StepRunner:
     def run_ahead(self, completions: list[Completion], batch: UnifiedBatch) -> list[CallResults]:
         """Run their batch, or after an error none: it runs again, by `run`, when all tokens are known."""
         try:
-            return [CallResults(completions, self._run_batch(batch))]
+            if self.num_capturing:
+                batch = replace(batch, captured=_capture_of(completions))
+            return [CallResults(completions, self._run_batch(completions, batch))]
         except (ExecutorShutDownError, RankFailedError):
             raise
         except WrongResultsError as error:
@@ -130,7 +137,7 @@ class StepRunner:
                 ran.append(CallResults(group, answers))
                 return
 
-    def _run_batch(self, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
+    def _run_batch(self, group: Sequence[Completion], batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
         answers, items = self._executor.unified_decode(batch), batch.items
         if isinstance(answers, torch.Tensor):
             count = answers.shape[0]  # six times as fast as `len`
@@ -140,12 +147,16 @@ class StepRunner:
             mismatch = results_mismatch(items, answers)
         if mismatch is not None:
             raise WrongResultsError(mismatch)
+        if batch.captured is not None:
+            _keep_states(group, batch.captured)
         return answers
 
     def _forward(self, group: Sequence[Completion]) -> list[torch.Tensor | None] | torch.Tensor:
         """Make one call; return per item None if it is not final, else logits [V], or [rows, V] for VerifyLogits."""
         if self._is_unified:
-            return self._run_batch(UnifiedBatch([completion.item for completion in group], is_stacked=True))
+            captured = _capture_of(group) if self.num_capturing else None
+            batch = UnifiedBatch([completion.item for completion in group], is_stacked=True, captured=captured)
+            return self._run_batch(group, batch)
         first = group[0]
         if _is_decode(first):
             outputs = self._executor.batch_decode([_decode_input(one, one.item.q_tokens[0]) for one in group])
@@ -189,3 +200,23 @@ def answer_rows(item: UnifiedBatchItem) -> int:
 def _decode_input(completion: Completion, token: int) -> DecodeInput:
     assert completion.handle is not None
     return DecodeInput(torch.tensor([[token]]), completion.handle, metadata=completion.item.metadata)
+
+
+def _capture_of(completions: Sequence[Completion]) -> CapturedStates | None:
+    """Return what a forward has to capture for completions, None for nothing."""
+    wanted = [one.states.wanted for one in completions if one.states is not None]
+    return CapturedStates(has_experts=any(one["routed_experts"] for one in wanted)) if wanted else None
+
+
+def _keep_states(completions: Sequence[Completion], captured: CapturedStates) -> None:
+    """Give each completion that asks for states those of the tokens that its item has run."""
+    end = 0
+    for one in completions:
+        begin, end = end, end + len(one.item.q_tokens)
+        if one.states is None:
+            continue
+        assert captured.hidden_states is not None
+        rows = {"hidden_states": captured.hidden_states[begin:end].to(torch.float32, copy=True)}
+        if captured.routed_experts is not None:
+            rows["routed_experts"] = captured.routed_experts[begin:end].clone()
+        one.states.add(one.item.pos_offset, rows)

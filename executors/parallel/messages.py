@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paged.batch import CapturedStates
 from paged.forward_step import ForwardStep
 from paged.metadata import HostMetadata
 from paged.models.logits_policy import Draws
@@ -100,7 +101,8 @@ class StepMessage(NamedTuple):
         """Return the message as arrays."""
         step, host, slots = self.step, self.step.host, self.row_slots
         flags = [host.max_seqlen_q, host.max_seqlen_k, self.num_device_ids, slots is not None, self.draws is not None]
-        flags += [step.returns_hidden, step.embeds is not None, len(host.states), host.max_append]
+        captures = step.captured is not None
+        flags += [step.returns_hidden, captures, step.embeds is not None, len(host.states), host.max_append]
         rows = np.empty(0, np.int32) if slots is None else slots
         draws = self.draws or Draws.of([])
         embeds = [] if step.embeds is None else step.embeds.arrays()
@@ -113,10 +115,11 @@ class StepMessage(NamedTuple):
         num_draws = len(Draws._fields)
         draws, (positions, slots, seq_lens, *rest) = Draws(*rest[:num_draws]), rest[num_draws:]
         max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn, *others = flags.tolist()
-        returns_hidden, has_embeds, num_states, max_append = others
+        returns_hidden, captures, has_embeds, num_states, max_append = others
         states, (cu_seqlens_q, tables, *rows) = tuple(rest[:num_states]), rest[num_states:]
         longest = max_seqlen_q, max_seqlen_k
         metadata = HostMetadata(positions, slots, seq_lens, cu_seqlens_q, tables, *longest, states, max_append)
         step = ForwardStep(token_ids, metadata, row_ids, (), device, returns_hidden=bool(returns_hidden))
         step.embeds = StepEmbeds.read(rows) if has_embeds else None
+        step.captured = CapturedStates() if captures else None
         return cls(step, row_slots if is_adapted else None, draws if is_drawn else None, num_device_ids)

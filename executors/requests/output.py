@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
+from paged.executors.requests.token_states import TokenStates
 from paged.seq_id import SeqId
 
 
@@ -15,6 +18,7 @@ class Growth(NamedTuple):
     token_ids: list[int]
     texts: list[str]
     logprobs: list[dict[int, float]] | None
+    states: TokenStates | None = None
 
 
 class Mark(NamedTuple):
@@ -62,6 +66,27 @@ class CompletionOutput:
     def logprobs(self) -> list[dict[int, float]] | None:
         found = self.growth.logprobs
         return None if found is None else [one.copy() for one in found[self.begin.token_ids : self.mark.token_ids]]
+
+    @property
+    def hidden_states(self) -> torch.Tensor | None:
+        """Hidden states after the final norm, float32 [prompt + new tokens - 1, hidden_size] on the host.
+
+        The row of a prompt's last token is that which the first new token was chosen from; the last new token has not
+        run. Begins with the prompt in every part of a stream. None unless requested, and before the first token.
+        """
+        return self._states("hidden_states")
+
+    @property
+    def routed_experts(self) -> torch.Tensor | None:
+        """Ids of the experts that the same tokens were sent to, int32 [prompt + new tokens - 1, num_layers, top_k].
+
+        -1 in layers without experts. None unless requested, and before the first token.
+        """
+        return self._states("routed_experts")
+
+    def _states(self, name: str) -> torch.Tensor | None:
+        states = self.growth.states
+        return None if states is None else states.rows(name, self.mark.token_ids)
 
     @property
     def mark(self) -> Mark:

@@ -183,7 +183,7 @@ class Completion:
         is_watched: whether something reads every token of it.
         reads_tokens: whether its earlier tokens must be known to sample the next one.
         is_swapped: whether its K/V lie in host memory.
-        token_ids: the output's.
+        token_ids, states: the output's.
         num_sampled: number of tokens sampled, those that the host does not know yet included.
         token_mask, logits_processor: see `Engine.add_request`.
     """
@@ -196,6 +196,7 @@ class Completion:
         self.params = request.params
         self.output = request.output.outputs[index]
         self.token_ids = self.output.growth.token_ids
+        self.states = self.output.growth.states
         self.request_output = request.output
         self.state = State.WAITING
         self.handle: KvCacheHandle | None = None

@@ -61,6 +61,9 @@ class SamplingParams:
             all filters unless `EngineConfig.logprobs_mode` says otherwise.
         prompt_logprobs: the same for every token of the prompt but the first. Such a prompt is computed anew, without
             cached prefixes, and in chunks whose logits take 256 MB at most.
+        return_hidden_states: whether to return the states of prompt and output, see `CompletionOutput.hidden_states`.
+            Such a request computes its whole prompt, and steps with it run without CUDA graphs.
+        return_routed_experts: the same for the experts that each token was sent to, of models with experts.
 
     Raises:
         InvalidInputError: a value has another type, is out of range or not finite, or a list is too long.
@@ -84,6 +87,8 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_hidden_states: bool = False
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         """Check every value and convert it to Python's own types."""
@@ -111,6 +116,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether tokens that occurred get other logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def returns_states(self) -> bool:
+        """Whether forwards have to keep more of its tokens than logits."""
+        return self.return_hidden_states or self.return_routed_experts
 
     @property
     def token_ids(self) -> list[int]:
@@ -167,7 +177,7 @@ def _read(name: str, value: Any) -> Any:
     if name in _FLOATS:
         number = as_float(name, value, *_FLOATS[name])
         return max(number, _SMALLEST) if name == "top_p" else number
-    if name == "ignore_eos":
+    if name in ("ignore_eos", "return_hidden_states", "return_routed_experts"):
         return as_bool(name, value)
     if name == "logit_bias":
         return _biases(value)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from paged.batch import CapturedStates
 from paged.errors import UnsupportedError
 from paged.kernels.common.operation import Bound
 from paged.kernels.common.packed.packing import FP8_BLOCK
@@ -41,6 +43,7 @@ class SparseMoe(nn.Module):
     down: ExpertLinear
     products: tuple[Sequence[Product], Sequence[Product]] | None = None
     rounded: str | None = None  # the format that `round_to` was given
+    chosen: list[torch.Tensor] | None = None  # takes the ids of the experts of each call, see `capture_experts`
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -210,6 +213,8 @@ class SparseMoe(nn.Module):
             topk_weights, topk_ids, aligned = self.route_and_align(
                 logits, self.routing, block_size, expert_map=expert_map, num_local_experts=num_held, ticket=self.ticket
             )
+        if self.chosen is not None:
+            self.chosen.append(topk_ids.to(torch.int32, copy=True))
         if self.expert_scale is not None:
             topk_weights = topk_weights * self.expert_scale[topk_ids]
         routed = x
@@ -281,6 +286,26 @@ class SparseMoe(nn.Module):
         if isinstance(weight, Mxfp4Experts):
             return ExpertLinear(weight.values, bias, weight.scale)
         return ExpertLinear(weight, bias)
+
+
+@contextmanager
+def capture_experts(network: Any, captured: CapturedStates) -> Iterator[None]:
+    """Set `routed_experts` to those of the network's layers in the forward that runs inside, if they are wanted."""
+    if not captured.has_experts:
+        yield
+        return
+    layers = [[each for each in layer.modules() if isinstance(each, SparseMoe)] for layer in network.layers]
+    experts = [each for layer in layers for each in layer]
+    try:
+        for each in experts:
+            each.chosen = []
+        yield
+        rows = [torch.cat([ids for each in layer for ids in each.chosen or ()]) if layer else None for layer in layers]
+        none = torch.full_like(next(one for one in rows if one is not None), -1)
+        captured.routed_experts = torch.stack([none if one is None else one for one in rows], 1)
+    finally:
+        for each in experts:
+            each.chosen = None
 
 
 def _products(weight: Any) -> Sequence[Product]:

@@ -101,18 +101,20 @@ def test_a_draft_model_over_processes(executors: list[LlmExecutor]) -> None:
 
 def test_log_probabilities_of_prompts_and_embeddings(executors: list[LlmExecutor]) -> None:
     """Ranks compute logits of every row, or none; a draw of the step before stands for neither."""
-    found, pooled = [], []
+    found, pooled, states = [], [], []
     for executor in executors:
         engine = Engine(executor, EngineConfig(chunk_size=7), eos_token_ids=())
         outputs = [engine.add_request(tokens(5), SamplingParams(seed=1, max_tokens=9))]
         for _ in range(3):
             engine.step()
-        params = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=2)
+        params = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=2, return_hidden_states=True)
         outputs.append(engine.add_request(tokens(20), params))
         pooled.append(engine.embed([tokens(9, 1), tokens(40, 2)], pooling="mean"))
         run_to_end(engine)
+        states.append(outputs[1].outputs[1].hidden_states)
         found.append((tokens_of(outputs), outputs[1].prompt_logprobs))
     assert found[0][0] == found[1][0]
     tables = [[list(table.items()) for table in one[1][1:]] for one in found]
     torch.testing.assert_close(torch.tensor(tables[0]), torch.tensor(tables[1]), atol=1e-4, rtol=0)
     torch.testing.assert_close(*pooled, atol=1e-5, rtol=0)
+    torch.testing.assert_close(*states, atol=1e-5, rtol=0)
