@@ -26,7 +26,7 @@ from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.weights import Track, untracked
 from paged.models.parallel.draw import CANDIDATES
-from paged.models.quantization.packed_weights import PackedWeights
+from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
 from paged.staging import to_device
 
 # Adapter rows take twice as many blocks, so half as many splits are enough; from 512 blocks on, one is.
@@ -70,8 +70,12 @@ def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> 
     names += _RECURRENT_LOOPS * any(network.own_config.recurrent)
     if has_experts or has_mkl(dtype):
         names += ("common.numba_ops.linear",)
+    has_products = any(isinstance(each, (PackedWeights, CpuProducts)) for each in network.modules())
+    names += ("common.packed.numba_ops.product",) * has_products
     kernels = [each for name in names for each in vars(module(name)).values() if isinstance(each, kind)]
     kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
+    if has_products:
+        kernels += module("common.packed.numba_ops.block_product").KERNELS.values()
     if tiles.multiplies(dtype) and (has_experts or has_mkl(dtype) or dtype == torch.bfloat16):
         kernels.append(tiles.kernel_of(dtype))
     late = [kernel for kernel in kernels if "address" not in vars(kernel)]  # a compiled kernel has its address

@@ -61,7 +61,7 @@ def quantize(
     spread = scale[:, None, :, None] * (1.0 if tensor_scale is None else tensor_scale)
     codes = _codes(groups / torch.where(spread > 0, spread, 1.0), form, zero_point)
     codes = codes.reshape(padded.shape)[:rows, :columns].contiguous()
-    if is_whole or (form == "e4m3" and height != FP8_BLOCK):
+    if is_whole or (form == "e4m3" and group_size != FP8_BLOCK):
         shape = () if group_size == 0 else (rows,) if width == columns else (rows, columns // width)
         scale = scale.reshape(shape)
         zero_point = None if zero_point is None else zero_point.reshape(shape)

@@ -89,7 +89,7 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> 
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), args)
 
 
-def _splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.Type = VECTOR) -> ir.Value:
+def splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.Type = VECTOR) -> ir.Value:
     lowest = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(lowest, lowest, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
 
@@ -102,7 +102,7 @@ def at(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Ty
 @emitted(_vector)
 def fill(builder, value):
     """Return a vector of one value."""
-    return _splat(builder, value)
+    return splat(builder, value)
 
 
 def _widened(builder: ir.IRBuilder, elements: ir.Value) -> ir.Value:
@@ -123,7 +123,7 @@ def load_vector(builder, pointer, index):
 def _first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """Return a mask of the first `count` lanes; all lanes if it is larger."""
     lanes = ir.Constant(WORDS, list(range(LANES)))
-    return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(count, _INT), WORDS))
+    return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, _INT), WORDS))
 
 
 def _is_whole(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
@@ -200,7 +200,7 @@ def larger(builder, a, b):
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
-def _sum_from_zero(builder: ir.IRBuilder) -> ir.Value:
+def sum_from_zero(builder: ir.IRBuilder) -> ir.Value:
     """Return a variable for a vector of sums, set to 0."""
     zero = ir.Constant(VECTOR, [0.0] * LANES)
     total = cgutils.alloca_once_value(builder, zero)
@@ -209,7 +209,7 @@ def _sum_from_zero(builder: ir.IRBuilder) -> ir.Value:
 
 
 @contextmanager
-def _steps(builder: ir.IRBuilder, size: ir.Value, step: int) -> Iterator[ir.Value]:
+def steps(builder: ir.IRBuilder, size: ir.Value, step: int) -> Iterator[ir.Value]:
     """Emit a loop from 0 to below `size`."""
     zero, by = (ir.Constant(size.type, each) for each in (0, step))
     with cgutils.for_range_slice(builder, zero, size, by, size.type) as (i, _):
@@ -261,8 +261,8 @@ def store_products(builder, row, first, rows, start, stride, size, out, to):
     own, starts = builder.gep(row, [first]), [start]
     while len(starts) < LANES:
         starts.append(builder.add(starts[-1], stride))
-    totals = [_sum_from_zero(builder) for _ in starts]
-    with _steps(builder, size, LANES) as i:
+    totals = [sum_from_zero(builder) for _ in starts]
+    with steps(builder, size, LANES) as i:
         factor = builder.load(at(builder, own, i, _FLOAT), align=4)
         for each, total in zip(starts, totals, strict=True):
             other = load_vector.emit(builder, rows, builder.add(each, i))
@@ -319,7 +319,7 @@ def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> Non
 def prefetch_row(builder, pointer, index, size):
     """Prefetch `size` elements from an index on to the L1 cache."""
     row = builder.gep(pointer, [index])
-    with _steps(builder, size, LANES if pointer.type.pointee == _FLOAT else 2 * LANES) as i:
+    with steps(builder, size, LANES if pointer.type.pointee == _FLOAT else 2 * LANES) as i:
         prefetch(builder, builder.gep(row, [i]), 3)
 
 
@@ -361,8 +361,8 @@ def product_tile(num_rows: int) -> Any:
             return builder.load(at(builder, row, index, element), align=2)
 
         ahead = builder.mul(step, ir.Constant(step.type, OUTPUTS))
-        totals = [[_sum_from_zero(builder) for _ in columns] for _ in rows]
-        with _steps(builder, size, LANES if element is _FLOAT else 2 * LANES) as i:
+        totals = [[sum_from_zero(builder) for _ in columns] for _ in rows]
+        with steps(builder, size, LANES if element is _FLOAT else 2 * LANES) as i:
             factors = [operand(column, i) for column in columns]
             for column in columns:  # prefetch the next tile: weights used once then arrive at 12 to 16 GB/s, not 9
                 prefetch(builder, builder.gep(column, [builder.add(i, ahead)]))
@@ -398,7 +398,7 @@ def within(builder, vector, position, bounds, first, end):
     """Return the elements of a vector whose bounds contain a position: first <= it < end, with 16 bounds from each of
     two indices on. The others become -inf."""
     first, end = (builder.load(at(builder, bounds, each, _INT), align=4) for each in (first, end))
-    words = _splat(builder, builder.trunc(position, _INT), WORDS)
+    words = splat(builder, builder.trunc(position, _INT), WORDS)
     is_within = builder.and_(builder.icmp_signed("<=", first, words), builder.icmp_signed("<", words, end))
     return builder.select(is_within, vector, ir.Constant(VECTOR, [-float("inf")] * LANES))
 
@@ -440,7 +440,7 @@ def add_outer_products(builder, a, first, row_step, column_step, b, begin, count
                     builder.load(at(builder, b, each, _FLOAT), align=4) for each in (start, builder.add(start, tile))
                 ]
                 for number, row in enumerate(rows):
-                    own = _splat(builder, builder.load(builder.gep(row, [column])))
+                    own = splat(builder, builder.load(builder.gep(row, [column])))
                     for factor, total in zip(factors, totals[2 * number :], strict=False):
                         builder.store(multiply_add.emit(builder, own, factor, builder.load(total)), total)
                 start, column = builder.add(start, lanes), builder.add(column, column_step)

@@ -39,11 +39,13 @@ def test_choice(form: str, group: tuple[int, int], rows: int, rounds: bool, cpu:
 @pytest.mark.by_cpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_format(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["torch", pytest.param("numba", marks=needs_numba)])
+def test_every_format(name: str, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within what rounding weights, or their scales and zero points, to the dtype of x moves the result."""
+    monkeypatch.setenv("PAGED_BACKEND", backend)
     monkeypatch.setattr(cpu_product, "_MANY_ROWS", 40)
     for num_rows in (1, 5, 40):
-        for size in ((80, 384), (72, 384)) if num_rows == 5 else ((208, 384),):
+        for size in ((80, 384), (72, 384)) if num_rows == 5 else ((208, 384), (128, 384)):
             problem = Problem.make(
                 torch.device("cpu"), name, num_rows=num_rows, size=size, dtype=dtype, biased=num_rows > 1
             )
@@ -97,23 +99,25 @@ def test_input_scale_and_order(name: str, rounds_input: bool) -> None:
 @needs_numba
 @pytest.mark.by_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["int8 channel", "e4m3 channel"])
-@pytest.mark.parametrize(("num_rows", "threads"), [(1, 1), (5, 3), (40, 2)])
+@pytest.mark.parametrize(
+    ("name", "outputs"), [("int8 channel", 80), ("int8 channel", 192), ("e4m3 channel", 80)], ids=str
+)
+@pytest.mark.parametrize(("num_rows", "threads"), [(1, 1), (7, 3), (40, 2)])
 def test_numba_kernels_give_the_same_bits(
-    name: str, num_rows: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, outputs: int, num_rows: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ties, zeros, subnormal numbers, what is not finite, and what a given scale clamps."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(launch, "_WORK_OF_A_THREAD", 1)
-    problem = Problem.make(torch.device("cpu"), name, num_rows=num_rows, size=(80, 384), dtype=dtype)
-    x = torch.randn(num_rows, 400, dtype=dtype)[:, 16:]
+    problem = Problem.make(torch.device("cpu"), name, num_rows=num_rows, size=(outputs, 352), dtype=dtype)
+    x = torch.randn(num_rows, 368, dtype=dtype)[:, 16:]
     x[0, ::7], x[0, 3] = 2.5, 127
     if num_rows > 4:
         x[1], x[2], x[3, 5], x[4, 7] = 0, 1e-40, torch.nan, -torch.inf
     finite = [row for row in range(num_rows) if row not in (3, 4)]
     for scale in (None, torch.tensor(1 / 128)):
         product = CpuProduct(dataclasses.replace(problem.weight, input_scale=scale), dtype)
-        for bias in (None, torch.randn(80, dtype=dtype), torch.randn(80)):
+        for bias in (None, torch.randn(outputs, dtype=dtype), torch.randn(outputs)):
             monkeypatch.setenv("PAGED_BACKEND", "torch")
             want = product(x, bias)
             monkeypatch.setenv("PAGED_BACKEND", "numba")

@@ -13,12 +13,12 @@ from paged.kernels.common.numba_ops.launch import LoopLaunch
 
 # As PyTorch computes: with the reciprocal of a scale, other values are ties; with a product and sum in one, other bits.
 # Left out, the option would be the caller's.
-_exact = numba.njit(fastmath=False, error_model="numpy")
+exact = numba.njit(fastmath=False, error_model="numpy")
 _INT8, _E4M3 = np.float32(127), np.float32(448)
 _TINY, _INFINITE = np.float32(2.0**-126), np.uint32(0x7F800000)
 
 
-@_exact
+@exact
 def _scales(x, start, size, input_scale, largest_code):
     """Return what a row is divided by, and its scale, which is not finite if the row is not."""
     largest = np.uint32(0)
@@ -33,25 +33,31 @@ def _scales(x, start, size, input_scale, largest_code):
     return scale, scale
 
 
-@_exact
+@exact
 def _clamp(value, low, high):
     value = value if value < high else high
     return value if value > low else low
 
 
-@_exact
+@exact
+def round_row_to_int8(x, start, input_scale, codes, to, size):
+    """Write a row's codes plus 128 and return its scale."""
+    divisor, scale = _scales(x, start, size, input_scale, _INT8)
+    for i in range(size):
+        value = _clamp(nb.load(x, start + i) / divisor, np.float32(-128), _INT8)
+        # 1.5 * 2^23 leaves the nearest integer in the low bits.
+        codes[to + i] = np.uint8(np.float32(value + np.float32(12582912)).view(np.uint32) + np.uint32(128))
+    return scale
+
+
+@exact
 def _round_to_int8(x, input_scale, codes, scales, num_rows, size, stride):
     first, end = nb.share(num_rows)
     for row in range(first, end):
-        start, to = row * stride, row * size
-        divisor, scales[row] = _scales(x, start, size, input_scale, _INT8)
-        for i in range(size):
-            value = _clamp(nb.load(x, start + i) / divisor, np.float32(-128), _INT8)
-            # 1.5 * 2^23 leaves the nearest integer in the low bits.
-            codes[to + i] = np.uint8(np.float32(value + np.float32(12582912)).view(np.uint32) + np.uint32(128))
+        scales[row] = round_row_to_int8(x, row * stride, input_scale, codes, row * size, size)
 
 
-@_exact
+@exact
 def _round_to_e4m3(x, input_scale, codes, scales, num_rows, size, stride):
     first, end = nb.share(num_rows)
     for row in range(first, end):
@@ -81,17 +87,22 @@ def _round_rows(arguments):
         _round_to_e4m3(nb.floats(x), scale, nb.floats(codes), *sizes)
 
 
-@_exact
+@exact
+def scale_row(product, start, scale, bias, first, has_bias, out, to, size):
+    """Write a part of a row's product times its scale, plus the bias from `first` on."""
+    if has_bias:
+        for i in range(size):
+            nb.store(out, to + i, nb.load(product, start + i) * scale + nb.load(bias, first + i))
+    else:
+        for i in range(size):
+            nb.store(out, to + i, nb.load(product, start + i) * scale)
+
+
+@exact
 def _scale(product, scales, bias, out, has_bias, num_rows, size):
     first, end = nb.share(num_rows)
     for row in range(first, end):
-        scale, to = scales[row], row * size
-        if has_bias:
-            for i in range(size):
-                nb.store(out, to + i, nb.load(product, to + i) * scale + nb.load(bias, i))
-        else:
-            for i in range(to, to + size):
-                nb.store(out, i, nb.load(product, i) * scale)
+        scale_row(product, row * size, scales[row], bias, 0, has_bias, out, row * size, size)
 
 
 @nb.Kernel
