@@ -20,7 +20,10 @@ from paged.bench.benchmark import environment, save
 from paged.bench.engine import llama_cpp_process
 from paged.bench.engine.models import save_random
 from paged.bench.limits import times_us
-from paged.kernels.quantization.cpu_product import this_cpu
+from paged.kernels.common.packed.packing import E2M1_GROUPS
+from paged.kernels.quantization.cpu_product import is_plain, this_cpu, unpacked
+from paged.kernels.quantization.quantize import quantize
+from paged.models.layers.decoder import Linear
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantized_writer import FORMATS, quantize_checkpoint
 
@@ -37,7 +40,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of 24")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="in a turn")
-    formats = ["plain", *FORMATS, *(f"{form}, float32" for form in ("plain", "int8", "int4"))]
+    formats = ["plain", *FORMATS, *E2M1_GROUPS, *(f"{form}, float32" for form in ("plain", "int8", "int4"))]
     parser.add_argument(
         "--formats", nargs="+", default=formats, help=f"also {_PEER}Q4_0 and Q8_0; default: %(default)s"
     )
@@ -82,9 +85,17 @@ def main() -> None:
 def _load(folder: Path, name: str) -> PagedCausalLM:
     form, _, dtype = name.partition(", ")
     options: dict[str, Any] = {"dtype": dtype} if dtype else {}
-    executor = LlmExecutor.from_pretrained(folder / form, num_blocks=256, progress=False, **options)
-    executor.warmup()
+    path = folder / ("plain" if form in E2M1_GROUPS else form)
+    executor = LlmExecutor.from_pretrained(path, num_blocks=256, progress=False, **options)
     assert isinstance(executor.model, PagedCausalLM)
+    if form in E2M1_GROUPS:  # nothing here writes them
+        for layer in executor.model.network.layers:
+            for module in layer.modules():
+                if isinstance(module, Linear):
+                    weight = quantize(module.weight, form)
+                    assert is_plain(weight, this_cpu(), module.weight.dtype)
+                    module.weight.copy_(unpacked(weight, module.weight.dtype))
+    executor.warmup()
     return executor.model
 
 
