@@ -21,6 +21,7 @@ from paged.bench.engine import llama_cpp_process
 from paged.bench.engine.models import save_random
 from paged.bench.limits import times_us
 from paged.kernels.common.packed.packing import E2M1_GROUPS
+from paged.kernels.common.torch_ops.linear import pack
 from paged.kernels.quantization.cpu_product import is_plain, this_cpu, unpacked
 from paged.kernels.quantization.quantize import quantize
 from paged.models.layers.decoder import Linear
@@ -92,9 +93,10 @@ def _load(folder: Path, name: str) -> PagedCausalLM:
         for layer in executor.model.network.layers:
             for module in layer.modules():
                 if isinstance(module, Linear):
-                    weight = quantize(module.weight, form)
-                    assert is_plain(weight, this_cpu(), module.weight.dtype)
-                    module.weight.copy_(unpacked(weight, module.weight.dtype))
+                    plain = module.weight.to_dense(dtype=torch.bfloat16) if module.weight.is_mkldnn else module.weight
+                    weight = quantize(plain, form)
+                    assert is_plain(weight, this_cpu(), plain.dtype)
+                    module.weight = torch.nn.Parameter(pack(unpacked(weight, plain.dtype)), requires_grad=False)
     executor.warmup()
     return executor.model
 
