@@ -92,9 +92,9 @@ def choose_product(
 ) -> str:
     """Return the product for weights [rows, columns] on a CPU: "int8", "plain int8", "int4" or "unpacked".
 
-    "int8" keeps int8 weights, if activations are rounded to int8; "plain int8" if they stay bfloat16; "int4" keeps int4.
-    "unpacked" weights are in the model's dtype: no product of PyTorch's reads other formats. Microseconds of 8192 x 1024 on two cores of a Xeon with
-    AVX-512 and VNNI, without AMX, for 1, 4, 32 and 256 rows:
+    "int8" keeps int8 weights, if activations are rounded to int8; "plain int8" keeps them where activations stay, and
+    the CPU multiplies bfloat16 in software; "int4" keeps int4. "unpacked" weights are in the model's dtype.
+    Microseconds of 8192 x 1024 on two cores of a Xeon with AVX-512 and VNNI, without AMX, for 1, 4, 32 and 256 rows:
 
     | float32 | 1,477 | 1,600 | 3,323 | 22,839 |
     | bfloat16 | 1,032 | 2,335 | 9,969 | 72,244 |
@@ -257,8 +257,8 @@ def _row_scales(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def _int8_blocks(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | None:
-    """Return the memory of oneDNN's packed weights if it begins with blocks of 64 rows, four columns of each after those
-    of the row before; None if this CPU has another order."""
+    """Return the memory of oneDNN's packed weights if it begins with blocks of 64 rows, in each four columns of every
+    row before the next four; None if this CPU has another order."""
     rows, columns = codes.shape
     if rows % _BLOCK or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return None

@@ -6,6 +6,7 @@ They round or widen the rows, multiply, scale, and add the bias in one pass over
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def _int4_tile(num_rows: int) -> Any:
             [at(builder, sums, ir.Constant(_INT, row * _BLOCK + i * LANES), _FLOAT) for i in range(_VECTORS)]
             for row in range(num_rows)
         ]
-        for place in sum(places, []):
+        for place in chain(*places):
             builder.store(_ZERO, place, align=4)
         table = ir.Constant(VECTOR, [float(code - 8) for code in range(LANES)])
         four, sixteen, upper = (ir.Constant(WORDS, [number] * LANES) for number in (4, 16, -1 << 16))
@@ -269,8 +270,8 @@ def int8_product(
 ) -> torch.Tensor:
     """Return rounded x [num_rows, columns], by a given scale or one for each row, times weights, plus a float32 bias.
 
-    blocks: int8, 64 outputs in each, four columns of an output after those of the one before. start: int32 [num_outputs], -128 times the sum of an output's codes. scale: float32
-    [num_outputs].
+    blocks: int8, of 64 outputs, in each four columns of every output before the next four. start: int32 [num_outputs],
+    -128 times the sum of an output's codes. scale: float32 [num_outputs].
     """
     out = x.new_empty(len(x), len(scale))
     launch = _launch_int8(x.dtype == torch.bfloat16, *out.shape, x.shape[1], x.stride(0))
