@@ -170,11 +170,11 @@ def _multiply_int8(x, out, addresses, sizes):
             place = (begin + row) * stride
             nb.floats(row_scales)[row] = round_row_to_int8(x, place, input_scale, nb.uint8s(scratch), row * width, size)
         for block in range(first, end):
-            output, row = block * _BLOCK, np.int64(0)
+            output, done = block * _BLOCK, np.int64(0)
             block_w, block_start, block_scale = w + output * width, start + output * 4, scale + output * 4
             rest = width, nb.uint8s(block_w), nb.int32s(block_start), nb.floats(block_scale), nb.floats(sums)
-            while row < count:
-                at_once, codes = _rows_at_once(count - row), nb.uint8s(scratch + row * width)
+            while done < count:
+                at_once, codes = _rows_at_once(count - done), nb.uint8s(scratch + done * width)
                 if at_once == 4:
                     _int8_4(codes, *rest)
                 elif at_once == 2:
@@ -183,10 +183,10 @@ def _multiply_int8(x, out, addresses, sizes):
                     _int8_1(codes, *rest)
                 to = begin * num_outputs + output
                 _write(
-                    nb.floats(sums), nb.floats(row_scales), row, at_once, nb.floats(bias), output, bias != 0, out, to,
+                    nb.floats(sums), nb.floats(row_scales), done, at_once, nb.floats(bias), output, bias != 0, out, to,
                     num_outputs,
                 )  # fmt: skip
-                row += at_once
+                done += at_once
 
 
 @nb.device_function
@@ -218,11 +218,11 @@ def _multiply_int4(x, out, addresses, sizes):
             own, own_sums = nb.floats(scratch + row * row_bytes), nb.floats(group_sums + row * sums_bytes)
             _widen(x, (begin + row) * stride, size, group, own, own_sums)
         for block in range(first, end):
-            output, row = block * _BLOCK, np.int64(0)
+            output, done = block * _BLOCK, np.int64(0)
             block_w, block_pairs = nb.uint8s(w + output * (size // 2)), nb.int32s(pairs + output * 4)
-            while row < count:
-                at_once, own = _rows_at_once(count - row), nb.floats(scratch + row * row_bytes)
-                rest = num_outputs, nb.floats(group_sums + row * sums_bytes), nb.floats(sums)
+            while done < count:
+                at_once, own = _rows_at_once(count - done), nb.floats(scratch + done * row_bytes)
+                rest = num_outputs, nb.floats(group_sums + done * sums_bytes), nb.floats(sums)
                 if at_once == 4:
                     _int4_4(own, size, group, block_w, block_pairs, *rest)
                 elif at_once == 2:
@@ -231,10 +231,10 @@ def _multiply_int4(x, out, addresses, sizes):
                     _int4_1(own, size, group, block_w, block_pairs, *rest)
                 to = begin * num_outputs + output
                 _write(
-                    nb.floats(sums), nb.floats(ones), row, at_once, nb.floats(bias), output, bias != 0, out, to,
+                    nb.floats(sums), nb.floats(ones), done, at_once, nb.floats(bias), output, bias != 0, out, to,
                     num_outputs,
                 )  # fmt: skip
-                row += at_once
+                done += at_once
 
 
 @nb.Kernel
