@@ -29,14 +29,16 @@ _NOT_COPIED = ("config.json", "model.safetensors.index.json", "hf_quant_config.j
 # Parts of a group's largest weight that its largest int4 code stands for; the one with the smallest sum of squared
 # errors is taken. That lowers the error of normal weights in groups of 128 by 15 to 20 %.
 _SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+_STORED = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
+_HEAD = "lm_head.weight"
 _LARGEST = {"int4": 7.0, "int8": 127.0, "fp8": 448.0}
 _DTYPES = {"int4": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def quantize_checkpoint(
-    source: Path, out: Path, form: str, *, group_size: int = 128, track: Track = untracked
+    source: Path, out: Path, form: str, *, group_size: int = 128, head: bool = False, track: Track = untracked
 ) -> dict[str, int]:
-    """Write a checkpoint whose projections are rounded to the nearest code; embeddings, head and routers stay plain.
+    """Write a checkpoint whose projections are rounded to the nearest code; embeddings and routers stay plain.
 
     int4: groups of `group_size` columns, plain activations ("pack-quantized"). int8 and fp8 (e4m3): a scale for each
     row, activations rounded for each token ("int-quantized", "float-quantized"). Each file holds one layer, which is
@@ -45,11 +47,13 @@ def quantize_checkpoint(
     Args:
         source: a folder with plain weights that this package runs.
         out: a folder that does not exist yet, or is empty. After an error there is none.
+        head: also round the LM head, in int4 to int8. A tied head is written beside the embedding.
         track: iterates over the files and may show progress.
 
     Raises:
         InvalidInputError: form, group size or `out` does not fit.
-        UnsupportedError: the weights are quantised already, or the architecture is not supported.
+        UnsupportedError: the weights are quantised already, the architecture is not supported, or the head has another
+            name than `lm_head`.
         CheckpointError: the folder is malformed, or the columns of a projection are no multiple of the group size.
     """
     if form not in FORMATS:
@@ -62,19 +66,32 @@ def quantize_checkpoint(
     if hf.values.get("quantization_config") is not None:
         raise UnsupportedError(f"{hf.source}: has a quantization_config, expected plain weights")
     config = _config(form, group_size)
-    packed = _projections(HfConfig({**hf.values, "quantization_config": config}, hf.source), stored)
-    if not packed:
+    found = _projections(HfConfig({**hf.values, "quantization_config": config}, hf.source), stored)
+    if not found:
         raise UnsupportedError(f"{hf.source}: no projection is stored as a tensor of its own, so none can be quantised")
-    plain = (name.removesuffix(".weight") for name, one in stored.items() if name not in packed and len(one.shape) == 2)
-    config["ignore"] = sorted({"lm_head", *(name for name in plain if "embed" not in name.rpartition(".")[2])})
+    packed, values = dict.fromkeys(found, form), dict(hf.values)
+    if head:
+        tied = next((stored[name] for name in (_HEAD, "model.embed_tokens.weight") if name in stored), None)
+        if tied is None:
+            raise UnsupportedError(
+                f"{hf.source}: no tensor {_HEAD} or model.embed_tokens.weight, so head cannot be True"
+            )
+        stored, values["tie_word_embeddings"] = {**stored, _HEAD: tied}, False
+        packed[_HEAD] = "int8" if form == "int4" else form
+        if form == "int4":
+            config["config_groups"]["group_1"] = _group("int8", 0, "re:.*lm_head")
+            config["format"] = "mixed-precision"
+    plain = {name.removesuffix(".weight") for name, one in stored.items() if name not in packed and len(one.shape) == 2}
+    plain = {name for name in plain if "embed" not in name.rpartition(".")[2]} | (set() if head else {"lm_head"})
+    config["ignore"] = sorted(plain)
     whole = out.with_name(f"{out.name}.partial")
     whole.mkdir(parents=True)
     try:
-        sizes = _write_tensors(stored, packed, whole, form, group_size, track)
+        sizes = _write_tensors(stored, packed, whole, group_size, track)
         for file in source.iterdir():
             if file.suffix in _COPIED and file.name not in _NOT_COPIED and file.is_file():
                 shutil.copyfile(file, whole / file.name)
-        _write_json(whole / "config.json", {**hf.values, "quantization_config": config})
+        _write_json(whole / "config.json", {**values, "quantization_config": config})
         if out.exists():
             out.rmdir()
         whole.rename(out)
@@ -117,18 +134,25 @@ def round_weight(weight: torch.Tensor, form: str, group_size: int = 0) -> dict[s
 
 def _config(form: str, group_size: int) -> dict[str, Any]:
     """Return a quantization_config as llm-compressor writes it."""
-    kind = {"num_bits": 4 if form == "int4" else 8, "type": "float" if form == "fp8" else "int", "symmetric": True}
-    how = {"strategy": "group", "group_size": group_size} if form == "int4" else {"strategy": "channel"}
-    weights = {**kind, **how, "dynamic": False, "observer": "minmax"}
-    inputs = None if form == "int4" else {**kind, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}[form],
+        "format": _STORED[form],
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": _group(form, group_size, "Linear")},
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
+    }
+
+
+def _group(form: str, group_size: int, target: str) -> dict[str, Any]:
+    kind = {"num_bits": 4 if form == "int4" else 8, "type": "float" if form == "fp8" else "int", "symmetric": True}
+    how = {"strategy": "group", "group_size": group_size} if form == "int4" else {"strategy": "channel"}
+    return {
+        "targets": [target],
+        "format": _STORED[form],
+        "weights": {**kind, **how, "dynamic": False, "observer": "minmax"},
+        "input_activations": None if form == "int4" else {**kind, "strategy": "token", "dynamic": True},
+        "output_activations": None,
     }
 
 
@@ -148,9 +172,9 @@ def _projections(hf: HfConfig, stored: StoredTensors) -> set[str]:
 
 
 def _write_tensors(
-    stored: StoredTensors, packed: set[str], folder: Path, form: str, group_size: int, track: Track
+    stored: StoredTensors, packed: Mapping[str, str], folder: Path, group_size: int, track: Track
 ) -> dict[str, int]:
-    """Write a file for each layer, one for each other tensor, and their index."""
+    """Write a file for each layer, one for each other tensor, and their index. packed: formats of weights by name."""
     parts: dict[str, list[str]] = {}
     for name in sorted(stored):
         layer = _LAYER.match(name)
@@ -168,7 +192,7 @@ def _write_tensors(
             path = name.removesuffix("weight")
             made: Mapping[str, torch.Tensor] = {name: tensor}
             if name in packed:
-                made = {path + end: one for end, one in round_weight(tensor, form, group_size).items()}
+                made = {path + end: one for end, one in round_weight(tensor, packed[name], group_size).items()}
             tensors |= made
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})

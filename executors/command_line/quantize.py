@@ -13,8 +13,8 @@ from paged.models.loading.checkpoint_folder import checkpoint_folder
 from paged.printable import one_line
 
 DESCRIPTION = (
-    "Round the projections of a checkpoint to the nearest code and write it as compressed-tensors. Embeddings, head "
-    "and routers stay as they are. One layer is in memory at a time. With --perplexity, also compare both checkpoints "
+    "Round the projections of a checkpoint to the nearest code and write it as compressed-tensors. Embeddings and "
+    "routers stay as they are. One layer is in memory at a time. With --perplexity, also compare both checkpoints "
     "on a text."
 )
 # Most tokens of a text that one forward takes.
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="new folder")
     parser.add_argument("--group-size", type=int, default=128, help="int4: columns that share a scale; 128")
+    parser.add_argument("--head", action="store_true", help="also round the LM head, in int4 to int8")
     parser.add_argument("--perplexity", type=Path, metavar="FILE", help="text to compare both checkpoints on")
     parser.add_argument("--perplexity-tokens", type=int, default=4096, metavar="N", help="of it; 4096")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"--perplexity-tokens {args.perplexity_tokens}: expected at least 2")
     ids = None if args.perplexity is None else _token_ids(folder, args.perplexity, args.perplexity_tokens)
     track = partial(tracked, shown=not args.json)
-    sizes = quantize_checkpoint(folder, args.out, args.format, group_size=args.group_size, track=track)
+    options = {"group_size": args.group_size, "head": args.head, "track": track}
+    sizes = quantize_checkpoint(folder, args.out, args.format, **options)
     report = {"folder": str(args.out), "format": args.format, "bytes": sizes["after"], "bytes_before": sizes["before"]}
     if ids is not None:
         report |= {"tokens": len(ids), "perplexity_before": perplexity(folder, ids)}

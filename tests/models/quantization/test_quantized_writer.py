@@ -14,6 +14,7 @@ from paged.executors.command_line.checkpoint_summary import summarize
 from paged.kernels.quantization import cpu_product
 from paged.models import quantized_writer
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.quantized_writer import quantize_checkpoint, round_weight
 from tests.models.edits import WEIGHTS
 from tests.models.families import PACKABLE, save_checkpoint
@@ -93,6 +94,30 @@ def test_experts_one_by_one_and_routers(tmp_path: Path) -> None:
     assert "lm_head" in ignored
     assert any(name.endswith("mlp.gate") for name in ignored)
     assert_alike(load(tmp_path / "out"), load(base))
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_written_in_int8(form: str, tied: bool, tmp_path: Path) -> None:
+    """transformers gives the logits of the same head, but for its plain activations in int8."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    (base := tmp_path / "base").mkdir()
+    config = PACKABLE["llama"]
+    config.tie_word_embeddings = tied
+    save_checkpoint(config, base)
+    assert ("lm_head.weight" in load_file(base / WEIGHTS)) is not tied
+    quantize_checkpoint(base, tmp_path / "out", form, group_size=64, head=True)
+    model = load(tmp_path / "out", dtype="float32")
+    assert isinstance(model.network.lm_head.packed, PackedWeights)
+    with torch.compiler.set_stance("force_eager"):
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        with torch.no_grad():
+            want = theirs(torch.tensor([PROMPT])).logits[0, -1]
+    assert torch.cosine_similarity(model.prefill("a", PROMPT), want, 0) > (0.9999 if form == "int4" else 0.995)
+    assert theirs.lm_head.quantization_scheme.weights.num_bits == 8
+    assert_alike(model, load(base))
 
 
 def test_nothing_is_left_of_a_failed_call(packable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
