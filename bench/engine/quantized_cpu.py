@@ -41,7 +41,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of 24")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="in a turn")
-    formats = ["plain", *FORMATS, *E2M1_GROUPS, *(f"{form}, float32" for form in ("plain", "int8", "int4"))]
+    formats = [
+        "plain",
+        *FORMATS,
+        "int4 head",
+        "int8 head",
+        *E2M1_GROUPS,
+        *(f"{form}, float32" for form in ("plain", "int8", "int4")),
+    ]
     parser.add_argument(
         "--formats", nargs="+", default=formats, help=f"also {_PEER}Q4_0 and Q8_0; default: %(default)s"
     )
@@ -66,6 +73,7 @@ def main() -> None:
         save_random(config, torch.bfloat16, str(folder / "plain"))
         for form in FORMATS:
             quantize_checkpoint(folder / "plain", folder / form, form)
+            quantize_checkpoint(folder / "plain", folder / f"{form} head", form, head=True)
     report = environment("engine", torch.device("cpu"))
     report |= {"config": config, "threads": torch.get_num_threads(), "cpu": this_cpu()._asdict(), "weight_bytes": {}}
     models: dict[str, _Steps] = {}
