@@ -149,9 +149,10 @@ def causal_conv1d(
     batch.check(x.shape[0], state.conv.shape[0], state.check_conv(x, weight.shape[1]))
     if use_triton(x):
         return _bind(x, weight, state, batch, activation)
-    loops = None if batch.max_seqlen_q > batch.max_append else loops_of(torch_op, x)
+    appends = batch.max_seqlen_q <= batch.max_append and weight.is_contiguous()
+    loops = loops_of(torch_op, x, weight, bias) if appends else None
     if loops is not None:
-        return _run(loops.prepare(x, weight.shape[1], state.conv, batch, activation), as_floats=True)
+        return _run(loops.prepare(x, weight.shape[1], state.conv, batch, activation))
 
     def run(given: Arguments) -> torch.Tensor:
         x, weight, bias, state, batch, _ = given.values()
@@ -182,14 +183,10 @@ def _bind(
     return _run(Launch(_causal_conv1d_kernel, grid, arguments))
 
 
-def _run(compute: Compute, *, as_floats: bool = False) -> Run[torch.Tensor]:
-    """as_floats: whether weight and bias are contiguous float32."""
-
+def _run(compute: Compute) -> Run[torch.Tensor]:
     def run(given: Arguments) -> torch.Tensor:
         x, weight, bias, out = given["x"], given["weight"], given["bias"], like_the_first(given["x"])
-        if as_floats:
-            weight = weight.float().contiguous()
-        bias = None if bias is None else (bias.float() if as_floats else bias).contiguous()
+        bias = None if bias is None else bias.contiguous()
         tensors = {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias, "conv_ptr": given["state"].conv, "out_ptr": out}
         if x.numel():
             compute(tensors | given["batch"].pointers())

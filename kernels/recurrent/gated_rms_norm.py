@@ -6,9 +6,9 @@ import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_eps, check_tensor
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
+from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch, nothing, num_warps, strides
+from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, strides
 from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.kernels.recurrent.row_functions import silu
@@ -114,8 +114,14 @@ def gated_rms_norm(
         raise InvalidInputError(f"group_size: {group}, expected a divisor of {heads * size}")
     if activation not in ACTIVATIONS:
         raise InvalidInputError(f"activation: {shown(activation)}, expected 'silu' or 'sigmoid'")
+    is_silu = activation == "silu"
     if use_triton(x):
-        return _bind(x, z, weight, group, {"NORM_FIRST": norm_first, "SILU": activation == "silu"}, eps)
+        return _run(_launch(x, z, weight, group, {"NORM_FIRST": norm_first, "SILU": is_silu}, eps))
+    loops = loops_of(torch_op, x, z, weights=(weight,))
+    if loops is not None and x.numel():
+        launch = loops.prepare(x, z, weight, group, eps, norm_first=norm_first, has_silu=is_silu)
+        if launch is not None:
+            return _run(launch)
 
     def run(given: Arguments) -> torch.Tensor:
         x, z, weight, *_ = given.values()
@@ -126,9 +132,9 @@ def gated_rms_norm(
     return run
 
 
-def _bind(
+def _launch(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group: int, flags: dict[str, bool], eps: float
-) -> Run[torch.Tensor]:
+) -> Compute:
     tile, num_groups = norm_tile(group), x.numel() // group
     arguments = {
         "num_groups": num_groups,
@@ -143,12 +149,14 @@ def _bind(
     }
     grid = (triton.cdiv(num_groups, tile["BLOCK_GROUPS"]),)
     warps = num_warps(tile["BLOCK_GROUPS"] * tile["BLOCK_SIZE"])
-    launch = Launch(_gated_rms_norm_kernel, grid, arguments, num_warps=warps) if x.numel() else nothing
+    return Launch(_gated_rms_norm_kernel, grid, arguments, num_warps=warps) if x.numel() else nothing
 
+
+def _run(compute: Compute) -> Run[torch.Tensor]:
     def run(given: Arguments) -> torch.Tensor:
         out = like_the_first(given["x"])
         weight = given["weight"].contiguous()
-        launch({"x_ptr": given["x"], "z_ptr": given["z"], "weight_ptr": weight, "out_ptr": out})
+        compute({"x_ptr": given["x"], "z_ptr": given["z"], "weight_ptr": weight, "out_ptr": out})
         return out
 
     return run

@@ -63,17 +63,19 @@ def _causal_conv1d(arguments):
     is_bf16, x, weight, bias, conv, out, total = values[1:8]
     ids = nb.int32s(values[8]), nb.int32s(values[9]), nb.int32s(values[10]), nb.int32s(values[11])
     sizes = (*values[12:18], bias != 0, values[18] != 0)
-    weights, total = (nb.floats(weight), nb.floats(bias)), nb.floats(total)
+    total = nb.floats(total)
     if is_bf16:
-        _convolve(nb.bfloats(x), *weights, nb.bfloats(conv), nb.bfloats(out), total, ids, sizes)
+        tensors = nb.bfloats(x), nb.bfloats(weight), nb.bfloats(bias), nb.bfloats(conv), nb.bfloats(out)
+        _convolve(*tensors, total, ids, sizes)
     else:
-        _convolve(nb.floats(x), *weights, nb.floats(conv), nb.floats(out), total, ids, sizes)
+        tensors = nb.floats(x), nb.floats(weight), nb.floats(bias), nb.floats(conv), nb.floats(out)
+        _convolve(*tensors, total, ids, sizes)
 
 
 def prepare(
     x: torch.Tensor, width: int, conv: torch.Tensor, batch: RecurrentBatch, activation: str | None
 ) -> LoopLaunch:
-    """Return a launch; weight and bias are float32."""
+    """Return a launch; weight and bias are contiguous."""
     num_tokens, channels = x.shape
     arguments = (
         *(x.dtype == torch.bfloat16, "x_ptr", "weight_ptr", "bias_ptr", "conv_ptr", "out_ptr", SCRATCH),

@@ -9,11 +9,13 @@ import torch
 
 from paged import InvalidInputError, gated_rms_norm
 from paged.kernels.recurrent import reference
+from tests.backends import BACKENDS
 from tests.pairwise import pairwise
 from tests.tolerance import assert_close, dtypes
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pairwise(
     dtype=dtypes(),
     shape=[(5, 4, 128), (3, 3, 24), (1, 8, 16), (0, 4, 64)],
