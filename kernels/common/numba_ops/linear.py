@@ -11,7 +11,7 @@ import torch
 from paged.kernels.common.numba_ops import kernel as nb
 from paged.kernels.common.numba_ops import tile_linear
 from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.vectors import OPERAND_SIZES, OUTPUTS, product_tile
+from paged.kernels.common.numba_ops.vectors import HAS_BF16_PRODUCTS, OPERAND_SIZES, OUTPUTS, product_tile
 
 _tile_1, _tile_2, _tile_4 = product_tile(1), product_tile(2), product_tile(4)
 
@@ -62,18 +62,22 @@ def _multiply(x, w, out, rows, ends, has_rows, sizes):
 
 @nb.Kernel
 def _linear(arguments):
-    values = nb.unpack(arguments, 13)
-    is_bf16, x, w, out, rows, ends = values[1:7]
-    if is_bf16:
-        _multiply(nb.bfloats(x), nb.bfloats(w), nb.floats(out), nb.int64s(rows), nb.int32s(ends), rows != 0, values[7:])
+    values = nb.unpack(arguments, 14)
+    is_bf16, is_rounded, x, w, out, rows, ends = values[1:8]
+    rest = nb.int64s(rows), nb.int32s(ends), rows != 0, values[8:]
+    if is_rounded:
+        _multiply(nb.bfloats(x), nb.bfloats(w), nb.bfloats(out), *rest)
+    elif is_bf16:
+        _multiply(nb.bfloats(x), nb.bfloats(w), nb.floats(out), *rest)
     else:
-        _multiply(nb.floats(x), nb.floats(w), nb.floats(out), nb.int64s(rows), nb.int32s(ends), rows != 0, values[7:])
+        _multiply(nb.floats(x), nb.floats(w), nb.floats(out), *rest)
 
 
 # Largest average number of rows per group for these kernels, if no tiles are used. On 2 cores of a Xeon with AMX, 16,
 # 64 and 128 entries of 32 experts of 512 x 512 take 0.29, 0.56 and 0.77 of a batch's time in bfloat16, 256 take 1.2. In
-# float32, 16 and 1,024 take 0.44 and 0.72 of it, 1.15 and 0.64 of the grouped products' time.
-_MAX_ROWS = {torch.float32: 32, torch.bfloat16: 5}
+# float32, 16 and 1,024 take 0.44 and 0.72 of it, 1.15 and 0.64 of the grouped products' time. On a CPU without products
+# of bfloat16 256, 1,024 and 4,096 entries take 0.25, 0.47 and 0.47 of PyTorch's time.
+_MAX_ROWS = {torch.float32: 32, torch.bfloat16: 5 if HAS_BF16_PRODUCTS else math.inf}
 # Average number of rows per group from which float32 is multiplied in blocks of 32 rows: 16, 24, 32 and 64 for 32
 # experts of 512 x 512 and 512 x 1024 take 1.0 to 1.1, 0.85, 0.9 and 0.85 to 0.9 of the time of single rows.
 _MIN_ROWS_IN_BLOCKS = 17
@@ -90,6 +94,13 @@ def max_rows(weight: torch.Tensor) -> float:
     return _MAX_ROWS[weight.dtype] if is_even and weight.stride(2) == 1 else 0
 
 
+def takes(weight: torch.Tensor) -> bool:
+    """Return whether `linear` takes a weight [out_features, in_features]: in blocks, or row by row in bfloat16 on a CPU
+    without products of it."""
+    is_alone = weight.dtype == torch.bfloat16 and not HAS_BF16_PRODUCTS
+    return tile_linear.takes(weight) or (is_alone and max_rows(weight[None]) > 0)
+
+
 def _in_blocks(weight: torch.Tensor, num_entries: int) -> bool:
     num_groups = len(weight) if weight.dim() == 3 else 1
     is_many = weight.dtype == torch.bfloat16 or num_entries >= _MIN_ROWS_IN_BLOCKS * num_groups
@@ -97,11 +108,11 @@ def _in_blocks(weight: torch.Tensor, num_entries: int) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [num_rows, in_features] times a weight that `tile_linear.takes` accepts, plus a contiguous bias:
-    [num_rows, out_features]. All have one dtype."""
+    """Return x [num_rows, in_features] times a weight that `takes` accepts, plus a contiguous bias: [num_rows,
+    out_features]. All have one dtype."""
     if _in_blocks(weight, len(x)):
         return tile_linear.linear(x, weight, bias=bias)
-    out = grouped_linear(x, weight[None], _end(len(x)))
+    out = grouped_linear(x, weight[None], _end(len(x)), dtype=x.dtype)
     return out if bias is None else out.add_(bias)
 
 
@@ -111,26 +122,31 @@ def _end(num_entries: int) -> torch.Tensor:
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return x [num_rows, in_features] times each group's weights, float32 [num_entries, out_features].
+    """Return x [num_rows, in_features] times each group's weights, [num_entries, out_features] of float32 or x's dtype.
 
     ends: int32 [num_groups], the end of each group's entries. rows: int64 [num_entries], each entry's row of x; None if
     entries are rows. Results beyond the last end are not written.
     """
     if _in_blocks(weight, len(x if rows is None else rows)):
-        return tile_linear.linear(x, weight, ends, rows, dtype=torch.float32)
+        return tile_linear.linear(x, weight, ends, rows, dtype=dtype)
     num_entries, (num_groups, num_outputs, size) = len(x if rows is None else rows), weight.shape
-    out = torch.empty(num_entries, num_outputs)
+    out = torch.empty(num_entries, num_outputs, dtype=dtype)
     sizes = num_groups, num_outputs, size, x.stride(0), weight.stride(0), weight.stride(1)
-    launch = _launch(x.dtype == torch.bfloat16, num_entries, *sizes)
+    launch = _launch(x.dtype == torch.bfloat16, dtype == torch.bfloat16, num_entries, *sizes)
     launch({"x": x, "weight": weight, "out": out, "rows": rows, "ends": ends})
     return out
 
 
 @lru_cache(maxsize=1024)
-def _launch(is_bf16: bool, num_entries: int, *sizes: int) -> LoopLaunch:
-    arguments: tuple[int | str, ...] = is_bf16, "x", "weight", "out", "rows", "ends", *sizes
+def _launch(is_bf16: bool, is_rounded: bool, num_entries: int, *sizes: int) -> LoopLaunch:
+    arguments: tuple[int | str, ...] = is_bf16, is_rounded, "x", "weight", "out", "rows", "ends", *sizes
     return LoopLaunch(_linear.address, num_entries * sizes[1] * sizes[2], arguments)
 
 

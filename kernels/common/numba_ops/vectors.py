@@ -25,7 +25,7 @@ VECTOR, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 # Whether a vector is one register; then there are 32 of them.
 HAS_WIDE_VECTORS = cpu_features().get("avx512f", False)
 # Whether one instruction multiplies pairs of bfloat16; it treats numbers below 2^-126 as 0.
-_HAS_BF16_PRODUCTS = cpu_features().get("avx512bf16", False)
+HAS_BF16_PRODUCTS = cpu_features().get("avx512bf16", False)
 # Whether x - floor(x) and a product with 2^floor(x) take one instruction each: halves the time of `exp2_of`.
 _HAS_SCALING = cpu_features().get("avx512dq", False)
 # Rows of a matrix in `add_outer_products`.
@@ -151,7 +151,7 @@ def load_part(builder, pointer, index, count):
 def _rounded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     """Round to 16 bfloat16, to nearest, ties to even."""
     halves = ir.VectorType(ir.IntType(16), LANES)
-    if _HAS_BF16_PRODUCTS:
+    if HAS_BF16_PRODUCTS:
         return call(builder, "x86.avx512bf16.cvtneps2bf16.512", halves, vector)
     words, sixteen = builder.bitcast(vector, WORDS), ir.Constant(WORDS, [16] * LANES)
     is_odd = builder.and_(builder.lshr(words, sixteen), ir.Constant(WORDS, [1] * LANES))
@@ -243,7 +243,7 @@ sum_of, largest_of = _reduction(_sum), _reduction(larger.emit)
 
 
 def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vectors: Sequence[ir.Value]) -> None:
-    """Store the sum of each vector's elements; the number of vectors is a power of two."""
+    """Store the sum of each vector's elements, as float32 or bfloat16; the number of vectors is a power of two."""
     count = half = len(vectors)
     sums = [_fold(builder, vector, count, _sum) for vector in vectors]
     while half := half // 2:  # merge two vectors into one with the sums of their halves
@@ -251,7 +251,11 @@ def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vecto
         high = [lane + half for lane in low]
         pairs = zip(sums[::2], sums[1::2], strict=True)
         sums = [_sum(builder, _part(builder, a, b, low), _part(builder, a, b, high)) for a, b in pairs]
-    builder.store(sums[0], builder.bitcast(builder.gep(pointer, [index]), sums[0].type.as_pointer()), align=4)
+    [total] = sums
+    if pointer.type.pointee != _FLOAT:
+        rounded = _rounded(builder, _part(builder, total, total, [i % count for i in range(LANES)]))
+        total = _part(builder, rounded, rounded, range(count))
+    builder.store(total, builder.bitcast(builder.gep(pointer, [index]), total.type.as_pointer()), align=2)
 
 
 @emitted()
@@ -327,7 +331,7 @@ def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
     """Return total + a * b; for pairs of bfloat16, both products are added."""
     if a.type == VECTOR:
         return multiply_add.emit(builder, a, b, total)
-    if _HAS_BF16_PRODUCTS:
+    if HAS_BF16_PRODUCTS:
         return call(builder, "x86.avx512bf16.dpbf16ps.512", VECTOR, total, a, b)
     sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (16, -1 << 16))
     for halves in ([builder.shl(each, sixteen) for each in (a, b)], [builder.and_(each, upper) for each in (a, b)]):
@@ -346,7 +350,8 @@ def product_tile(num_rows: int) -> Any:
     """Return an intrinsic for products of `num_rows` rows of x, which begin at `starts`, with `OUTPUTS` rows of
     weights, `step` apart from `weights` on. Results of row r go to out from `to` + r * `stride` on.
 
-    x and w are float32 or bfloat16, `size` elements of each a multiple of `OPERAND_SIZES`; sums are float32.
+    x and w are float32 or bfloat16, `size` elements of each a multiple of `OPERAND_SIZES`; sums are float32, and are
+    rounded if out is bfloat16.
     """
 
     @emitted()

@@ -13,15 +13,16 @@ from paged.kernels.common.device import has_numba, wants_loops
 # PyTorch gives float32 to MKL. On one core of an AMD EPYC with AVX-512, for 32 to 2,048 rows, MKL reaches 60 to 87
 # GFLOP/s, oneDNN 110 to 180, and 135 to 200 with packed weights.
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-# Whether the CPU multiplies bfloat16 with sums in float32, and oneDNN uses that. Asked once at import: in a step this
-# would be an operation that a recording cannot repeat.
-MULTIPLIES_BF16 = _HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 # Looking up the overload takes 7 us per call, a fifth of a small product.
 _multiply: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else None
 # Intel's own processors it multiplies with more, so that weights stay as they are where loops take few rows: on two
 # cores of a Xeon with AMX 512 and 2,048 rows of 768 x 2304 take 1.0 and 1.15 of MKL's time with packed weights. Without
 # loops those are faster for few rows, unless what MKL reads fits the cache of 2 MB: then it takes 0.75 of their time.
 _capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+# Whether the CPU multiplies bfloat16 with sums in float32, and oneDNN uses that. Asked once at import: in a step this
+# would be an operation that a recording cannot repeat.
+_has_products = any(_capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+MULTIPLIES_BF16 = _HAS_ONEDNN and _has_products and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 _HAS_INTEL_MKL = torch.backends.mkl.is_available() and "Intel" in str(_capabilities.get("cpu_name"))
 _MKL_BYTES = 2 << 20
 # Rows that the packing is made for. On two cores 32 rows take 0.5 to 0.65 of the time in float32 and in bfloat16, for
@@ -40,7 +41,11 @@ _KEPT_PRODUCTS = 256
 # On one core of an AMD EPYC with AVX-512, which has no such MKL, 1 row of float32 takes 0.55 to 1.0 of the time of
 # packed weights, 17 to 128 take 0.8 to 1.2. But 256 and 512 rows by oneDNN, with weights as they are, take 1.05 to 1.1:
 # there weights stay packed.
-_ROWS_IN_LOOPS = {torch.bfloat16: range(1, 513), torch.float32: range(4, 129)}
+# Without products of bfloat16, on two cores of a Xeon with AVX-512, 1, 8, 64, 256, 512 and 2,048 rows of 1024 x 3584
+# take 0.9, 0.3, 0.4, 0.3, 0.35 and 0.4 of oneDNN's time in loops, and 4, 1.2, 0.5, 0.3, 0.3 and 0.25 in float32, with
+# its conversions.
+_MOST_BF16_ROWS = 512 if MULTIPLIES_BF16 else 256
+_ROWS_IN_LOOPS = {torch.bfloat16: range(1, _MOST_BF16_ROWS + 1), torch.float32: range(4, 129)}
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -68,6 +73,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         if loops is not None:
             product: torch.Tensor = loops.linear(x, weight, bias)
             return product
+    is_bf16 = x.is_cpu and x.dtype == weight.dtype == torch.bfloat16
+    if is_bf16 and not MULTIPLIES_BF16 and x.numel() > _MOST_BF16_ROWS * x.shape[-1]:
+        return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     if not (weight.is_mkldnn or _is_taken_plain(x, weight)):
         return functional.linear(x, weight, bias)
     product = _multiply(padded_rows(x), weight, bias, "none", [], "")
@@ -101,9 +109,8 @@ def _loops(weight: torch.Tensor) -> Any:
     if not is_wanted or weight.is_mkldnn or not (wants_loops() and has_numba()):
         return None
     from paged.kernels.common.numba_ops import linear as loops
-    from paged.kernels.common.numba_ops import tile_linear
 
-    return loops if tile_linear.takes(weight) else None
+    return loops if loops.takes(weight) else None
 
 
 def _is_taken_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -85,6 +85,31 @@ def test_loops_take_few_rows_of_plain_weights(monkeypatch: pytest.MonkeyPatch) -
     assert taken == [4, 16, 17, 40, 128]
 
 
+@needs_numba
+def test_bfloat16_without_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops take up to 256 rows; more are multiplied in float32."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    loops = import_module("paged.kernels.common.numba_ops.linear")
+    for each, name, value in (
+        (module, "MULTIPLIES_BF16", False),
+        (module, "_MOST_BF16_ROWS", 256),
+        (module, "_ROWS_IN_LOOPS", {torch.bfloat16: range(1, 257)}),
+        (loops, "HAS_BF16_PRODUCTS", False),
+        (loops.tile_linear, "multiplies", lambda _: False),
+    ):
+        monkeypatch.setattr(each, name, value)
+    monkeypatch.setattr(loops, "linear", recorded := Mock(wraps=loops.linear))
+    weight, bias = torch.randn(64, 96).bfloat16() / 10, torch.randn(64).bfloat16()
+    assert pack(weight) is weight
+    for count in (0, 1, 2, 7, 256, 257):
+        x = torch.randn(count, 128).bfloat16()[:, :96]
+        want, before = x.double() @ weight.double().T, recorded.call_count
+        assert_close(linear(x, weight), want)
+        assert linear(x, weight, bias).dtype == torch.bfloat16
+        assert (recorded.call_count > before) == (1 <= count <= 256)
+    assert_close(linear(x, weight, bias), want + bias.double())
+
+
 @pytest.mark.skipif(not module._HAS_ONEDNN, reason="PyTorch has no oneDNN")
 def test_numbers_of_rows_share_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps half a megabyte for each: the memory of a process must not grow with the shapes that come."""
