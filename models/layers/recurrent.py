@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from paged.kernels.common.operation import Bound
+from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.recurrent.causal_conv1d import causal_conv1d
 from paged.kernels.recurrent.gated_delta_rule import gated_delta_rule
 from paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
@@ -48,11 +49,13 @@ class RecurrentLayer(nn.Module):
     ) -> torch.Tensor:
         """Return [num_tokens, hidden_size], or the rows of `outputs`; the states of all tokens are written."""
         assert metadata.recurrent is not None
-        mixed = self.mix(hidden, metadata.recurrent)
-        out: torch.Tensor = self.out_proj(mixed if outputs is None else mixed[outputs.rows])
+        mixed, lora = self.mix(hidden, metadata.recurrent, metadata.lora), metadata.lora
+        if outputs is not None:
+            mixed, lora = mixed[outputs.rows], outputs.lora
+        out: torch.Tensor = self.out_proj(mixed, lora)
         return out
 
-    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
         """Return the input of `out_proj`."""
         raise NotImplementedError
 
@@ -78,8 +81,8 @@ class ShortConv(RecurrentLayer):
         self.in_proj = Linear(config.hidden_size, {"in_proj": 3 * layer.size}, bias=layer.bias)
         self.out_proj = Linear(layer.size, {"out_proj": config.hidden_size}, bias=layer.bias)
 
-    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
-        before, after, x = self.in_proj(hidden).chunk(3, -1)
+    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
+        before, after, x = self.in_proj(hidden, lora).chunk(3, -1)
         return self.convolve(before * x, batch, None).mul_(after)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
@@ -103,8 +106,8 @@ class Mamba2(RecurrentLayer):
         self.norm_weight = None if layer.eps is None else empty_parameter(size)
         self.mamba2_scan, self.gated_rms_norm = Bound(mamba2_scan), Bound(gated_rms_norm)
 
-    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
-        layer, projected = self.config, self.in_proj(hidden)
+    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
+        layer, projected = self.config, self.in_proj(hidden, lora)
         if any(factor != 1 for factor in layer.in_factors):
             sizes = layer.value_size, layer.value_size, layer.key_size, layer.key_size, layer.num_heads
             for part, factor in zip(projected.split_with_sizes(sizes, -1), layer.in_factors, strict=True):
@@ -157,10 +160,10 @@ class GatedDeltaNet(RecurrentLayer):
         self.norm_weight = empty_parameter(layer.head_dim)
         self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule)
 
-    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+    def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
         layer = self.config
-        mixed, z = self._project(self.in_proj, hidden).split_with_sizes((layer.channels, layer.value_size), -1)
-        b, a = self._project(self.gates_proj, hidden).chunk(2, -1)
+        mixed, z = self._project(self.in_proj, hidden, lora).split_with_sizes((layer.channels, layer.value_size), -1)
+        b, a = self._project(self.gates_proj, hidden, lora).chunk(2, -1)
         x = self.gated_delta_rule(
             self.convolve(mixed, batch),
             a,
@@ -176,8 +179,8 @@ class GatedDeltaNet(RecurrentLayer):
             x, z.unflatten(-1, x.shape[1:]), self.norm_weight, layer.eps, norm_first=True, activation=layer.gate
         ).flatten(1)
 
-    def _project(self, linear: Linear, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = linear(hidden)
+    def _project(self, linear: Linear, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        out: torch.Tensor = linear(hidden, lora)
         # Packed weights cannot be sorted at load.
         is_sorted = not self.config.by_head or linear.packed is None
         return out if is_sorted else out[:, self._order(linear).to(out.device)]

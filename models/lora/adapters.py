@@ -17,7 +17,7 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
-from paged.kernels.lora.weights import LoraWeights
+from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
 from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
 from paged.models.loading.load_options import as_folder
@@ -247,10 +247,11 @@ def _owner(namespace: Hashable) -> Any:
 
 
 def _adaptable(network: Llama) -> dict[str, tuple[Linear, int]]:
-    """Return the layer and part of each adaptable projection, by checkpoint name; a draft head has none."""
+    """Return the layer and part of each adaptable projection, by checkpoint name. A draft head has none, nor has a
+    product of too many parts, such as that of OLMo Hybrid's recurrent layers."""
     found = {}
     for path, module in network.named_modules():
-        if isinstance(module, Linear) and not path.startswith("draft_head."):
+        if isinstance(module, Linear) and len(module.parts) <= MAX_PARTS and not path.startswith("draft_head."):
             parent = path.rpartition(".")[0]
             for part, name in enumerate(module.parts):
                 if name in TARGET_MODULES:

@@ -22,6 +22,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TARGET_MODULES = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
 )
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
@@ -155,7 +156,8 @@ def _targets(hf: HfConfig) -> list[str]:
 def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], file: Path) -> None:
     if name in shapes:
         return
-    if ".experts." in name or name.rpartition(".")[2] not in TARGET_MODULES:
+    is_special = ".experts." in name or ".linear_attn." in name
+    if is_special or name.rpartition(".")[2] not in TARGET_MODULES:
         raise UnsupportedError(f"{plain(key)}: in {file}; adapters of {plain(name)} are not supported")
     raise CheckpointError(f"{plain(key)}: unexpected tensor in {file}, the model has no {plain(name)}")
 

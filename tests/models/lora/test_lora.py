@@ -35,6 +35,7 @@ TARGETS = {
     "llama4": ALL,  # those of the MLP are of the shared expert
     "nemotron": ("q_proj", "o_proj", "up_proj", "down_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "down_proj"),
     "qwen3_moe_with_dense_layer": ("q_proj", "o_proj"),
 }
 PROMPTS = {"all": tokens(21, 0), "rslora": tokens(9, 1), "large": tokens(5, 2)}
@@ -237,9 +238,11 @@ def test_adapters_of_families(family: str, tmp_path: Path) -> None:
         ("gpt_oss", ["q_proj"], {"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters = "),
         ("gpt_oss", ["q_proj"], "mlp.experts.down_proj", r"adapters of model\.layers\.0\.mlp\.experts\.down_proj"),
         ("qwen3_moe", ["gate_proj"], {}, r"adapters of model\.layers\.0\.mlp\.experts\.0\.gate_proj"),
+        ("olmo_hybrid", ["q_proj"], {}, r"adapters of model\.layers\.0\.linear_attn\.q_proj"),
+        ("qwen3_next", ["in_proj_qkvz"], {}, r"target_modules 'in_proj_qkvz'"),
     ],
 )
-def test_experts_take_none(
+def test_projections_that_take_none(
     family: str, targets: list[str], change: dict[str, Any] | str, message: str, tmp_path: Path
 ) -> None:
     """Neither by settings nor by tensors."""
