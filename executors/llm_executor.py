@@ -17,14 +17,14 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.adapted_model import AdaptedModel
 from paged.executors.parallel.driver import Driver
-from paged.executors.parallel.follower import follow, load_adapter, update_weights
+from paged.executors.parallel.follower import follow, load_adapter, update_weights, wake
 from paged.executors.parallel.messages import Kind
 from paged.executors.progress import tracked
 from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import Answers, UnifiedExecutor
 from paged.kernels.common.compilation import warming_up
-from paged.kernels.common.scalars import as_bool
+from paged.kernels.common.scalars import as_bool, as_int
 from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.checkpoint_folder import local_folder, model_name
 from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
@@ -245,8 +245,7 @@ class LlmExecutor(UnifiedExecutor):
         check_finite = as_bool("check_finite", check_finite)
         with self._call(), warming_up():
             model = self._paged("no weights of this package")
-            if live := len(model.kv_manager.handles()):
-                raise InvalidInputError(f"update_weights: {live} sequences hold K/V of the old weights, expected none")
+            _check_idle(model, "update_weights")
             is_folder = isinstance(source, str | Path)
             if not is_folder and self._ranks.size > 1:
                 raise UnsupportedError("source: tensors, expected a folder that every rank can read")
@@ -284,6 +283,44 @@ class LlmExecutor(UnifiedExecutor):
             received.append((name, tensor.cpu()))
         self.update_weights(received, check_finite=check_finite)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give back the device memory of weights and KV cache until `wake`; no sequence may be live.
+
+        The prefix cache is emptied, graphs are dropped. Adapters and swap space stay. Meanwhile a forward raises
+        ModelAsleepError.
+
+        Args:
+            level: 1 keeps the weights in host memory, where a CPU has them anyway; 2 drops them, and `update_weights`
+                wakes the model with others.
+
+        Raises:
+            InvalidInputError: sequences are live, the model sleeps already, or the level is neither 1 nor 2.
+            UnsupportedError: the model is not a `PagedCausalLM`.
+        """
+        level = as_int("level", level, low=1, high=2)
+        with self._call():
+            model = self._paged("no weights of this package")
+            _check_idle(model, "sleep")
+            if model.memory.level:
+                raise InvalidInputError(f"sleep: the model sleeps at level {model.memory.level} already")
+            with self._alike(Kind.SLEEP, str(level)):
+                model.memory.sleep(level)
+
+    def wake(self) -> None:
+        """Take back what `sleep` at level 1 gave; graphs are captured again. Without effect on a model that runs.
+
+        Raises:
+            ModelAsleepError: the weights were dropped; `update_weights` wakes the model.
+            torch.OutOfMemoryError: too little memory is free; the model sleeps on.
+        """
+        with self._call(), warming_up():
+            model = self._paged("no weights of this package")
+            if model.memory.level == 2:
+                model.memory.check_awake()
+            elif model.memory.level:
+                with self._alike(Kind.WAKE):
+                    wake(model)
+
     def warmup(self, *, progress: bool = True) -> None:
         """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay.
         progress: whether bars show it, on a terminal."""
@@ -318,3 +355,9 @@ class LlmExecutor(UnifiedExecutor):
         if isinstance(self._lm, PagedCausalLM) and not is_plain:
             return self._lm.run_batch(batch, is_checked=True)
         return self._lm.unified_forward(batch.items)
+
+
+def _check_idle(model: PagedCausalLM, call: str) -> None:
+    """Raise InvalidInputError if sequences hold K/V, which `call` would make useless."""
+    if live := len(model.kv_manager.handles()):
+        raise InvalidInputError(f"{call}: {live} sequences hold K/V of the weights, expected none")

@@ -21,6 +21,7 @@ from paged.kernels.common.compilation import compile_all
 from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
+from paged.models.device_memory import DeviceMemory
 from paged.models.draft_steps import DraftSteps
 from paged.models.families.llama import Llama
 from paged.models.layers.sparse_moe import capture_experts
@@ -47,11 +48,13 @@ class PagedCausalLM(DecoderOnlyLLM):
     network's device.
 
     Attributes:
+        memory: weights, cache and graphs on the device, which `DeviceMemory.sleep` gives back.
         lead: wraps each step if other ranks run it too; None on one rank.
         drafts: steps of the network's draft head; None without one.
         num_graph_replays: number of forwards that ran as one of `graphs`.
 
     Raises, in every method that runs tokens:
+        ModelAsleepError: the model sleeps.
         InvalidInputError: no tokens, ids outside of the vocabulary, a position that is not the sequence's length, or a
             sequence that occurs twice in a batch.
         OutOfBlocksError, SequenceTooLongError: the cache is full, or a sequence grows too long; nothing was run.
@@ -86,7 +89,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             max_seq_len=max_seq_len,
         )
         # Only positions that the cache can hold: for 10 million positions of a small model the table takes 2.5 GB.
-        network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
+        num_positions = min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len)
         cache = kv_manager.config
         num_blocks, weight_bytes = cache.num_blocks // len(cache.tables), self.parameter_bytes()
         sizes = graph_sizes(cuda_graphs, self.device, num_blocks, weight_bytes=weight_bytes)
@@ -98,6 +101,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             sizes=sizes,
             recorded_only=cuda_graphs is None and self.device.type == "cpu",
         )
+        self.memory = DeviceMemory(network, kv_manager, self.graphs, num_positions)
         head = network.draft_head
         self.drafts = None if head is None else DraftSteps(head, kv_manager)
         self.num_graph_replays = 0
@@ -164,6 +168,7 @@ class PagedCausalLM(DecoderOnlyLLM):
 
         track: iterates over the work of packing, compiling and capturing, and may show progress.
         """
+        self.memory.check_awake()
         self.graphs.clear()
         self.pack(track)
         self._launch_all(run_steps, track)
@@ -245,6 +250,7 @@ class PagedCausalLM(DecoderOnlyLLM):
 
         The sequences grow if the body succeeds.
         """
+        self.memory.check_awake()
         if not is_checked:
             handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
             limits = {"vocab_size": self._config.vocab_size, "max_seq_len": self._config.max_seq_len}

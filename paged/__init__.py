@@ -37,6 +37,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "InvalidInputError",
         "OutOfBlocksError",
         "OutOfStateSlotsError",
+        "ModelAsleepError",
         "PagedError",
         "RankFailedError",
         "SequenceTooLongError",

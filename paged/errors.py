@@ -40,6 +40,10 @@ class SequenceTooLongError(PagedError):
     """A sequence would exceed the maximum length of the cache or the model."""
 
 
+class ModelAsleepError(PagedError):
+    """A forward needed a model whose weights and cache are not on the device; see `LlmExecutor.sleep`."""
+
+
 class CheckpointError(PagedError):
     """A checkpoint is incomplete, malformed or unsafe; the message names the tensor and the file."""
 

@@ -180,6 +180,14 @@ class AsyncEngine:
         """Replace the model's weights between two steps while requests run, as `Engine.update_weights`."""
         await self._call(self.engine.update_weights, source, check_finite=check_finite)
 
+    async def sleep(self, level: int = 1) -> None:
+        """Give back the device memory of weights and KV cache, as `Engine.sleep`."""
+        await self._call(self.engine.sleep, level)
+
+    async def wake(self) -> None:
+        """Take the memory again, as `Engine.wake`."""
+        await self._call(self.engine.wake)
+
     async def status(self) -> EngineStatus:
         """Return the counts of the queue, running sequences and cache blocks."""
         return await self._call(self.engine.status)

@@ -311,12 +311,33 @@ class Engine(EngineCore):
         Raises:
             UnsupportedError: the executor cannot, or this is called within a step.
         """
-        update = getattr(self.executor, "update_weights", None)
-        if update is None:
-            raise UnsupportedError(f"{type(self.executor).__name__} replaces no weights")
+        update = self._of_executor("update_weights")
         self._unreported = dict.fromkeys(self.drain())
         self._scheduler.preempt_all()
         update(source, check_finite=check_finite)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the device memory of weights and KV cache, as `LlmExecutor.sleep`. Later requests need `wake`.
+
+        Raises:
+            InvalidInputError: requests are unfinished.
+            UnsupportedError: the executor cannot, or this is called within a step.
+        """
+        sleep = self._of_executor("sleep")
+        if self._requests:
+            raise InvalidInputError(f"sleep: {len(self._requests)} requests are unfinished, expected none")
+        self._unreported = dict.fromkeys(self.drain())
+        sleep(level)
+
+    def wake(self) -> None:
+        """Take the memory again, as `LlmExecutor.wake`."""
+        self._of_executor("wake")()
+
+    def _of_executor(self, name: str) -> Any:
+        found = getattr(self.executor, name, None)
+        if found is None:
+            raise UnsupportedError(f"{type(self.executor).__name__} has no {name}")
+        return found
 
     def generate(
         self,

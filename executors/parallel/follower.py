@@ -79,8 +79,18 @@ def update_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) 
         model.ranks.see_that_same(parts)
     except PagedError as error:
         return error
+    if model.memory.level:
+        model.memory.restore()
     replace_weights(model, new)
+    if model.memory.level:
+        model.memory.resume()
     return None
+
+
+def wake(model: PagedCausalLM) -> None:
+    """Take the device memory of a model that sleeps at level 1 again."""
+    model.memory.restore()
+    model.memory.resume()
 
 
 def _failed(model: PagedCausalLM, failure: Exception | None) -> list[int]:
@@ -113,6 +123,10 @@ def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArr
     elif kind is Kind.UPDATE_WEIGHTS:
         path, check_finite = (word.tobytes().decode() for word in arrays)
         update_weights(model, path, check_finite=bool(check_finite))
+    elif kind is Kind.SLEEP:
+        model.memory.sleep(int(arrays[0].tobytes()))
+    elif kind is Kind.WAKE:
+        wake(model)
     elif kind is Kind.UNLOAD_LORA:
         model.adapters.unload(arrays[0].tobytes().decode())
     else:

@@ -39,6 +39,8 @@ class Kind(IntEnum):
     UPDATE_WEIGHTS = 5
     COMPARE = 6
     STOP = 7
+    SLEEP = 8
+    WAKE = 9
 
 
 class Channel:

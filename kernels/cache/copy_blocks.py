@@ -70,8 +70,12 @@ class BlockCopy:
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Send the caches' addresses to the device, on the current stream."""
         self._sources, self._targets = sources, targets
+        self.bind()
+
+    def bind(self) -> None:
+        """Send the caches' addresses to the device, on the current stream; again after their memory has moved."""
+        sources, targets = self._sources, self._targets
         first = sources[0]
         block_bytes = math.prod(first.shape[1:]) * first.element_size()
         strides = [caches[0].stride(0) * first.element_size() for caches in (sources, targets)]

@@ -302,6 +302,11 @@ class Llama(nn.Module):
         for module in track(modules, desc="quantising", unit="projection"):
             module.round_to(form)
 
+    def drop_packed_embedding(self) -> None:
+        """Free the packed head until `bind_weights` packs it again."""
+        if self._packed_embedding is not None and self._packed_embedding.is_mkldnn:
+            self._packed_embedding = torch.empty(0)
+
     def _pack_embedding(self) -> None:
         self._packed_embedding = pack(self.embed_tokens)
 
@@ -456,7 +461,7 @@ def share_bound(network: nn.Module) -> None:
 def _likeness(module: nn.Module) -> Iterator[Hashable]:
     for name, value in (*vars(module).items(), *module.named_parameters(), *module.named_buffers()):
         if isinstance(value, torch.Tensor):
-            yield name, layout(value)
+            yield name, (value.shape, value.dtype) if value.is_mkldnn else layout(value)
         elif isinstance(value, ExpertLinear):
             yield name, layout(*value)
         elif isinstance(value, dict) and not name.startswith("_"):  # parts of a product, not nn.Module's own dicts

@@ -3,6 +3,7 @@ map would crash the process."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -122,7 +123,8 @@ class TensorFile:
         """Fill contiguous memory with a tensor's bytes from an offset on."""
         offset += self._start + self.tensors[name][2]
         if out.nbytes:
-            data = out.view(-1).view(torch.uint8).numpy().data
+            # Not by `Tensor.numpy`, which fixes the size of the storage; `DeviceMemory` changes it.
+            data = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
             # One part per torch thread: one thread reads half as fast as two copy from a memory map.
             count = min(torch.get_num_threads(), -(-out.nbytes // _LEAST_SHARE))
             each = -(-out.nbytes // count)

@@ -13,7 +13,7 @@ from paged.cache.blocks.rollback import Rollback
 from paged.cache.groups import CacheGroup
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.recurrent.tensors import StateTensors
-from paged.errors import InvalidInputError
+from paged.errors import InvalidInputError, ModelAsleepError
 from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
 from paged.kernels.common.checks import check_is_tensor, check_shape
@@ -117,7 +117,28 @@ class KvCacheTensors:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: K and V of all layers of a table, scales included."""
-        return sum(storage[:, 0].nbytes for storage in self.storages)
+        return sum(storage.nbytes // storage.shape[1] for storage in self.storages)
+
+    def release(self) -> None:
+        """Give the device memory back, with all that is in it; nothing may use it before `restore`."""
+        for each in self._on_device():
+            each.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take device memory again, filled with zeros, for the same tensors and views; after an error take none."""
+        try:
+            for each in self._on_device():
+                each.untyped_storage().resize_(each.nbytes)
+                _bytes(each).zero_()
+        except BaseException:
+            self.release()
+            raise
+        bound: list[BlockCopy | HostBlocks] = [*self._copies, *self.host_blocks]
+        for one in bound if self.states is None else [*bound, *self.states.host_slots]:
+            one.bind()
+
+    def _on_device(self) -> list[torch.Tensor]:
+        return [*self.storages, *(() if self.states is None else self.states.all.values())]
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to `destination` for every pair; the host does not wait."""
@@ -220,7 +241,13 @@ class KvCacheTensors:
             self.listener(name, arguments)
 
     def _positions(self, table: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block and the offset in it of each position in a table, int64 [end - start] each."""
+        """Return the block and the offset in it of each position in a table, int64 [end - start] each.
+
+        Raises:
+            ModelAsleepError: the memory was given back.
+        """
+        if self.storage.untyped_storage().nbytes() < self.storage.nbytes:
+            raise ModelAsleepError("the cache's memory was given back; wake the model first")
         indices, within = np.divmod(np.arange(start, end), self.block_size)
         ids = np.array(blocks[table :: self._num_tables], np.int64)[indices]
         device = self.storage.device

@@ -41,6 +41,11 @@ class HostBlocks:
             self._gather = BlockCopy(caches.unbind(), self._staged.unbind(1))
             self._scatter = BlockCopy(self._staged.unbind(1), caches.unbind())
 
+    def bind(self) -> None:
+        """Take the caches' addresses again, after their memory has moved."""
+        self._gather.bind()
+        self._scatter.bind()
+
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device block to host block for every pair."""
         staged_pairs, hosts = self._stage(pairs, host=1)

@@ -42,7 +42,7 @@ class StateTensors:
                 name: torch.zeros((*begin, *shape), dtype=dtype, device=device)
                 for name, (shape, dtype) in shapes.items()
             }
-            self._host = [HostBlocks(tensor, spec.num_swap_slots) for tensor in self.all.values()]
+            self.host_slots = [HostBlocks(tensor, spec.num_swap_slots) for tensor in self.all.values()]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -52,7 +52,7 @@ class StateTensors:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot."""
-        return sum(tensor[:, 0].nbytes for tensor in self.all.values())
+        return sum(tensor.nbytes // tensor.shape[1] for tensor in self.all.values())
 
     def layer(self, layer: int) -> RecurrentState:
         """Return the views of one of the model's layers.
@@ -70,14 +70,14 @@ class StateTensors:
         """Copy device slot to host slot for every pair."""
         if self.listener is not None:
             self.listener("swap_out_states", (pairs,))
-        for memory in self._host:
+        for memory in self.host_slots:
             memory.swap_out(pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host slot to device slot for every pair."""
         if self.listener is not None:
             self.listener("swap_in_states", (pairs,))
-        for memory in self._host:
+        for memory in self.host_slots:
             memory.swap_in(pairs)
 
     def poison(self, slots: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from paged import DraftModel, Engine, EngineConfig, LlmExecutor, PromptLookup, SamplingParams
+from paged import DraftModel, Engine, EngineConfig, LlmExecutor, ModelAsleepError, PromptLookup, SamplingParams
 from tests.executors.engine_cases import check_empty, run, run_to_end, tokens_of
 from tests.executors.parallel.followers import Followers
 from tests.models.families import FAMILIES, save_checkpoint, tokens
@@ -118,3 +118,23 @@ def test_log_probabilities_of_prompts_and_embeddings(executors: list[LlmExecutor
     torch.testing.assert_close(torch.tensor(tables[0]), torch.tensor(tables[1]), atol=1e-4, rtol=0)
     torch.testing.assert_close(*pooled, atol=1e-5, rtol=0)
     torch.testing.assert_close(*states, atol=1e-5, rtol=0)
+
+
+@pytest.mark.thorough
+def test_the_same_bits_in_any_batch(executors: list[LlmExecutor]) -> None:
+    """Of two ranks, whose sums have one order; they sleep in between."""
+    _, spread = executors
+    config = EngineConfig(batch_invariant=True, token_budget=32)
+    prompts = [tokens(30)[: 4 * index] + tokens(1 + index, index) for index in range(6)]
+    params = [SamplingParams(temperature=index % 2 * 0.8, seed=index, max_tokens=3, logprobs=2) for index in range(6)]
+
+    def answers(prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        outputs = Engine(spread, config, eos_token_ids=()).generate(prompts, params, progress=False)
+        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+    together = answers(prompts, params)
+    spread.sleep()
+    with pytest.raises(ModelAsleepError):
+        spread.model.prefill("a", [1, 2])
+    spread.wake()
+    assert [answers([prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)] == together

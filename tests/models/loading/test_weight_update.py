@@ -145,7 +145,7 @@ def test_other_sources_are_refused(source: Any, llama_folder: Path) -> None:
 def test_live_sequences_are_refused_and_kept(llama_folder: Path) -> None:
     executor = LlmExecutor.from_pretrained(llama_folder, **OPTIONS)
     begin(executor.model, (9,))
-    with pytest.raises(InvalidInputError, match="1 sequences hold K/V of the old weights"):
+    with pytest.raises(InvalidInputError, match="1 sequences hold K/V of the weights"):
         executor.update_weights(llama_folder)
     assert decode(executor.model, (0,), 5).isfinite().all()
 

@@ -1,0 +1,91 @@
+"""Device memory of a model, which gives it back while it sleeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.errors import ModelAsleepError
+from paged.models.families.llama import Llama
+from paged.models.step_graphs import StepGraphs
+
+
+class DeviceMemory:
+    """Weights, KV cache and graphs of a model. Tensors stay the same objects; their addresses change by a sleep.
+
+    On a CPU, weights that are rounded or unpacked for its products (`CpuProducts`) stay.
+
+    level: 0 while the model can run; asleep, 1 if the weights are in host memory, 2 if they are dropped.
+    """
+
+    def __init__(self, network: Llama, kv_manager: PagedKvCacheManager, graphs: StepGraphs, num_positions: int) -> None:
+        self.level = 0
+        self._network, self._kv_manager, self._graphs, self._num_positions = network, kv_manager, graphs, num_positions
+        self._was_captured = False
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        self._host: list[torch.Tensor] = []
+        network.bind(kv_manager, num_positions)
+
+    def check_awake(self) -> None:
+        """Raise ModelAsleepError if the model sleeps."""
+        if self.level:
+            how = "wake" if self.level == 1 else "update_weights"
+            raise ModelAsleepError(f"the model sleeps at level {self.level}; call {how} first")
+
+    def sleep(self, level: int) -> None:
+        """Give the memory back; no sequence may be live."""
+        on_host = _is_on_host(self._network.embed_tokens)
+        parameters = [each for each in self._network.parameters() if not each.is_mkldnn]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in parameters}
+        kept = level == 1 and on_host  # they are in host memory
+        freed = [] if kept else [(each, each.nbytes()) for each in storages.values() if each.nbytes()]
+        self._host = [_bytes(each).to("cpu", copy=True) for each, _ in freed] if level == 1 else []
+        self._was_captured, self._freed, self.level = self._graphs.are_captured, freed, level
+        self._graphs.clear()
+        self._kv_manager.clear_prefix_cache()
+        self._kv_manager.tensors.release()
+        for storage, _ in freed:
+            storage.resize_(0)
+        if level == 2:
+            _drop_packed(self._network)
+        if not on_host:
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Take the memory again, with the weights after level 1; if there is too little, take none."""
+        try:
+            for storage, size in self._freed:
+                storage.resize_(size)
+            self._kv_manager.tensors.restore()
+        except BaseException:
+            for storage, _ in self._freed:
+                storage.resize_(0)
+            raise
+        for (storage, _), held in zip(self._freed, self._host, strict=False):
+            _bytes(storage).copy_(held)
+        self._freed, self._host = [], []
+
+    def resume(self) -> None:
+        """Bind what holds addresses anew, and run again."""
+        self._network.bind(self._kv_manager, self._num_positions)
+        if self._was_captured:
+            self._graphs.capture()
+        self.level = 0
+
+
+def _is_on_host(weight: torch.Tensor) -> bool:
+    return weight.is_cpu
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _drop_packed(network: Llama) -> None:
+    """Replace weights in a CPU's order, which have no storage, by empty ones of that kind."""
+    for module in network.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.is_mkldnn:
+                setattr(module, name, nn.Parameter(torch.zeros(1).to_mkldnn(), requires_grad=False))
+    network.drop_packed_embedding()
