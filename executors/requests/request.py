@@ -135,30 +135,20 @@ class Rows:
         reads_tokens: whether any of them does.
     """
 
-    def __init__(self, completions: list[Completion], num_sampled: Sequence[int] | None = None) -> None:
-        """num_sampled: how many tokens of each were sampled before; None for as many as were so far."""
+    def __init__(self, completions: list[Completion]) -> None:
         self.completions = completions
-        sampled = [one.num_sampled for one in completions] if num_sampled is None else num_sampled
         self.outputs = dict.fromkeys(one.request_output for one in completions)
         self.reads_tokens = any(one.reads_tokens for one in completions)
         self._token_ids = [one.token_ids for one in completions]
         self._ending_ids = frozenset[int]().union(*{one.ending_ids for one in completions})
         self._is_watched = any(one.is_watched for one in completions)
         self._most = [one.max_tokens for one in completions]
-        self._lengths = np.array([len(one.request.prompt) for one in completions], np.int64) + np.array(
-            sampled, np.int64
-        )
-
-    def with_whole(self, block_size: int) -> list[Completion]:
-        """Return those that fill a cache block in the step that runs, when the tokens before it are known."""
-        return [self.completions[row] for row in np.flatnonzero(self._lengths % block_size == 0)]
 
     def advance(self, tokens: Sequence[list[int]]) -> list[Completion]:
         """Append one token to the output of each, given in a list; return those for which it may be the last."""
         newest = list(chain.from_iterable(tokens))
         for token_ids, token in zip(self._token_ids, newest, strict=True):
             token_ids.append(token)
-        self._lengths += 1
         is_full = any(map(ge, map(len, self._token_ids), self._most))
         if not (self._is_watched or is_full) and self._ending_ids.isdisjoint(newest):
             return []
@@ -178,6 +168,7 @@ class Completion:
         tokens: what has to run before the next token can be sampled: the prompt and, after a preemption, the output so
             far.
         prefilled: how many of `tokens` are in the cache, or on their way there.
+        last_of_prompt: position of the prompt's last token.
         max_tokens: most tokens of the output.
         ending_ids: tokens that end it.
         is_watched: whether something reads every token of it.
@@ -209,7 +200,7 @@ class Completion:
         self.token_mask = request.token_masks[index] if request.token_masks else None
         self.logits_processor = request.logits_processors[index] if request.logits_processors else None
         self.is_watched = tokenizer is not None or self.token_mask is not None
-        self._last_of_prompt = len(request.prompt) - 1
+        self.last_of_prompt = len(request.prompt) - 1
         self.max_tokens = request.max_tokens
         self.reads_tokens = self.token_mask is not None or self.logits_processor is not None
         self.ending_ids = request.ending_ids
@@ -242,7 +233,7 @@ class Completion:
         """Number of tokens in the cache, or on their way there; all but the newest one if it decodes."""
         if self.prefilled < len(self.tokens):
             return self.prefilled
-        return max(self.prefilled, self._last_of_prompt + self.num_sampled)
+        return max(self.prefilled, self.last_of_prompt + self.num_sampled)
 
     @property
     def is_full(self) -> bool:

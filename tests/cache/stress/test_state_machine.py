@@ -360,7 +360,7 @@ class GroupedMachine(WindowMachine):
 MACHINES = (CacheMachine, CollidingMachine, WindowMachine, GroupedMachine)
 
 
-@pytest.mark.parametrize("max_examples", [8, pytest.param(60, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("max_examples", [8, pytest.param(30, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
     """Further rounds of examples until enough was done and all met that it is about: Hypothesis also draws from the
