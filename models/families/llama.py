@@ -296,7 +296,7 @@ class Llama(nn.Module):
             pack_part()
 
     def quantize(self, form: str, track: Track = untracked) -> None:
-        """Round the layers' projections and experts to int8 or int4 for a CPU, see `on_load`."""
+        """Round the layers' projections and experts to int8 or int4 for a CPU, see `rounding`."""
         layers = cast("nn.ModuleList", self.layers)
         modules = [module for module in layers.modules() if isinstance(module, (Linear, SparseMoe))]
         for module in track(modules, desc="quantising", unit="projection"):

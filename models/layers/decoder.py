@@ -18,8 +18,8 @@ from paged.kernels.lora.weights import LoraWeights
 from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.loading.weights import ConvertedSlot, WeightSlots
 from paged.models.quantization.layouts import ROUTER, Quantization
-from paged.models.quantization.on_load import as_products
 from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
+from paged.models.quantization.rounding import as_products
 
 # Rows of an MLP at once on a CPU. MKL multiplies 2,048 rows of float32 at 1.1 times the rate of 512. But intermediate
 # tensors must stay below the limit of `keep_freed_memory`, else every layer gets fresh pages. 2,048 and 1,024 rows take

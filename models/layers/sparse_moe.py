@@ -26,8 +26,8 @@ from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, empty_parameter
 from paged.models.loading.weights import WeightSlots
 from paged.models.quantization.layouts import Quantization
-from paged.models.quantization.on_load import as_products
 from paged.models.quantization.packed_weights import CpuProducts, Mxfp4Experts, PackedWeights
+from paged.models.quantization.rounding import as_products
 
 
 class SparseMoe(nn.Module):

@@ -147,7 +147,7 @@ def test_nothing_is_left_of_a_failed_call(packable: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize("name", ["llama", "experts"])
 @pytest.mark.parametrize("form", ["int4", "int8"])
 def test_rounding_while_loading(form: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In less than 0.4 of the memory; on what a CPU does not multiply so it is refused."""
+    """As written checkpoints, in less than 0.4 of the memory; on what a CPU does not multiply so it is refused."""
     base = tmp_path / "base"
     base.mkdir()
     save_checkpoint(PACKABLE[name], base)
@@ -155,6 +155,10 @@ def test_rounding_while_loading(form: str, name: str, tmp_path: Path, monkeypatc
     plain, model = load(base), load(base, quantization=form)
     assert_alike(model, plain)
     assert model.num_parameters() == plain.num_parameters()
+    quantize_checkpoint(base, tmp_path / "out", form)
+    written = load(tmp_path / "out")
+    written.pack()
+    assert torch.equal(written.prefill("written", PROMPT), model.prefill("written", PROMPT))
     head_bytes = 2 * plain.network.embed_tokens.nbytes
     if cpu_product.this_cpu().multiplies_int8:
         assert model.parameter_bytes() - head_bytes < 0.4 * (plain.parameter_bytes() - head_bytes)
