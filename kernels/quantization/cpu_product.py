@@ -266,7 +266,8 @@ def _int8_blocks(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | No
     expected = padded.view(-1, _BLOCK, padded.shape[1] // 4, 4).transpose(1, 2).flatten()
     if packed.nbytes < expected.nbytes:
         return None
-    memory = (ctypes.c_int8 * expected.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    memory: Any = (ctypes.c_int8 * expected.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    memory.packed = packed  # whose memory this is
     found = torch.frombuffer(memory, dtype=torch.int8)
     return found if torch.equal(found, expected) else None
 
