@@ -103,7 +103,7 @@ def _load(folder: Path, name: str) -> PagedCausalLM:
                 if isinstance(module, Linear):
                     plain = module.weight.to_dense(dtype=torch.bfloat16) if module.weight.is_mkldnn else module.weight
                     weight = quantize(plain, form)
-                    assert is_plain(weight, this_cpu(), plain.dtype)
+                    assert is_plain(weight, this_cpu())
                     module.weight = torch.nn.Parameter(pack(unpacked(weight, plain.dtype)), requires_grad=False)
     executor.warmup()
     return executor.model

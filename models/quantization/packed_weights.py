@@ -81,7 +81,7 @@ class PackedWeights(PackedModule):
             starts = range(0, len(self.sizes), step)
             # As in `fused_moe`, each token has a scale of its own.
             weights = [replace(self._weight(start, start + step), input_scale=None) for start in starts]
-        if all(is_plain(weight, this_cpu(), dtype) for weight in weights):
+        if all(is_plain(weight, this_cpu()) for weight in weights):
             return torch.cat([unpacked(weight, dtype) for weight in weights])
         return CpuProducts([CpuProduct(weight, dtype) for weight in weights], self.num_weights())
 

@@ -23,9 +23,6 @@ AVX2, DEFAULT = (Cpu(name, multiplies_int8=False, multiplies_bf16=False) for nam
     [
         ("int8", (1, 0), 64, True, FULL, "int8"),
         ("int8", (1, 0), 64, False, FULL, "unpacked"),  # activations stay as they are
-        ("int8", (1, 0), 64, False, AVX2, "plain int8"),  # bfloat16 is multiplied in software
-        ("int8", (1, 64), 64, False, AVX2, "unpacked"),
-        ("int8", (1, 0), 64, False, DEFAULT, "unpacked"),
         ("int8", (1, 0), 64, True, AVX2, "unpacked"),
         ("int4", (1, 128), 64, False, AVX2, "int4"),
         ("int4", (1, 96), 64, False, FULL, "int4"),
@@ -37,8 +34,6 @@ AVX2, DEFAULT = (Cpu(name, multiplies_int8=False, multiplies_bf16=False) for nam
 )
 def test_choice(form: str, group: tuple[int, int], rows: int, rounds: bool, cpu: Cpu, expected: str) -> None:
     assert choose_product(form, group, rows, 384, rounds, cpu) == expected
-    if expected == "plain int8":
-        assert choose_product(form, group, rows, 384, rounds, cpu, torch.float32) == "unpacked"
 
 
 @pytest.mark.by_cpu
