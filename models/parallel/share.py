@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -117,11 +117,19 @@ class Share:
                 parts[name] = part.read
         return parts
 
-    def adapted(self, config: DecoderConfig, names: Iterable[str]) -> dict[str, tuple[int, list[Section]]]:
-        """Return the split dimension (0 rows, 1 columns) and this rank's part of each split projection."""
-        if self.size == 1:
-            return {}
-        return {name: (int(name.endswith(_SUMMED)), self.sections(config, f"{name}.weight")) for name in names}
+    def adapted(
+        self, config: DecoderConfig, shapes: Mapping[str, Sequence[int]]
+    ) -> dict[str, tuple[int, list[Section]]]:
+        """Return the split dimension (0 rows, 1 columns) and this rank's part of each split projection.
+
+        shapes: [out_features, in_features] of this rank.
+        """
+        found = {}
+        for name, shape in shapes.items() if self.size > 1 else ():
+            dim, sections = int(name.endswith(_SUMMED)), self.sections(config, f"{name}.weight")
+            factor = shape[dim] // sum(one.stop - one.start for one in sections)
+            found[name] = dim, [Section(*(factor * each for each in one)) for one in sections]
+        return found
 
     def sections(self, config: DecoderConfig, name: str) -> list[Section]:
         """Return the features of a split projection, by the name of one of its tensors in a checkpoint."""

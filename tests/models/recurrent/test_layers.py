@@ -12,7 +12,7 @@ from paged.cache.recurrent.tensors import StateTensors
 from paged.errors import UnsupportedError
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.layers.recurrent import GatedDeltaNet
-from paged.models.parallel.share import Share
+from paged.models.parallel.share import Share, cut
 from paged.models.registry import cache_config, load_model, read_model_config
 from tests.models.families import FAMILIES, assert_same_logits, forward, save_checkpoint, tokens
 from tests.models.published import published
@@ -93,3 +93,20 @@ def test_ranks_that_do_not_divide_heads(tmp_path: Path) -> None:
     _, config = read_model_config(tmp_path)
     with pytest.raises(UnsupportedError, match="tensor_parallel_size 4: key heads of recurrent layers 2, supported"):
         Share(0, 4).config(config)
+
+
+def test_ranks_share_an_adapter(tmp_path: Path) -> None:
+    """Each cuts its heads' features out of B's rows, or of A's columns."""
+    save_checkpoint(FAMILIES["qwen3_5"], tmp_path)
+    _, config = read_model_config(tmp_path)
+    whole = {"in_proj_qkv": [128, 96], "in_proj_z": [64, 96], "in_proj_b": [4, 96], "out_proj": [96, 64]}
+    for name, (rows, columns) in whole.items():
+        dim, key = int(name == "out_proj"), f"model.layers.0.linear_attn.{name}"
+        shape = [rows // (2 - dim), columns // (1 + dim)]
+        parts = [Share(rank, 2).adapted(config, {key: shape})[key] for rank in range(2)]
+        full = torch.arange([rows, columns][dim])
+        cuts = [cut(full, sections, 0) for _, sections in parts]
+        assert [len(each) for each in cuts] == [shape[dim]] * 2
+        assert torch.cat(cuts).sort().values.equal(full)
+        if name == "in_proj_qkv":  # q, k and v: the second rank has the second half of each
+            assert cuts[1].tolist() == [*range(16, 32), *range(48, 64), *range(96, 128)]
