@@ -11,7 +11,8 @@ class Case:
     options: of vLLM's engine. env: of its process. by_error: log-probabilities are compared with float64, not tokens,
     because roundings of 16 and 8 bits may choose others. adapter: every other prompt uses it. like: the case whose
     texts under vLLM's own backend it must have; that runs this one only where ours has failed. vllm_fails: how vLLM
-    itself fails on a CPU, whichever the backend.
+    itself fails on a CPU, whichever the backend. repeats: how often every prompt holds its tokens. block_size: tokens
+    of a block as vLLM must make it.
     """
 
     name: str
@@ -23,6 +24,15 @@ class Case:
     adapter: bool = False
     like: str | None = None
     vllm_fails: str | None = None
+    repeats: int = 1
+    block_size: int | None = None
+
+
+def _hybrid(block_size: int, repeats: int) -> Case:
+    """Prompts longer than a block; vLLM's own recurrent layers take bfloat16 alone on a CPU."""
+    name, model = f"Qwen3.5, blocks of {block_size:,}", f"qwen3.5 {block_size}"
+    options = {"block_size": 16, "mamba_ssm_cache_dtype": "float32", "max_model_len": 4096}
+    return Case(name, model, "bfloat16", options, by_error=True, repeats=repeats, block_size=block_size)
 
 
 _CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # where it finds one NUMA node vLLM places no second worker itself
@@ -37,6 +47,7 @@ CASES = (
     Case("Gemma 3: sliding window, q/k norm", model="gemma3"),
     Case("gpt-oss: sinks, sliding window", model="gpt-oss"),
     Case("Qwen3-MoE", model="qwen3-moe"),
+    *(_hybrid(block_size, repeats) for block_size, repeats in ((528, 6), (816, 8), (1056, 10))),
     Case("LoRA on every other prompt", options={"enable_lora": True, "max_lora_rank": 8}, adapter=True),
     Case("n-gram speculation", options={"speculative_config": _NGRAM}, like="Llama"),
     Case("tensor parallel 2", options={"tensor_parallel_size": 2}, **_PARALLEL),

@@ -17,6 +17,19 @@ _COMMON: dict[str, Any] = {
 _WINDOW = {"sliding_window": 32}
 _SCALED = {**_WINDOW, "query_pre_attn_scalar": HEAD_DIM}
 _ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_LONG = {"max_position_embeddings": 4096}
+# vLLM makes blocks of 16 tokens so long that one holds a state, by default of 128 x 128 float32 a head: 528, 816 and
+# 1,056 tokens.
+_HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3.5 528": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_key_value_heads": 4},
+    "qwen3.5 816": {
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 12,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "qwen3.5 1056": {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
 # The family, and what it has besides _COMMON.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -25,6 +38,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", _SCALED),
     "gpt-oss": ("GptOss", {"num_experts_per_tok": 2, "num_local_experts": 8, **_WINDOW}),
     "qwen3-moe": ("Qwen3Moe", _ROUTED),
+    **{name: ("Qwen3_5Text", {**_LONG, **options}) for name, options in _HYBRIDS.items()},
 }
 
 

@@ -68,6 +68,8 @@ def _cell(case: Case, results: Results) -> tuple[str, bool]:
         return said.replace("|", "/"), is_known or (texts[0] == "runs" and texts[1] != missing["failed"])
     if ours["layers"] != ["PagedImpl"] or "PagedImpl" in theirs["layers"]:
         return f"ran {ours['layers']} and {theirs['layers']}", False
+    if case.block_size not in (None, ours["block_size"]):
+        return f"blocks of {ours['block_size']}", False
     if case.by_error:
         ratio = ours["error"] / theirs["error"]
         return f"error {ours['error']:.2e}, vLLM's {theirs['error']:.2e}", ratio <= 1.05

@@ -1,8 +1,8 @@
 """Cases in real engines of vLLM: `python -m tests.vllm.engine.serve RESULTS BACKEND CASE...`, one after the other.
 
 Each adds a line to the file RESULTS, beside which the checkpoints lie: {"case", "backend"} and {"tokens": [[...], ...],
-"error": mean |log-probability - float64's|, "layers": classes, "cached": tokens found in the prefix cache}, or
-{"failed": why}.
+"error": mean |log-probability - float64's|, "layers": classes, "cached": tokens found in the prefix cache,
+"block_size": tokens}, or {"failed": why}.
 """
 
 import json
@@ -53,7 +53,7 @@ def _serve(case: Case, backend: str, folder: Path) -> dict[str, Any]:
     llm = LLM(str(path), **options)
     try:
         lora = LoRARequest("adapter", 1, str(adapter(folder))) if case.adapter else None
-        given = [{"prompt_token_ids": prompt} for prompt in prompts()]
+        given = [{"prompt_token_ids": prompt * case.repeats} for prompt in prompts()]
         requests = [lora if index % 2 else None for index in range(len(given))] if lora else None
         logprobs = VOCABULARY if case.by_error else None
         greedy = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
@@ -66,6 +66,7 @@ def _serve(case: Case, backend: str, folder: Path) -> dict[str, Any]:
             "error": _error(path, outputs) if case.by_error else None,
             "layers": sorted({name for names in llm.collective_rpc(_layers) for name in names}),
             "cached": sum(output.num_cached_tokens or 0 for output in outputs),
+            "block_size": llm.llm_engine.vllm_config.cache_config.block_size,
         }
     finally:
         llm.llm_engine.engine_core.shutdown()
