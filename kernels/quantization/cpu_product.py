@@ -30,9 +30,10 @@ _ZERO = 128
 # The packing is made for this number of rows: 32 take 0.41 ms in place of 0.47 with 1, and 1 row as long.
 _PREPACKED_ROWS = 32
 # Outputs of a block that numba kernels multiply, and the multiple of columns of int8 ones. Their int8 product with 8192
-# x 1024 takes 0.66, 0.85 and 1.15 of oneDNN's time for 4, 32 and 128 rows, that of int4 0.65 of ATen's.
+# x 1024 takes 0.66, 0.85 and 1.15 of oneDNN's time for 4, 32 and 128 rows, that of int4 0.65 of ATen's. AMX, which only
+# oneDNN uses, multiplies 16 rows at once.
 _BLOCK, _BLOCK_COLUMNS = 64, 64
-_MOST_INT8_ROWS = 64
+_MOST_INT8_ROWS, _MOST_INT8_ROWS_BESIDE_AMX = 64, 8
 _HAS_INT8 = hasattr(torch.ops.onednn, "qlinear_pointwise")
 _multiply_int8: Any = torch.ops.onednn.qlinear_pointwise.default if _HAS_INT8 else None
 _multiply_int4: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
@@ -43,11 +44,13 @@ class Cpu(NamedTuple):
 
     capability: the instructions that ATen uses, as PyTorch names them. multiplies_int8: whether the CPU has int8
     products (VNNI or AMX), and oneDNN's sums of them are exact. multiplies_bf16: whether it has products of bfloat16.
+    has_amx: whether it has AMX for int8.
     """
 
     capability: str
     multiplies_int8: bool
     multiplies_bf16: bool
+    has_amx: bool = False
 
 
 @cache
@@ -61,7 +64,7 @@ def this_cpu() -> Cpu:
     names = {name for name, value in found.items() if value is True}
     has_int8 = not names.isdisjoint(("avx512_vnni", "avx_vnni", "amx_int8")) and _HAS_INT8 and _is_int8_exact()
     has_bf16 = not names.isdisjoint(("avx512_bf16", "amx_bf16")) and MULTIPLIES_BF16
-    return Cpu(torch.backends.cpu.get_cpu_capability(), has_int8, has_bf16)
+    return Cpu(torch.backends.cpu.get_cpu_capability(), has_int8, has_bf16, "amx_int8" in names)
 
 
 def _is_int8_exact() -> bool:
@@ -188,7 +191,9 @@ class CpuProduct:
 
     def _loops(self, x: torch.Tensor) -> Any:
         """Return the numba kernels that multiply these rows by blocks faster, or None."""
-        most = _MOST_INT8_ROWS if self.kind == "int8" else _MANY_ROWS - 1
+        most = _MANY_ROWS - 1
+        if self.kind == "int8":
+            most = _MOST_INT8_ROWS_BESIDE_AMX if this_cpu().has_amx else _MOST_INT8_ROWS
         if self.blocks is None or len(x) > most or x.stride(1) != 1 or loops_of(torch_op, x) is None:
             return None
         from paged.kernels.common.packed.numba_ops import block_product
