@@ -129,6 +129,18 @@ def test_numba_kernels_give_the_same_bits(
             assert not got[3:5].isfinite().any()
 
 
+@needs_numba
+@pytest.mark.parametrize(("has_amx", "most"), [(False, 64), (True, 8)])
+def test_rows_that_numba_kernels_take(has_amx: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    monkeypatch.setattr(cpu_product, "this_cpu", lambda: this_cpu()._replace(has_amx=has_amx))
+    product = CpuProduct(Problem.make(torch.device("cpu"), "int8 channel", size=(64, 384)).weight, torch.float32)
+    if product._loops(torch.zeros(1, 384)) is None:
+        pytest.skip("no int8 products in vectors of 64")
+    assert product._loops(torch.zeros(most, 384)) is not None
+    assert product._loops(torch.zeros(most + 1, 384)) is None
+
+
 @pytest.mark.by_cpu
 def test_memory_is_the_stored_one() -> None:
     for name in ("int8 channel", "int4 g128", "int4 g128 zeros"):
