@@ -37,9 +37,14 @@ def test_choice(form: str, group: tuple[int, int], rows: int, rounds: bool, cpu:
 
 
 @pytest.mark.by_cpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "torch") for name in FORMATS),
+        *(pytest.param(name, "numba", marks=needs_numba) for name in FORMATS if name.startswith("int")),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["torch", pytest.param("numba", marks=needs_numba)])
 def test_every_format(name: str, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within what rounding weights, or their scales and zero points, to the dtype of x moves the result."""
     monkeypatch.setenv("PAGED_BACKEND", backend)
