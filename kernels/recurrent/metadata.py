@@ -115,42 +115,43 @@ class RecurrentBatch:
             raise InvalidInputError(f"max_append: {self.max_append}, expected at most {ring_len}, entries of the ring")
         if not self.starts.is_cpu:
             return
-        offsets = self.cu_seqlens_q
-        lens = offsets.diff()
-        read, write, cursors, snapshots = self.read_slots, self.write_slots, self.cursors, self.snapshot_slots
-        is_scanned, in_place = lens > self.max_append, read == write
-        ends, stops = self.starts + lens, self.snapshot_lens
-        begins = torch.where(in_place, cursors, 0)
-        is_snapshot = is_scanned & (stops > self.starts) & (stops <= ends) & (stops % CHUNK_SIZE == 0)
-        rules = (
-            ("cu_seqlens_q", offsets, (offsets >= 0) & (offsets <= num_tokens), f"0 to {num_tokens}"),
-            ("cu_seqlens_q", offsets[:1], offsets[:1] == 0, "0"),
-            ("tokens of sequence", lens, (lens >= 0) & (lens <= self.max_seqlen_q), f"0 to {self.max_seqlen_q}"),
-            ("starts", self.starts, self.starts >= 0, "0 or more"),
-            ("read_slots", read, (read >= -1) & (read < num_slots), f"-1 to {num_slots - 1}"),
-            ("write_slots", write, (write >= 0) & (write < num_slots), f"0 to {num_slots - 1}"),
-            ("write_slots", write, ~(is_scanned & in_place), "another slot than is read by a scan"),
-            ("cursors", cursors, (cursors >= 0) & (cursors <= ring_len), f"0 to {ring_len}"),
-            ("cursors", cursors, (read >= 0) | (cursors == 0), "0 where no slot is read"),
-            (
-                "cursors",
-                cursors,
-                is_scanned | (begins + lens <= ring_len),
-                f"room for the tokens in {ring_len} entries",
-            ),
-            ("snapshot_slots", snapshots, (snapshots >= -1) & (snapshots < num_slots), f"-1 to {num_slots - 1}"),
-            ("snapshot_lens", stops, (snapshots < 0) | is_snapshot, f"a multiple of {CHUNK_SIZE} within a scan"),
-        )
-        for name, values, is_right, expected in rules:
-            wrong = ~is_right if len(values) != len(lens) or values is lens else ~is_right & (lens > 0)
-            if wrong.any():
-                at = int(wrong.nonzero()[0])
-                raise InvalidInputError(f"{name}[{at}]: {int(values[at])}, expected {expected}")
-        written = torch.cat([write[lens > 0], snapshots[(lens > 0) & (snapshots >= 0)]])
-        slots, counts = written[written > 0].unique(return_counts=True)
-        if (counts > 1).any():
-            slot = int(slots[counts > 1][0])
-            raise InvalidInputError(f"write_slots: slot {slot} is written twice, expected once at most")
+        offsets, *columns = (each.tolist() for each in self.tensors().values())
+        if offsets[0] != 0:
+            raise InvalidInputError(f"cu_seqlens_q[0]: {offsets[0]}, expected 0")
+        written: set[int] = set()
+        slots, room = f"to {num_slots - 1}", f"room for the tokens in {ring_len} entries"
+        slot_or_none, slot, entries = f"-1 {slots}", f"0 {slots}", f"0 to {ring_len}"
+        of_grid = f"a multiple of {CHUNK_SIZE} within a scan"
+        for at, row in enumerate(zip(offsets, offsets[1:], *columns, strict=False)):
+            first, end, start, read, write, cursor, snapshot, stop = row
+            length, in_place = end - first, read == write
+            if not 0 <= end <= num_tokens:
+                raise InvalidInputError(f"cu_seqlens_q[{at + 1}]: {end}, expected 0 to {num_tokens}")
+            if not 0 <= length <= self.max_seqlen_q:
+                raise InvalidInputError(f"tokens of sequence[{at}]: {length}, expected 0 to {self.max_seqlen_q}")
+            if length == 0:
+                continue
+            is_scan, begin = length > self.max_append, cursor if in_place else 0
+            is_snapshot = is_scan and start < stop <= start + length and stop % CHUNK_SIZE == 0
+            rules = (
+                ("starts", start, start >= 0, "0 or more"),
+                ("read_slots", read, -1 <= read < num_slots, slot_or_none),
+                ("write_slots", write, 0 <= write < num_slots, slot),
+                ("write_slots", write, not (is_scan and in_place), "another slot than is read by a scan"),
+                ("cursors", cursor, 0 <= cursor <= ring_len, entries),
+                ("cursors", cursor, read >= 0 or cursor == 0, "0 where no slot is read"),
+                ("cursors", cursor, is_scan or begin + length <= ring_len, room),
+                ("snapshot_slots", snapshot, -1 <= snapshot < num_slots, slot_or_none),
+                ("snapshot_lens", stop, snapshot < 0 or is_snapshot, of_grid),
+            )
+            for name, value, is_right, expected in rules:
+                if not is_right:
+                    raise InvalidInputError(f"{name}[{at}]: {value}, expected {expected}")
+            for each in (write, snapshot):
+                if each in written:
+                    raise InvalidInputError(f"write_slots: slot {each} is written twice, expected once at most")
+                if each > 0:
+                    written.add(each)
 
 
 @dataclass(frozen=True, eq=False)
