@@ -17,7 +17,7 @@ TIGHT = {"num_blocks": 23, "num_swap_blocks": 64}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "together": ({}, {}),
     "ahead": ({"overlap": True, "chunk_size": 7}, {}),
-    "recorded": ({}, {"cuda_graphs": (8, 16)}),
+    "recorded": ({}, {"cuda_graphs": (8, 32)}),
     "recompute": ({"admission_tokens": 0, "chunk_size": 3}, TIGHT),
     "swap": ({"admission_tokens": 0, "chunk_size": 3, "preemption": "swap"}, TIGHT),
     "drafts": ({}, {}),
