@@ -77,6 +77,7 @@ def test_same_as_a_plain_forward(checkpoint: tuple[Any, Path], way: str) -> None
         else:
             assert output.outputs[0].hidden_states is output.outputs[0].routed_experts is None
             assert output.outputs[0].token_ids == expected[index // 3].outputs[0].token_ids
+    assert engine.metrics.failed_forwards == 0
     assert bool(engine.metrics.preempted) == (way in ("recompute", "swap"))
     assert (engine.metrics.accepted_tokens > 0) == (way == "drafts")
     replays = executor.status().graph_replays
