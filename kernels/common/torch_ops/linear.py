@@ -19,9 +19,10 @@ _multiply: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else 
 # cores of a Xeon with AMX 512 and 2,048 rows of 768 x 2304 take 1.0 and 1.15 of MKL's time with packed weights. Without
 # loops those are faster for few rows, unless what MKL reads fits the cache of 2 MB: then it takes 0.75 of their time.
 _capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-# Whether the CPU multiplies bfloat16 with sums in float32, and oneDNN uses that. Asked once at import: in a step this
-# would be an operation that a recording cannot repeat.
-_has_products = any(_capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+# Whether the CPU multiplies bfloat16 with sums in float32, and oneDNN uses that, which says so of any AVX-512. Asked
+# once at import: in a step this would be an operation that a recording cannot repeat.
+_is_x86 = _capabilities.get("architecture") == "x86_64"
+_has_products = not _is_x86 or any(_capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
 MULTIPLIES_BF16 = _HAS_ONEDNN and _has_products and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 _HAS_INTEL_MKL = torch.backends.mkl.is_available() and "Intel" in str(_capabilities.get("cpu_name"))
 _MKL_BYTES = 2 << 20
