@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from paged.cache.blocks.rollback import Rollback
 from paged.errors import PagedError
@@ -19,7 +19,6 @@ class StateSlots:
         self.num_slots = num_slots
         self.starts = [0] * (num_slots + 1)
         self.ends = [-1] * (num_slots + 1)
-        self.freed: set[int] = set()
         self.references: Counter[int] = Counter()
         self._free = list(range(num_slots, 0, -1))
         self._rollback = rollback
@@ -32,7 +31,6 @@ class StateSlots:
     def allocate(self) -> int:
         """Return a free slot with one reference; the caller has made sure that there is one."""
         slot = self._free.pop()
-        self.freed.discard(slot)
         self.references[slot] = 1
         return slot
 
@@ -48,7 +46,6 @@ class StateSlots:
             if not self.references[slot]:
                 del self.references[slot]
                 self._free.append(slot)
-                self.freed.add(slot)
 
     def place(self, slot: int, start: int, end: int) -> None:
         """Record that a slot holds the state at the positions from `start` to `end`."""
@@ -72,26 +69,15 @@ class StateSlots:
         self.references = Counter(held)
         del self.references[0]
         self._free = [slot for slot in range(self.num_slots, 0, -1) if slot not in self.references]
-        self.freed.difference_update(self.references)
 
     def check_counts(self, held: Iterable[int]) -> None:
-        """Compare with the references that the holders count.
-
-        Raises:
-            PagedError: a count is wrong.
-        """
+        """Compare with the references that the holders count; raise PagedError if one is wrong."""
         counted = Counter(held)
         del counted[0]
         if counted != +self.references:
             raise PagedError(f"state slots: references {dict(+self.references)}, but {dict(counted)} are held")
         if sorted([*self._free, *counted]) != list(range(1, self.num_slots + 1)):
             raise PagedError(f"state slots: free {sorted(self._free)} beside {sorted(counted)} of {self.num_slots}")
-
-    def take_freed(self) -> Sequence[int]:
-        """Return the slots that have become free since the last call."""
-        freed = sorted(self.freed)
-        self.freed.clear()
-        return freed
 
     def _place(self, slot: int, start: int, end: int) -> None:
         self.starts[slot], self.ends[slot] = start, end

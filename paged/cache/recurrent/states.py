@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,11 +14,12 @@ from paged.cache.prefix.index import PrefixIndex
 from paged.cache.recurrent.boundaries import SCAN_CHUNK, chunk_end, snapshot_positions
 from paged.cache.recurrent.slots import StateSlots
 from paged.cache.recurrent.spec import RecurrentSpec
-from paged.cache.recurrent.step import RecurrentSequence, StateStep
+from paged.cache.recurrent.step import StateStep
 from paged.errors import InvalidInputError, OutOfStateSlotsError
 
 if TYPE_CHECKING:
     from paged.cache.recurrent.tensors import StateTensors
+    from paged.cache.slot_reservation import SequenceState
 
 _COUNTS = ("num_evictions", "num_restored")
 
@@ -64,9 +64,6 @@ class RecurrentStates:
         self._block_size = block_size
         self._index, self._is_caching = index, is_caching
         self._rollback = rollback
-        self._poisons = os.environ.get("PAGED_CHECK") == "1"
-        if self._poisons:
-            self.slots.freed.update(range(1, spec.num_slots + 1))
         index.on_forget = self._forget
 
     @property
@@ -76,19 +73,17 @@ class RecurrentStates:
 
     # What steps read and write.
 
-    def reserve(self, states: Sequence[RecurrentSequence], targets: Sequence[int]) -> None:
+    def reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
         """Plan the step of every sequence up to its target: for all of them or for none.
 
         Raises:
             OutOfStateSlotsError: too few slots are free.
         """
-        if self._poisons:
-            self._poison_freed()
         grown = [(state, target) for state, target in zip(states, targets, strict=True) if target > state.num_tokens]
         cursors = [self._cursor(state) for state, _ in grown]
         needs_slot = [self._needs_slot(state, target) for state, target in grown]
         self._require(sum(needs_slot))
-        self._rollback.append((_restore_steps, [(state, state.step) for state, _ in grown]))
+        self._rollback.append((_restore, [(state, state.slot, state.step) for state, _ in grown]))
         writes = [
             self._allocate() if is_needed else state.slot
             for (state, _), is_needed in zip(grown, needs_slot, strict=True)
@@ -106,7 +101,7 @@ class RecurrentStates:
                 snapshot_len=position if snapshot else 0,
             )
 
-    def arrays(self, states: Sequence[RecurrentSequence], targets: Sequence[int]) -> tuple[NDArray[np.int32], ...]:
+    def arrays(self, states: Sequence[SequenceState], targets: Sequence[int]) -> tuple[NDArray[np.int32], ...]:
         """Return the planned steps as `RecurrentBatch` takes them, from `starts` to `snapshot_lens`.
 
         Raises:
@@ -128,13 +123,13 @@ class RecurrentStates:
             rows.append((step.start, *step[2:]))
         return tuple(np.array(rows, np.int32).reshape(-1, 6).T.copy())
 
-    def commit(self, states: Sequence[RecurrentSequence]) -> list[tuple[RecurrentSequence, Snapshot]]:
+    def commit(self, states: Sequence[SequenceState]) -> list[tuple[SequenceState, Snapshot]]:
         """Give every sequence, whose length is its target now, the slot that its step has written.
 
         Returns:
             States within chunks that were asked for, whose references `keep` takes over.
         """
-        self._rollback.append((_restore_slots, [(state, state.slot, state.step) for state in states]))
+        self._rollback.append((_restore, [(state, state.slot, state.step) for state in states]))
         inside = []
         for state in states:
             step = state.step
@@ -152,16 +147,16 @@ class RecurrentStates:
             state.step = None
         return inside
 
-    def drop_steps(self, states: Iterable[RecurrentSequence]) -> None:
+    def drop_steps(self, states: Iterable[SequenceState]) -> None:
         """Give back the slots that planned steps would have written; what sequences hold is as before them."""
-        planned = [(state, state.step) for state in states if state.step is not None]
-        self._rollback.append((_restore_steps, planned))
-        for state, step in planned:
+        planned = [(state, state.slot, state.step) for state in states if state.step is not None]
+        self._rollback.append((_restore, planned))
+        for state, _, step in planned:
             for slot in step.own_slots:
                 self.slots.release(slot)
             state.step = None
 
-    def _cursor(self, state: RecurrentSequence) -> int:
+    def _cursor(self, state: SequenceState) -> int:
         if state.slot:
             return self.slots.check(state.slot, state.num_tokens)
         if state.num_tokens:
@@ -170,7 +165,7 @@ class RecurrentStates:
             )
         return 0
 
-    def _needs_slot(self, state: RecurrentSequence, target: int) -> bool:
+    def _needs_slot(self, state: SequenceState, target: int) -> bool:
         """Return whether a step writes another slot than it reads."""
         count, slot = target - state.num_tokens, state.slot
         return (
@@ -180,20 +175,17 @@ class RecurrentStates:
             or target - self.slots.starts[slot] > self.spec.ring
         )
 
-    def _kept_inside(self, state: RecurrentSequence, target: int) -> int:
+    def _kept_inside(self, state: SequenceState, target: int) -> int:
         """Return the position within a chunk whose state is to be kept, or 0."""
         if target - state.num_tokens <= self.spec.max_append:
             return 0
-        inside = [one for one in self.positions(state, target) if one < target and not one % SCAN_CHUNK]
+        inside = [one for one in self._positions(state, state.num_tokens, target) if one < target and not one % SCAN_CHUNK]
         return inside[-1] if inside else 0
 
     # Snapshots for the prefix cache.
 
-    def positions(self, state: RecurrentSequence, end: int) -> list[int]:
-        """Return the positions up to `end` at which the sequence keeps its state, see `snapshot_positions`."""
-        return self._positions(state, state.num_tokens, end)
-
-    def _positions(self, state: RecurrentSequence, start: int, end: int) -> list[int]:
+    def _positions(self, state: SequenceState, start: int, end: int) -> list[int]:
+        """Return the positions in (start, end] at which the sequence keeps its state, see `snapshot_positions`."""
         if not self._is_caching:
             return []
         return snapshot_positions(
@@ -205,10 +197,10 @@ class RecurrentStates:
             interval=self.spec.snapshot_interval,
         )
 
-    def chunk_end(self, state: RecurrentSequence, limit: int, total: int, *, may_leave_grid: bool) -> int:
+    def chunk_end(self, state: SequenceState, limit: int, total: int, *, may_leave_grid: bool) -> int:
         """Return where a prompt chunk that may end at `limit` ends, see `boundaries.chunk_end`."""
-        kept = self.positions(state, limit)
         start, most = state.num_tokens, self.spec.max_append
+        kept = self._positions(state, start, limit)
         return chunk_end(start, limit, total, kept, max_append=most, may_leave_grid=may_leave_grid)
 
     def usable(self, found: Sequence[int], longest: int) -> list[int]:
@@ -216,7 +208,7 @@ class RecurrentStates:
         most = min(len(found), longest // self._block_size)
         return [0, *(count for count in range(1, most + 1) if found[count - 1] in self.snapshots)]
 
-    def begin(self, state: RecurrentSequence, found: Sequence[int], prompt_len: int) -> None:
+    def begin(self, state: SequenceState, found: Sequence[int], prompt_len: int) -> None:
         """Give a new sequence the snapshot at its length, and note where its prompt parts from published ones.
 
         found: the published blocks that its prompt begins with, whether it uses them or not.
@@ -236,7 +228,7 @@ class RecurrentStates:
         matched = min(len(found), max(prompt_len - 1, 0) // size) * size
         state.junction = matched if matched > length else 0
 
-    def keep(self, inside: Sequence[tuple[RecurrentSequence, Snapshot]], states: Iterable[RecurrentSequence]) -> None:
+    def keep(self, inside: Sequence[tuple[SequenceState, Snapshot]], states: Iterable[SequenceState]) -> None:
         """Keep snapshots after blocks were published.
 
         inside: from `commit`. states: sequences whose own slot may hold a state to keep.
@@ -255,7 +247,8 @@ class RecurrentStates:
                 continue
             self._rollback.keep_fields(state, ("passed", "rolling"))
             state.passed = position
-            if not self._is_kept_at(state, position) or not self._keep(state, Snapshot(slot, position)):
+            is_kept = self._positions(state, position - 1, position)
+            if not is_kept or not self._keep(state, Snapshot(slot, position)):
                 continue
             slots.share(slot)
             if state.rolling:
@@ -265,11 +258,7 @@ class RecurrentStates:
             is_rolling = position >= state.prompt_len and (interval is None or position % interval != 0)
             state.rolling = position if is_rolling else 0
 
-    def _is_kept_at(self, state: RecurrentSequence, position: int) -> bool:
-        """Return whether the policy keeps the state at a boundary that the sequence has passed."""
-        return bool(self._positions(state, position - 1, position))
-
-    def _keep(self, state: RecurrentSequence, snapshot: Snapshot) -> bool:
+    def _keep(self, state: SequenceState, snapshot: Snapshot) -> bool:
         """Enter a snapshot whose reference it takes over; False if its block is not published or has one."""
         block = self._index.block_of(state.chain, snapshot.position // self._block_size)
         if block is None or block in self.snapshots:
@@ -314,20 +303,20 @@ class RecurrentStates:
 
     # Other calls of the cache.
 
-    def fork(self, source: RecurrentSequence, target: RecurrentSequence) -> None:
+    def fork(self, source: SequenceState, target: SequenceState) -> None:
         """Let a new sequence share the slot; whichever runs first writes another one."""
         if source.slot:
             self.slots.check(source.slot, source.num_tokens)
             target.slot = self.slots.share(source.slot)
         target.prompt_len, target.passed = source.prompt_len, source.passed
 
-    def release(self, state: RecurrentSequence) -> None:
+    def release(self, state: SequenceState) -> None:
         """Drop what a sequence that is being changed holds."""
         self.slots.release(state.slot)
         self.host_slots.release(state.host_slot)
         state.slot = state.host_slot = 0
 
-    def truncate(self, state: RecurrentSequence, num_tokens: int) -> None:
+    def truncate(self, state: SequenceState, num_tokens: int) -> None:
         """Let a sequence that is being changed hold its state after `num_tokens`; its chain still holds all tokens.
 
         Raises:
@@ -356,7 +345,7 @@ class RecurrentStates:
         state.passed = min(state.passed, num_tokens)
         state.rolling = state.rolling if state.rolling <= num_tokens else 0
 
-    def swap_out(self, state: RecurrentSequence) -> None:
+    def swap_out(self, state: SequenceState) -> None:
         """Move the slot of a sequence that is being changed to the host, unless others share it.
 
         Raises:
@@ -374,7 +363,7 @@ class RecurrentStates:
         state.slot, state.host_slot = 0, host
         slots.release(slot)
 
-    def swap_in(self, state: RecurrentSequence) -> None:
+    def swap_in(self, state: SequenceState) -> None:
         """Move the state of a sequence that is being changed back to the device.
 
         Raises:
@@ -394,24 +383,15 @@ class RecurrentStates:
         state.slot, state.host_slot = slot, 0
         hosts.release(host)
 
-    def _poison_freed(self) -> None:
-        freed = self.slots.take_freed()
-        if freed:
-            self.tensors.poison(freed)
-
     # Recounts.
 
-    def recount(self, states: Sequence[RecurrentSequence]) -> None:
+    def recount(self, states: Sequence[SequenceState]) -> None:
         """Derive the reference counts from the sequences and snapshots that a rollback has restored."""
         self.slots.recount(self._held(states))
         self.host_slots.recount(state.host_slot for state in states)
 
-    def check_integrity(self, states: Sequence[RecurrentSequence]) -> None:
-        """Recount every reference, and compare positions.
-
-        Raises:
-            PagedError: a count or a position is wrong; the message names the first error.
-        """
+    def check_integrity(self, states: Sequence[SequenceState]) -> None:
+        """Recount every reference, and compare positions; raise PagedError for the first error."""
         self.slots.check_counts(self._held(states))
         self.host_slots.check_counts(state.host_slot for state in states)
         for state in states:
@@ -423,7 +403,7 @@ class RecurrentStates:
             self.slots.check(*snapshot)
             assert block in self._index.published
 
-    def _held(self, states: Iterable[RecurrentSequence]) -> list[int]:
+    def _held(self, states: Iterable[SequenceState]) -> list[int]:
         held = [snapshot.slot for snapshot in self.snapshots.values()]
         for state in states:
             held.append(state.slot)
@@ -432,11 +412,6 @@ class RecurrentStates:
         return held
 
 
-def _restore_steps(planned: Iterable[tuple[RecurrentSequence, StateStep | None]]) -> None:
-    for state, step in planned:
-        state.step = step
-
-
-def _restore_slots(held: Iterable[tuple[RecurrentSequence, int, StateStep | None]]) -> None:
+def _restore(held: Iterable[tuple[SequenceState, int, StateStep | None]]) -> None:
     for state, slot, step in held:
         state.slot, state.step = slot, step

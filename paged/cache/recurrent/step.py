@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
-from paged.cache.prefix.chain import TokenChain
-from paged.seq_id import SeqId
+from typing import NamedTuple
 
 
 class StateStep(NamedTuple):
@@ -36,28 +33,3 @@ class StateStep(NamedTuple):
     def own_slots(self) -> tuple[int, int]:
         """Slots that the step holds beside its sequence's: the written one and the snapshot's, 0 for none."""
         return 0 if self.is_in_place else self.write, max(self.snapshot, 0)
-
-
-class RecurrentSequence(Protocol):
-    """What this folder reads and changes of a cache's `SequenceState`.
-
-    Attributes:
-        slot: slot with the state of `num_tokens` tokens; 0 for none, or while it is in `host_slot`.
-        host_slot: while swapped out, the slot in host memory; 0 if its slot is shared and stays on the device.
-        step: what an open reservation has planned.
-        prompt_len: tokens of its prompt, 0 if unknown.
-        junction: position where its prompt parted from published blocks without a snapshot, 0 for none.
-        passed: last boundary at which its state was kept, or could have been.
-        rolling: such a boundary behind its prompt whose snapshot goes when the next one is kept; 0 for none.
-    """
-
-    request_id: SeqId
-    num_tokens: int
-    chain: TokenChain
-    slot: int
-    host_slot: int
-    step: StateStep | None
-    prompt_len: int
-    junction: int
-    passed: int
-    rolling: int

@@ -79,8 +79,3 @@ class StateTensors:
             self.listener("swap_in_states", (pairs,))
         for memory in self.host_slots:
             memory.swap_in(pairs)
-
-    def poison(self, slots: Sequence[int]) -> None:
-        """Fill slots with NaN, so that a read of a freed state shows."""
-        for tensor in self.all.values():
-            tensor[:, list(slots)] = torch.nan

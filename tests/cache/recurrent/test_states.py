@@ -10,12 +10,6 @@ from paged.errors import InvalidInputError, OutOfStateSlotsError, UnsupportedErr
 from tests.cache.recurrent.hashing_model import HashingModel, RandomCalls, make_manager
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free slots hold NaN."""
-    monkeypatch.setenv("PAGED_CHECK", "1")
-
-
 @pytest.mark.parametrize(
     ("seed", "count", "num_slots", "block_size", "interval", "window"),
     [
