@@ -71,13 +71,9 @@ class BlockTables:
         return True
 
     def at(self, states: list[SequenceState], indices: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return int32 [len(states)], the first table's block of each at an index; 0 if there is none. As `gather`."""
+        """Return int32 [len(states)], the first table's block of each at an index up to its number of blocks, or 0."""
         self._update(states)
-        width = self._rows.shape[2]
-        try:
-            blocks: NDArray[np.int32] = self._rows[0, self._last_rows, indices]
-        except IndexError:  # no sequence has so many blocks yet
-            blocks = self._rows[0, self._last_rows, np.minimum(indices, width - 1)] * (indices < width)
+        blocks: NDArray[np.int32] = self._rows[0, self._last_rows, indices]
         return blocks
 
     def gather(self, changed: list[SequenceState]) -> NDArray[np.int32]:
@@ -103,7 +99,7 @@ class BlockTables:
     def _store(self, state: SequenceState) -> None:
         new, old, row, count = state.blocks, state.row_blocks, state.row, self._num_tables
         length = len(new) // count
-        while length > self._rows.shape[2]:
+        while length >= self._rows.shape[2]:  # `at` may read one more
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=2)
         kept = _first_change(new, old)
         same = kept // count

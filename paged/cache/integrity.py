@@ -23,21 +23,18 @@ def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[i
 
 def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
     """Derive all counts from the sequences and published blocks that a rollback has restored."""
-    sequences.tables.recount([handle._state for handle in sequences.handles.values()])
+    states = [handle._state for handle in sequences.handles.values()]
+    sequences.tables.recount(states)
     prefixes.index.recount()
     references, host_references = _count_references(sequences)
     prefixes.pool.recount(references)
     host_pool.recount(host_references)
     if prefixes.recurrent is not None:
-        prefixes.recurrent.recount([handle._state for handle in sequences.handles.values()])
+        prefixes.recurrent.recount(states)
 
 
 def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
-    """Recount every reference from the live sequences and open reservations.
-
-    Raises:
-        PagedError: a count is wrong; the message names the first error.
-    """
+    """`PagedKvCacheManager.check_integrity`."""
     for handle in sequences.handles.values():
         state = sequences.state(handle, may_be_swapped=True)
         held = [block for block in state.blocks if block]

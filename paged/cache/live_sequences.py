@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,6 @@ from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import MAX_TOKEN_IDS
 
 RequestColumns = tuple[list[SeqId], list[int], list[int | None]]
-_ID_TYPES = {str, int}
-_LENGTH_TYPES = {int, type(None)}
-_NO_LENGTH = {type(None)}
-_HANDLE_TYPES = {KvCacheHandle}
 
 
 class LiveSequences:
@@ -119,7 +116,7 @@ class LiveSequences:
             states.append(state)
         if len(set(map(id, states))) != len(states):
             raise InvalidInputError(f"cache_id: {Counter(cache_ids).most_common(1)[0][0]!r} is given twice")
-        if set(map(type, admissions)) <= _NO_LENGTH:
+        if set(admissions) <= {None}:
             return states, targets, None
         pairs = zip(targets, admissions, strict=True)
         return states, targets, [target if admission is None else admission for target, admission in pairs]
@@ -174,12 +171,12 @@ def as_pairs(
         if convert is not None and pairs and isinstance(pairs[0], UnifiedBatchItem):
             pairs = list(map(convert, pairs))
         handles, others = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+        if not set(map(type, handles)) <= {KvCacheHandle}:
+            raise TypeError
     except (PagedError, MemoryError):
         raise
     except Exception as error:
         raise InvalidInputError(f"{name}: {shown(items)}, expected pairs that begin with a handle") from error
-    if not set(map(type, handles)) <= _HANDLE_TYPES:
-        raise InvalidInputError(f"{name}: {shown(items)}, expected pairs that begin with a handle")
     return handles, others
 
 
@@ -193,10 +190,10 @@ def as_columns(requests: Iterable[KvSlotRequest]) -> RequestColumns:
     except Exception as error:
         raise InvalidInputError(f"requests: {shown(requests)}, expected KvSlotRequests") from error
     # Check the types of all at once: a step has a request for each of hundreds of sequences.
-    if not set(map(type, cache_ids)) <= _ID_TYPES:
+    if not set(map(type, cache_ids)) <= {str, int}:
         cache_ids = [as_seq_id("cache_id", one) for one in cache_ids]
     if not set(map(type, targets)) <= {int}:
         targets = [as_int("target_len", one) for one in targets]
-    if not set(map(type, admissions)) <= _LENGTH_TYPES:
+    if not set(map(type, admissions)) <= {int, NoneType}:
         admissions = [None if one is None else as_int("admission_target_len", one) for one in admissions]
     return cache_ids, targets, admissions

@@ -67,23 +67,12 @@ class PagedKvCacheManager:
         self._prefixes = PrefixCache(config, self._guard)
         self._pool = self._prefixes.pool
         self._window = SlidingWindow(config, self._pool, rollback)
-        self._recurrent: RecurrentStates | None = None
-        if config.recurrent is not None:
-            assert self._tensors.states is not None
-            self._recurrent = self._prefixes.recurrent = RecurrentStates(
-                config.recurrent,
-                config.block_size,
-                self._tensors.states,
-                rollback,
-                self._prefixes.index,
-                is_caching=config.enable_prefix_cache,
-            )
-        recurrent = self._recurrent
+        if self._tensors.states is not None:
+            self._prefixes.recurrent = RecurrentStates(config, self._tensors.states, rollback, self._prefixes.index)
+        self._recurrent = self._prefixes.recurrent
         self._sequences = LiveSequences(config, self._pool, rollback)
-        self._slots = KvSlotAllocator(
-            config, self._guard, self._prefixes, self._tensors, self._window, recurrent, self._sequences
-        )
-        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors, recurrent)
+        self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window, self._sequences)
+        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors)
         rollback.recount = partial(recount, self._sequences, self._prefixes, self._swap.pool)
         self._handles = self._sequences.handles
         self._inspection = KvInspection(self._guard, self._sequences, self._slots, self._tensors, self._window)

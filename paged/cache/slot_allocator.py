@@ -14,7 +14,6 @@ from paged.cache.events import Notifier
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences
 from paged.cache.prefix_cache import PrefixCache
-from paged.cache.recurrent.states import RecurrentStates
 from paged.cache.sliding_window import SlidingWindow
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState, Undo
 from paged.cache.tensors import KvCacheTensors
@@ -43,7 +42,6 @@ class KvSlotAllocator:
         prefixes: PrefixCache,
         tensors: KvCacheTensors,
         window: SlidingWindow,
-        recurrent: RecurrentStates | None,
         sequences: LiveSequences,
     ) -> None:
         self.num_copies = 0
@@ -54,7 +52,7 @@ class KvSlotAllocator:
         self._index, self._pool = prefixes.index, prefixes.pool
         self._tensors = tensors
         self._window = window
-        self._recurrent = recurrent
+        self._recurrent = prefixes.recurrent
         self._sequences = sequences
 
     def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:

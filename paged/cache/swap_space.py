@@ -6,7 +6,6 @@ from paged.cache.blocks.pool import BlockPool
 from paged.cache.events import Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix_cache import PrefixCache
-from paged.cache.recurrent.states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
 from paged.cache.tensors import KvCacheTensors
 
@@ -25,7 +24,6 @@ class SwapSpace:
         guard: Notifier,
         prefixes: PrefixCache,
         tensors: KvCacheTensors,
-        recurrent: RecurrentStates | None,
     ) -> None:
         self.pool = BlockPool(config.num_swap_blocks, rollback=guard.rollback)
         self._rollback = guard.rollback
@@ -35,14 +33,10 @@ class SwapSpace:
         self._config = config
         self._prefixes = prefixes
         self._tensors = tensors
-        self._recurrent = recurrent
+        self._recurrent = prefixes.recurrent
 
     def swap_out(self, state: SequenceState) -> None:
-        """Move the blocks that have one reference to the host; does nothing if the sequence is swapped out.
-
-        Raises:
-            OutOfBlocksError: the host pool has too few free blocks.
-        """
+        """`PagedKvCacheManager.swap_out`: move the blocks that have one reference to the host."""
         if state.host_blocks is not None:
             return
         pool = self._prefixes.pool
@@ -66,11 +60,7 @@ class SwapSpace:
         self.num_blocks_out += len(moved)
 
     def swap_in(self, state: SequenceState) -> None:
-        """Move the blocks back; does nothing if the sequence is not swapped out.
-
-        Raises:
-            OutOfBlocksError: the device's pool has too few free blocks.
-        """
+        """`PagedKvCacheManager.swap_in`."""
         if state.host_blocks is None:
             return
         pool = self._prefixes.pool

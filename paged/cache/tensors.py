@@ -92,26 +92,20 @@ class KvCacheTensors:
         return stacks + scales
 
     def k_cache(self, layer: int) -> torch.Tensor:
-        """Return the keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
-
-        Raises:
-            InvalidInputError: the layer does not exist, or has no K/V of its own.
-        """
+        """`PagedKvCacheManager.k_cache`."""
         return self._caches[self.layer(layer)][1][0]
 
     def v_cache(self, layer: int) -> torch.Tensor:
-        """Return the values of one layer, as `k_cache`; those of latents are a view of the keys."""
+        """`PagedKvCacheManager.v_cache`; values of latents are a view of the keys."""
         return self._keys_and_values(self.layer(layer))[1]
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return k_scale and v_scale of an int8 layer, float32 views [num_blocks + 1, block_size, num_kv_heads]; (None,
-        None) for other dtypes. Errors are those of `k_cache`.
-        """
+        """`PagedKvCacheManager.scales`."""
         scales = self._caches[self.layer(layer)][1][2:]
         return (scales[0], scales[1]) if scales else (None, None)
 
     def table_of(self, layer: int) -> int:
-        """Return the index of the table with a layer's K/V; errors are those of `k_cache`."""
+        """`PagedKvCacheManager.table_of`."""
         return self._caches[self.layer(layer)][0]
 
     @property

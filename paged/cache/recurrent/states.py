@@ -13,11 +13,11 @@ from paged.cache.blocks.rollback import Rollback
 from paged.cache.prefix.index import PrefixIndex
 from paged.cache.recurrent.boundaries import SCAN_CHUNK, chunk_end, snapshot_positions
 from paged.cache.recurrent.slots import StateSlots
-from paged.cache.recurrent.spec import RecurrentSpec
 from paged.cache.recurrent.step import StateStep
 from paged.errors import InvalidInputError, OutOfStateSlotsError
 
 if TYPE_CHECKING:
+    from paged.cache.kv_cache import PagedKvCacheConfig
     from paged.cache.recurrent.tensors import StateTensors
     from paged.cache.slot_reservation import SequenceState
 
@@ -42,16 +42,10 @@ class RecurrentStates:
     """
 
     def __init__(
-        self,
-        spec: RecurrentSpec,
-        block_size: int,
-        tensors: StateTensors,
-        rollback: Rollback,
-        index: PrefixIndex,
-        *,
-        is_caching: bool,
+        self, config: PagedKvCacheConfig, tensors: StateTensors, rollback: Rollback, index: PrefixIndex
     ) -> None:
-        """is_caching: whether snapshots are kept."""
+        spec, block_size = config.recurrent, config.block_size
+        assert spec is not None
         interval = spec.snapshot_interval
         if interval is not None and interval % block_size:
             raise InvalidInputError(f"snapshot_interval: {interval}, expected a multiple of block_size {block_size}")
@@ -62,7 +56,7 @@ class RecurrentStates:
         self.snapshots: OrderedDict[int, Snapshot] = OrderedDict()
         self.num_evictions = self.num_restored = 0
         self._block_size = block_size
-        self._index, self._is_caching = index, is_caching
+        self._index, self._is_caching = index, config.enable_prefix_cache
         self._rollback = rollback
         index.on_forget = self._forget
 
@@ -179,7 +173,9 @@ class RecurrentStates:
         """Return the position within a chunk whose state is to be kept, or 0."""
         if target - state.num_tokens <= self.spec.max_append:
             return 0
-        inside = [one for one in self._positions(state, state.num_tokens, target) if one < target and not one % SCAN_CHUNK]
+        inside = [
+            one for one in self._positions(state, state.num_tokens, target) if one < target and not one % SCAN_CHUNK
+        ]
         return inside[-1] if inside else 0
 
     # Snapshots for the prefix cache.
