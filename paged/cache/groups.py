@@ -87,13 +87,10 @@ class CacheGroup:
         """Number of tokens that a group with a window keeps behind a sequence's end, to allow rollbacks."""
         return ROLLBACK_SLACK + (self.sliding_window or 0) - 1
 
-    def first_kept_block(self, num_tokens: int, block_size: int) -> int:
-        """Return the index of the first block within reach."""
-        return 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
-
     def blocks_kept(self, num_tokens: int, block_size: int) -> int:
         """Return the largest number of blocks that `num_tokens` hold after blocks behind the window are freed."""
-        return -(-num_tokens // block_size) - self.first_kept_block(num_tokens, block_size)
+        num_gone = 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
+        return -(-num_tokens // block_size) - num_gone
 
     def most_blocks_kept(self, block_size: int) -> int:
         """Return the largest number of blocks of any sequence, the one being written included; needs a window."""

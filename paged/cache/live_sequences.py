@@ -145,13 +145,8 @@ class LiveSequences:
             counts = [as_int("items: new tokens", count, high=MAX_TOKEN_IDS) for count in counts]
         return np.array(counts, np.int64)
 
-    def step_pairs(
-        self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
-    ) -> tuple[list[KvCacheHandle], list[Any]]:
-        """Return the handles of a step and the new tokens of each. Call it without the lock: it runs caller code."""
-        return as_pairs("items", items, self._item_tokens)
-
-    def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
+    def item_pair(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
+        """Return the sequence of a batch item and the number of its new tokens; raise InvalidInputError if none."""
         handle = item.kv_cache or self.handles.get(item.seq_id)
         if handle is None:
             raise InvalidInputError(f"items: {item.seq_id!r} is not a live sequence")

@@ -438,7 +438,7 @@ class PagedKvCacheManager:
     def cached_blocks(self) -> tuple[int, ...]:
         """Return the free blocks that a prompt may begin with, least recently used first."""
         with self._guard:
-            return self._pool.cached
+            return tuple(self._pool.cached)
 
     def k_cache(self, layer: int) -> torch.Tensor:
         """Return the keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
@@ -501,7 +501,7 @@ class PagedKvCacheManager:
             OutOfBlocksError: a shared block has to be copied and none is free. This cannot happen after `reserve`.
                 Recurrent layers need `reserve` first.
         """
-        handles, counts = self._sequences.step_pairs(items)
+        handles, counts = as_pairs("items", items, self._sequences.item_pair)  # without the lock: it runs caller code
         with self._guard:  # to the end, so that block copies are rolled back on failure
             host = self._slots.ready_step(handles, counts, any_swapped=self._swap.num_sequences > 0)
             return host.over(to_device(host.arrays, self.device))

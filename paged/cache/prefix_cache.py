@@ -70,7 +70,7 @@ class PrefixCache:
         fresh = max(0, most - len(blocks) // len(self._tables))
         if fresh * self._num_whole + len(held) > self.pool.num_free:
             # Revived free blocks can no longer be handed out.
-            needed = fresh * self._num_whole + self.pool.count_cached(held)
+            needed = fresh * self._num_whole + sum(block in self.pool.cached for block in held)
             if needed > self.pool.num_free >= most * self._num_whole:
                 # A prefix also takes blocks of tables with a window; a new sequence takes those only when it writes.
                 # Keep the capacity that `can_allocate` has promised.
@@ -101,7 +101,7 @@ class PrefixCache:
             return min(len(found) * block_size, longest), found
         indices = np.arange(len(found))
         lengths = np.minimum(np.arange(len(found) + 1) * block_size, longest)  # for each number of blocks
-        rows = np.column_stack([found, other_tables.of(found)])
+        rows = np.column_stack([found, other_tables.rows[found]])
         is_usable = np.ones(len(lengths), bool)
         for column, table in enumerate(self._tables):
             if column and table.sliding_window is not None:
@@ -174,8 +174,7 @@ class PrefixCache:
         if num_tables > 1:
             others = [state.blocks[i * num_tables + 1 : (i + 1) * num_tables] for i in range(first, last)]
         displaced = self.index.publish(blocks, chain, state.namespace, others)
-        for block, _ in displaced:
-            self.pool.unpublished(block)
+        self.pool.unpublished(block for block, _ in displaced)
         self._report(state, first, displaced)
 
     def _report(self, state: SequenceState, first: int, displaced: Sequence[tuple[int, Hash]] = ()) -> None:
@@ -232,8 +231,7 @@ class PrefixCache:
         """Withdraw all blocks; `states` are all live sequences."""
         published = list(self.index.published)
         self.index.forget(published)
-        for block in published:
-            self.pool.unpublished(block)
+        self.pool.unpublished(published)
         for state in states:
             state.chain.cut(len(state.chain.ids), 0, self._rollback)
         if self._guard.has_event_listeners:
@@ -244,16 +242,15 @@ class PrefixCache:
         self._rollback.keep_lost(self._drop_cached, blocks)
 
     def _drop_cached(self, blocks: Sequence[int]) -> None:
-        evicted = [block for block in blocks if block in self.index.published and not self.pool.ref_count(block)]
+        evicted = [block for block in blocks if block in self.pool.cached]
         self._forget_evicted(evicted)
-        for block in evicted:
-            self.pool.unpublished(block)
+        self.pool.unpublished(evicted)
 
     def _forget_evicted(self, blocks: list[int]) -> None:
         self._rollback.keep_fields(self, _COUNTS)
-        num_cached = self.pool.num_cached
+        num_cached = len(self.pool.cached)
         self.withdraw(blocks)
-        self.num_evictions += len(blocks) + num_cached - self.pool.num_cached  # with the blocks that needed them
+        self.num_evictions += len(blocks) + num_cached - len(self.pool.cached)  # with the blocks that needed them
 
 
 def _cut_ids(chains: Iterable[TokenChain], lengths: Iterable[int]) -> None:

@@ -97,7 +97,15 @@ class KvSlotAllocator:
         states = self._sequences.of_step(handles, any_swapped=any_swapped)
         query_lens = self._sequences.query_lens(counts)
         lengths = np.array([state.num_tokens for state in states], np.int64)
-        self._make_ready(states, (lengths + query_lens).tolist())
+        targets = (lengths + query_lens).tolist()
+        reservation = states[0].reservation if states else None
+        if reservation is None or not reservation.covers(states, targets):
+            unready = self._unready(states, targets)
+            for state, start, target in unready:
+                if target > len(state.blocks) // self._num_tables * self._block_size:
+                    lacking = f"{state.request_id!r} has no capacity for {target - start} more tokens"
+                    raise InvalidInputError(f"items: {lacking}")
+            self.make_exclusive(unready)
         return self._metadata(states, lengths, query_lens, states)
 
     def _metadata(
@@ -114,24 +122,6 @@ class KvSlotAllocator:
             return host
         arrays = self._recurrent.arrays(states, host.seq_lens.tolist())
         return replace(host, states=arrays, max_append=self._recurrent.spec.max_append)
-
-    def _make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
-        """Make every sequence writable from its length to its target without new capacity.
-
-        Raises:
-            InvalidInputError: a sequence lacks capacity up to its target.
-            OutOfBlocksError: a shared block has to be copied, and none is free.
-        """
-        reservation = states[0].reservation if states else None
-        if reservation is not None and reservation.covers(states, targets):
-            return
-        unready = self._unready(states, targets)
-        for state, _, target in unready:
-            if target > len(state.blocks) // self._num_tables * self._block_size:
-                raise InvalidInputError(
-                    f"items: {state.request_id!r} has no capacity for {target - state.num_tokens} more tokens"
-                )
-        self.make_exclusive(unready)
 
     def make_exclusive(self, spans: Sequence[Span]) -> None:
         """Make the spans writable: copy shared blocks, withdraw published ones.

@@ -37,8 +37,8 @@ class SequenceState:
         chain: known token ids and their published blocks.
         host_blocks: while swapped out, host blocks by index in `blocks`, which is 0 there.
         row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks stored in it.
-        slot, host_slot: of recurrent layers, with the state of `num_tokens` tokens; 0 for none. `host_slot` is set while
-            swapped out, unless `slot` is shared and stays on the device.
+        slot, host_slot: of recurrent layers, with the state of `num_tokens` tokens; 0 for none. `host_slot` is set
+            while swapped out, unless `slot` is shared and stays on the device.
         step: what an open reservation has planned for the recurrent layers.
         prompt_len: tokens of the prompt of recurrent layers, 0 if unknown.
         junction: position where the prompt parted from published blocks without a snapshot, 0 for none.

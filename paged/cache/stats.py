@@ -102,7 +102,7 @@ def count_stats(
         cow_copies=slots.num_copies,
         allocation_failures=pool.num_refused + swap.pool.num_refused,
         bytes_per_block=tensors.bytes_per_block,
-        cached_blocks=pool.num_cached,
+        cached_blocks=len(pool.cached),
         published_blocks=len(prefixes.index.published),
         prefix_hits=prefixes.num_hits,
         prefix_misses=prefixes.num_misses,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class KvCacheTensors:
         self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {
             layer: (index, tuple(caches))
             for index, (table, stacks) in enumerate(zip(config.tables, self._stacks, strict=True))
-            for layer, *caches in zip(table.layers, *map(_unstacked, stacks), strict=False)
+            for layer, *caches in zip(table.layers, *map(chain.from_iterable, stacks), strict=False)
         }
 
     def _views(self, table: CacheGroup) -> list[torch.Tensor]:
@@ -251,7 +252,3 @@ class KvCacheTensors:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as bytes for slow accesses: 8-bit floats do not support indexing."""
     return tensor.view(torch.uint8)
-
-
-def _unstacked(stack: torch.Tensor) -> list[torch.Tensor]:
-    return [cache for slot in stack for cache in slot]

@@ -11,6 +11,7 @@ from paged import KvCacheHandle, PagedKvCacheConfig, PagedKvCacheManager, Unifie
 from paged.cache.events import BlockRemoved, BlocksStored, CacheEvent
 from paged.forward_step import forward_step
 from paged.seq_id import as_namespace
+from tests.cache.snapshot import published_hashes
 
 BLOCK = 4
 CONFIG = PagedKvCacheConfig(num_layers=2, num_kv_heads=1, head_dim=8, block_size=BLOCK, num_blocks=12)
@@ -109,8 +110,7 @@ class Cache:
 
     def hashes(self) -> set[int | bytes]:
         """Of all published blocks."""
-        index = self.manager._prefixes.index
-        return {index.hash_of(block) for block in index.published}
+        return set(published_hashes(self.manager).values())
 
 
 class Mirror:

@@ -16,10 +16,10 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
     return {
         # Of the order of sequences nothing depends; one whose `free` failed is the newest.
         "handles": {handle.cache_id: (handle, _state(handle)) for handle in manager.handles()},
-        "free": (list(pool._free), list(pool._cached), dict(pool._extra_references)),
+        "free": (list(pool._free), list(pool.cached), dict(pool._extra_references)),
         "host": (list(host._free), manager._swap.num_sequences, manager._swap.num_blocks_out),
         "published": (dict(index._hash_of), dict(index._block_of)),
-        "other_tables": index.other_tables and (dict(index.other_tables.locations), index.other_tables._rows.tolist()),
+        "other_tables": index.other_tables and (dict(index.other_tables.locations), index.other_tables.rows.tolist()),
         "serials": {block: int(index._serials[block]) for block in index.published},
         "roots": {name: (one.hash, one.serial, one.num_blocks) for name, one in index._roots.items()},
         "roots by block": {
@@ -32,6 +32,13 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
             for block in sorted(held - {0})
         },
     }
+
+
+def published_hashes(manager: PagedKvCacheManager) -> dict[int, int | bytes]:
+    """The hash of every published block; blocks of further tables have that of the first table's block."""
+    index = manager._prefixes.index
+    locations = {} if index.other_tables is None else index.other_tables.locations
+    return {block: index._hash_of[locations.get(block, (block, 0))[0]] for block in index.published}
 
 
 def _state(handle: KvCacheHandle) -> Any:

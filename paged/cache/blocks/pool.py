@@ -18,8 +18,8 @@ class BlockPool:
     A block in use has one reference, plus those in a dictionary. Nearly all blocks have just one, so a hundred are
     handed out or freed by slicing.
 
-    Free blocks in `published` are handed out last, least recently used first, after a call of `on_evict`. Until then
-    `share` can revive them.
+    Free blocks in `published` are `cached`: they are handed out last, least recently used first, after a call of
+    `on_evict`. Until then `share` can revive them.
     """
 
     def __init__(
@@ -37,35 +37,19 @@ class BlockPool:
         self._rollback = Rollback() if rollback is None else rollback
         self._extra_references: dict[int, int] = {}
         self._free = list(range(num_blocks, 0, -1))
-        # Free and published blocks, least recently used first, each with an ascending number.
-        self._cached: OrderedDict[int, int] = OrderedDict()
+        # Least recently used first, each with an ascending number.
+        self.cached: OrderedDict[int, int] = OrderedDict()
         self._ticks = count_from()
 
     @property
     def num_free(self) -> int:
         """Number of blocks that can be handed out, evictable ones included."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def num_cached(self) -> int:
-        """Number of free blocks that are published."""
-        return len(self._cached)
-
-    @property
-    def cached(self) -> tuple[int, ...]:
-        """Free blocks that are published, least recently used first."""
-        return tuple(self._cached)
+        return len(self._free) + len(self.cached)
 
     @property
     def shared(self) -> KeysView[int]:
         """Blocks with more than one reference; a view that changes with the pool."""
         return self._extra_references.keys()
-
-    def ref_count(self, block: int) -> int:
-        """Return the number of references to `block`, 0 if it is free. Slow: it searches the free blocks."""
-        if block in self._cached or block in self._free:
-            return 0
-        return 1 + self._extra_references.get(block, 0)
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` free blocks with one reference each.
@@ -91,16 +75,11 @@ class BlockPool:
             self.num_refused += 1
             raise OutOfBlocksError(count, self.num_free)
 
-    def count_cached(self, blocks: Iterable[int]) -> int:
-        """Return the number of `blocks` that are cached: free, and revived when shared."""
-        return list(map(self._cached.__contains__, blocks)).count(True)
-
     def share(self, blocks: Sequence[int]) -> None:
         """Add one reference to each of `blocks`, which are in use or cached."""
-        cached, extra = self._cached, self._extra_references
+        cached, extra = self.cached, self._extra_references
         revived = [block for block in blocks if block in cached] if cached else []
-        self._keep_cached(revived)
-        deque(map(cached.__delitem__, revived), maxlen=0)
+        self._uncache(revived)
         if len(revived) < len(blocks):
             for block in set(blocks).difference(revived):
                 extra[block] = extra.get(block, 0) + 1
@@ -127,36 +106,35 @@ class BlockPool:
                     extra[block] -= 1
         cached = [block for block in freed if block in published] if published else ()
         for block, tick in zip(cached, self._ticks, strict=False):  # half the time of OrderedDict.update
-            self._cached[block] = tick
+            self.cached[block] = tick
         if len(cached) < len(freed):
             self._free += [block for block in freed if block not in published] if cached else freed
         self.ages.freed(freed)
 
     def evict(self, count: int) -> int:
         """Withdraw up to `count` cached blocks, least recently used first; return their number."""
-        count = min(count, len(self._cached))
+        count = min(count, len(self.cached))
         if count > 0:
-            blocks = list(islice(self._cached, count))
-            self._keep_cached(blocks)
+            blocks = list(islice(self.cached, count))
             self._on_evict(blocks)
-            deque(map(self._cached.__delitem__, blocks), maxlen=0)  # half the time of popitem
+            self._uncache(blocks)
             self._free += blocks
         return count
 
-    def unpublished(self, block: int) -> None:
-        """Handle that `block` is no longer published: if it is free, it may be reused first."""
-        if block in self._cached:
-            self._keep_cached([block])
-            del self._cached[block]
-            self._free.append(block)
+    def unpublished(self, blocks: Iterable[int]) -> None:
+        """Handle that `blocks` are no longer published: those that are free may be reused first."""
+        freed = [block for block in blocks if block in self.cached]
+        self._uncache(freed)
+        self._free += freed
 
-    def _keep_cached(self, blocks: Sequence[int]) -> None:
-        cached = self._cached
+    def _uncache(self, blocks: Sequence[int]) -> None:
+        cached = self.cached
         self._rollback.append((_update, cached, blocks, list(map(cached.__getitem__, blocks))))
+        deque(map(cached.__delitem__, blocks), maxlen=0)  # half the time of popitem
 
     def recount(self, references: Mapping[int, int]) -> None:
         """Set the reference counts to those held. Free blocks keep their order."""
-        published, cached = self._published, self._cached
+        published, cached = self._published, self.cached
         self._extra_references = {block: count - 1 for block, count in references.items() if count > 1}
         self._free[:] = [block for block in self._free if block not in references and block not in published]
         for block in sorted(cached, key=cached.__getitem__):
@@ -171,7 +149,7 @@ class BlockPool:
         Raises:
             PagedError: a count is wrong; the message names the first error.
         """
-        listed = [*self._free, *self._cached]
+        listed = [*self._free, *self.cached]
         free = set(listed)
         if len(free) != len(listed):
             raise PagedError("the free lists contain a block twice")
@@ -184,7 +162,7 @@ class BlockPool:
                 raise PagedError(f"block {block}: reference count {counted}, but {held} references are held")
             if block in free and block in self._extra_references:
                 raise PagedError(f"block {block} is free and shared")
-            if block in free and (block in self._cached) != (block in self._published):
+            if block in free and (block in self.cached) != (block in self._published):
                 raise PagedError(f"block {block} is free, and either cached or published, expected both or neither")
 
 

@@ -31,8 +31,7 @@ class ChainHash:
         self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
         self._factor_array = np.array(self._factors, np.uint64)
         self._factor_sum = sum(self._factors) & _MASK  # for the + 1 of each token
-        self._powers = np.empty(0, np.uint64)
-        self._inverse_powers = np.empty(0, np.uint64)
+        self._powers = np.empty((2, 0), np.uint64)  # of the factor and its inverse
 
     def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
         """Return the hashes of `blocks` [n, block_size] that follow the block with hash `previous`."""
@@ -44,14 +43,16 @@ class ChainHash:
                 previous = (_CHAIN_FACTOR * previous + content) & _MASK
                 hashes.append(previous)
             return hashes
-        while len(self._powers) < len(blocks):
-            self._grow()
+        if self._powers.shape[1] < len(blocks):
+            factors = np.array([[_CHAIN_FACTOR], [_CHAIN_INVERSE]], np.uint64)
+            self._powers = factors.repeat(2 * len(blocks), 1).cumprod(1, dtype=np.uint64)
+        powers, inverse_powers = self._powers[:, : len(blocks)]
         sums = blocks.astype(np.uint64) @ self._factor_array
         sums += np.uint64(self._factor_sum)
-        sums *= self._inverse_powers[: len(blocks)]
+        sums *= inverse_powers
         sums.cumsum(out=sums)
         sums += np.uint64(previous)
-        sums *= self._powers[: len(blocks)]
+        sums *= powers
         chain: list[Hash] = sums.tolist()
         return chain
 
@@ -62,11 +63,6 @@ class ChainHash:
         sums += np.array(previous, np.uint64) * np.uint64(_CHAIN_FACTOR)
         hashes: list[Hash] = sums.tolist()
         return hashes
-
-    def _grow(self) -> None:
-        size = max(64, 2 * len(self._powers))
-        self._powers = np.cumprod(np.full(size, _CHAIN_FACTOR, np.uint64), dtype=np.uint64)
-        self._inverse_powers = np.cumprod(np.full(size, _CHAIN_INVERSE, np.uint64), dtype=np.uint64)
 
     def root(self, namespace: Hashable) -> Hash:
         """Return the hash that precedes the first block of a namespace; the same in every process."""

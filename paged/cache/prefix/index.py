@@ -67,12 +67,6 @@ class PrefixIndex:
         self.on_forget: Callable[[Iterable[int]], None] = lambda blocks: None
         self.other_tables = OtherTables(num_blocks, are_needed, self.published, self._rollback) if are_needed else None
 
-    def hash_of(self, block: int) -> Hash:
-        """Return the hash under which `block` is published."""
-        if self.other_tables is not None:
-            block = self.other_tables.first_of(block)
-        return self._hash_of[block]
-
     def block_of(self, chain: TokenChain, count: int) -> int | None:
         """Return the published block that ends a chain's first `count` blocks; None if it is not published."""
         if not 0 < count <= len(chain.serials):
@@ -195,10 +189,11 @@ class PrefixIndex:
         if self.other_tables is not None:
             for hash_, row in zip(chain.hashes[first:], others, strict=False):
                 block = self._block_of[hash_]
-                for other, column in self.other_tables.missing(block, row):
-                    if other in self.other_tables.locations:  # with earlier content
-                        displaced += self.forget([other])
-                    self.other_tables.add(other, block, column)
+                for column, other in enumerate(row):
+                    if other and not self.other_tables.rows[block, column]:
+                        if other in self.other_tables.locations:  # with earlier content
+                            displaced += self.forget([other])
+                        self.other_tables.add(other, block, column)
         return displaced
 
     def publish_one_each(self, blocks: Sequence[int], chains: Sequence[TokenChain]) -> bool:
@@ -320,11 +315,7 @@ class PrefixIndex:
             root.num_blocks += 1
 
     def check(self) -> None:
-        """Check that both directions of the index agree.
-
-        Raises:
-            PagedError: they do not; the message names the first error.
-        """
+        """Raise PagedError unless both directions of the index agree."""
         for block, hash_ in self._hash_of.items():
             if self._block_of.get(hash_) != block:
                 raise PagedError(f"block {block} is published under a hash of block {self._block_of.get(hash_)}")

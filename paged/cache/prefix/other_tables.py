@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paged.cache.blocks.rollback import Rollback
 from paged.errors import PagedError
@@ -18,36 +17,23 @@ class OtherTables:
     """Published blocks of further tables. Blocks of tables without a window are withdrawn together; behind a window
     they may be missing.
 
-    on_withdrawn: called with each block that is withdrawn together with another.
+    rows: the blocks beside each block of the first table, [blocks, further tables], 0 for a missing one.
+    on_withdrawn: called with blocks that are withdrawn together with others.
     """
 
     def __init__(self, num_blocks: int, are_needed: Sequence[bool], published: set[int], rollback: Rollback) -> None:
         """are_needed: whether each further table has no window, so that its blocks must not be missing."""
-        self.on_withdrawn: Callable[[int], None] = lambda block: None
+        self.on_withdrawn: Callable[[list[int]], None] = lambda blocks: None
         self._are_needed = are_needed
         self._published = published
         self._rollback = rollback
-        self._rows = np.zeros((num_blocks + 1, len(are_needed)), np.int32)
+        self.rows = np.zeros((num_blocks + 1, len(are_needed)), np.int32)
         self.locations: dict[int, _Location] = {}
-
-    def of(self, blocks: Sequence[int]) -> NDArray[np.int32]:
-        """Return [len(blocks), further tables], 0 for a missing block."""
-        return self._rows[np.array(blocks, np.int64)]
-
-    def first_of(self, block: int) -> int:
-        """Return the first table's block beside which `block` is published, or `block` itself."""
-        return self.locations[block][0] if block in self.locations else block
-
-    def missing(self, block: int, others: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield those of `others`, one of each further table or 0, that `block` lacks, with their columns."""
-        for column, other in enumerate(others):
-            if other and not self._rows[block, column]:
-                yield other, column
 
     def add(self, other: int, block: int, column: int) -> None:
         """Publish `other`, an unpublished block, beside `block`."""
         self._rollback.keep_absence(self.locations, (other,))
-        self._rows[block, column] = other
+        self.rows[block, column] = other
         self.locations[other] = block, column
         self._published.add(other)
 
@@ -61,36 +47,30 @@ class OtherTables:
                 firsts[first] = None
         gone = given & self.locations.keys()
         if firsts:
-            gone.update(block for block in self.of(list(firsts)).ravel().tolist() if block)
+            gone.update(block for block in self.rows[list(firsts)].ravel().tolist() if block)
         locations = {block: self.locations[block] for block in gone}
         self._rollback.append((self.locations.update, locations))
         for block, location in locations.items():
             del self.locations[block]
             self._published.remove(block)
-            self._rows[location] = 0
-        for block in (*firsts, *gone):
-            if block not in given:
-                self.on_withdrawn(block)
+            self.rows[location] = 0
+        self.on_withdrawn([block for block in (*firsts, *gone) if block not in given])
         return list(firsts)
 
     def check(self, published: Set[int]) -> None:
-        """Check that both directions agree, and nothing is published beside an unpublished block.
-
-        Raises:
-            PagedError: names the first error.
-        """
+        """Raise PagedError unless both directions agree and nothing is published beside an unpublished block."""
         for block, (first, column) in self.locations.items():
-            if first not in published or self._rows[first, column] != block:
+            if first not in published or self.rows[first, column] != block:
                 raise PagedError(f"block {block} is published beside block {first}, but not the reverse")
-        if np.count_nonzero(self._rows) != len(self.locations):
-            raise PagedError(f"{np.count_nonzero(self._rows)} blocks beside others, {len(self.locations)} published")
+        if np.count_nonzero(self.rows) != len(self.locations):
+            raise PagedError(f"{np.count_nonzero(self.rows)} blocks beside others, {len(self.locations)} published")
         for first in published:
-            if not all(block for block, needed in zip(self._rows[first], self._are_needed, strict=True) if needed):
+            if not all(block for block, needed in zip(self.rows[first], self._are_needed, strict=True) if needed):
                 raise PagedError(f"block {first} is published without its blocks of further tables")
 
     def recount(self) -> None:
         """Derive the rest from `locations`, which a rollback has restored."""
-        self._rows[:] = 0
+        self.rows[:] = 0
         self._published.update(self.locations)
         for block, location in self.locations.items():
-            self._rows[location] = block
+            self.rows[location] = block

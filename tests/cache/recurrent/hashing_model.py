@@ -16,6 +16,7 @@ from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.recurrent.spec import RecurrentSpec
 from paged.errors import InvalidInputError, OutOfBlocksError
+from tests.cache.snapshot import published_hashes
 
 MODULUS = 8191
 WIDTH = 4
@@ -120,7 +121,7 @@ class HashingModel:
     def check(self, texts: dict[Any, list[int]]) -> None:
         """Every sequence and every snapshot holds the state of its tokens."""
         self.manager.check_integrity()
-        states, index = self.manager._recurrent, self.manager._prefixes.index
+        states, hashes = self.manager._recurrent, published_hashes(self.manager)
         for handle in self.manager.handles():
             state, ids = handle._state, texts[handle.cache_id]
             assert handle.num_tokens == len(ids)
@@ -129,7 +130,7 @@ class HashingModel:
             else:
                 assert not ids or handle.is_swapped
         for block, (slot, position) in states.snapshots.items():
-            ids = self.ids_of[index.hash_of(block)]
+            ids = self.ids_of[hashes[block]]
             assert len(ids) == position
             assert self.read(slot, states.slots.check(slot, position)) == state_of(ids)
 

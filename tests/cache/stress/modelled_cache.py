@@ -19,6 +19,7 @@ from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
 from tests.cache.prefix_cache import Mirror
+from tests.cache.snapshot import published_hashes
 
 BLOCK_SIZE = 4
 # In place of 64, so that sequences of a few blocks have some behind their window.
@@ -211,15 +212,14 @@ class ModelledCache(RuleBasedStateMachine):
         self.settle(model)
 
     def published(self) -> dict[int, int | bytes]:
-        index = self.manager._prefixes.index
-        return {block: index.hash_of(block) for block in index.published}
+        return published_hashes(self.manager)
 
     def snapshot(self) -> Any:
         handles = [
             (h.cache_id, h.blocks, h.num_tokens, h.num_cached_tokens, h.is_swapped) for h in self.manager.handles()
         ]
         pools = [
-            [pool.ref_count(block) for block in range(1, pool.num_blocks + 1)]
+            ({*pool._free, *pool.cached}, dict(pool._extra_references))
             for pool in (self.manager._pool, self.manager._swap.pool)
         ]
         return handles, pools, self.published(), replace(self.manager.stats(), allocation_failures=0)
