@@ -75,7 +75,8 @@ class KvSlotAllocator:
                 state.reservation.settle(state)
         if self._recurrent is not None:
             self._recurrent.reserve(states, targets)
-        return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit, self._recurrent)
+        steps = () if self._recurrent is None else (self._recurrent.drop_steps,)
+        return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit, *steps)
 
     def reserve_step(
         self, handles: list[KvCacheHandle], counts: list[int], *, any_swapped: bool

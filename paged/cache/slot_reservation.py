@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import sub
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.blocks.rollback import Rollback
@@ -18,9 +18,6 @@ from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.seq_id import SeqId
 from paged.token_ids import as_token_ids
-
-if TYPE_CHECKING:
-    from paged.cache.recurrent.states import RecurrentStates
 
 _KEPT = """blocks num_tokens num_cached_tokens num_written is_valid reservation chain host_blocks slot host_slot step
     passed rolling""".split()
@@ -108,15 +105,16 @@ class KvSlotReservation:
         targets: Sequence[int],
         undo: dict[SeqId, Undo],
         on_commit: Callable[[Sequence[SequenceState], Sequence[list[int]] | None], None],
-        recurrent: RecurrentStates | None = None,
+        drop_steps: Callable[[Iterable[SequenceState]], None] = lambda states: None,
     ) -> None:
+        """drop_steps: gives back the slots that recurrent layers' steps would have written."""
         self._guard = guard
         self._pool = pool
         self._states = states
         self._targets = targets
         self._undo = undo
         self._on_commit = on_commit
-        self._recurrent = recurrent
+        self._drop_steps = drop_steps
         self._is_open = True
         self._is_whole = True  # all sequences grow by it, and no other call has changed one of them since
         self._starts = [state.num_tokens for state in states]
@@ -182,30 +180,24 @@ class KvSlotReservation:
                 state.blocks = tuple(blocks[: undo.num_blocks])
                 state.num_written = undo.num_written
                 self._pool.release(dropped)
-            self._drop_steps()
+            self._drop_steps(state for state in self._states if state.reservation is self)
             self._close(is_released=False)
 
     def leave(self) -> None:
         """Close the reservation but keep the capacity; lengths do not change. Does nothing if it is closed."""
         with self._guard:
-            self._drop_steps()
+            self._drop_steps(state for state in self._states if state.reservation is self)
             self._close()
 
     def settle(self, state: SequenceState) -> None:
         """Take one sequence out of the reservation; it keeps its capacity and its length."""
         self._keep([state], [state.num_tokens])
-        if self._recurrent is not None:
-            self._recurrent.drop_steps([state])
+        self._drop_steps([state])
         state.reservation = None
         self._is_whole = False
         if state.request_id in self._undo:
             self._undo = self._undo.copy()
             self._pool.release(list(self._undo.pop(state.request_id).replaced.values()))
-
-    def _drop_steps(self) -> None:
-        """Give back the state slots that the sequences still in the reservation would have written."""
-        if self._recurrent is not None:
-            self._recurrent.drop_steps([state for state in self._states if state.reservation is self])
 
     def _close(self, *, is_released: bool = True) -> None:
         """is_released: whether to release the blocks that copies have replaced."""
