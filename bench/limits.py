@@ -60,23 +60,15 @@ def speed(samples: Sequence[float], cost: Cost, limits: Ceilings) -> dict[str, A
 
 
 Goal = dict[str, Any]
-"""As a row holds it: text; value, reached and met, which are None where what the goal compares with did not run.
-
-reached: value over target or, where less is better, target over value; from 1 on the goal is met.
-"""
+"""As a row holds it: text, value, and met, which is None, as value is, where what the goal compares with did not run."""
 
 
 def at_least(text: str, value: float | None, target: float) -> Goal:
-    return _goal(f"at least {text}", value, None if value is None else value / target)
+    return {"text": f"at least {text}", "value": value, "met": None if value is None else value >= target}
 
 
 def at_most(text: str, value: float | None, target: float) -> Goal:
-    """value: above 0."""
-    return _goal(f"at most {text}", value, None if value is None else target / value)
-
-
-def _goal(text: str, value: float | None, reached: float | None) -> Goal:
-    return {"text": text, "value": value, "reached": reached, "met": None if reached is None else reached >= 1}
+    return {"text": f"at most {text}", "value": value, "met": None if value is None else value <= target}
 
 
 def verdict(goal: Mapping[str, Any]) -> str:

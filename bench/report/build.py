@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from paged.bench.benchmark import option_parser
-from paged.bench.report.results import TITLES, Json, ResultsError, Run, is_fault, load_runs
+from paged.bench.report.results import TITLES, Json, ResultsError, Run, is_fault, read
 from paged.printable import one_line
 
 
@@ -148,6 +148,23 @@ def page(runs: Sequence[Run]) -> str:
         undefined=StrictUndefined,
     )  # fmt: skip
     return environment.get_template("report.html").render(runs=runs, sections=sections, titles=TITLES)
+
+
+def load_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs of all files, by benchmark, each of which makes a page.
+
+    Raises:
+        ResultsError: a file cannot be read, or does not hold what a benchmark writes.
+    """
+    runs = []
+    for path in dict.fromkeys(paths):
+        runs.append(read(path))
+        try:
+            page(runs[-1:])
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            raise ResultsError(f"{path}: not what the benchmark writes with --json: {said}") from error
+    return sorted(runs, key=lambda run: list(TITLES).index(run.benchmark))
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import strategies as st
 
 from paged import CachePicture, InvalidInputError
-from paged.bench.report.build import main, page
-from paged.bench.report.results import TITLES, ResultsError, load_runs
+from paged.bench.report.build import load_runs, main, page
+from paged.bench.report.results import TITLES, ResultsError
 from paged.picture import BlockCell, SequenceLine
 from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz

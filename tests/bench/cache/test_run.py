@@ -39,11 +39,9 @@ def test_goals() -> None:
     for theirs, met in ((3.0, True), (2.9, False), (None, None)):
         (goal,) = row(_timed(), [1.0, 1.0], [] if theirs is None else [theirs, theirs])["goals"]
         assert (goal["text"], goal["met"], goal["value"]) == ("at least 3x vLLM's manager", met, theirs)
-        assert goal["reached"] == (None if theirs is None else pytest.approx(theirs / 3))
     for microseconds, met in ((99, True), (101, False)):
         (goal,) = row(_timed(goal_us=100.0), [microseconds * 1e-6] * 2, [])["goals"]
         assert (goal["text"], goal["met"]) == ("at most 100 us", met)
-        assert goal["reached"] == pytest.approx(100 / microseconds)
 
 
 def test_hit_leaves_the_last_block_or_token() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paged.bench.report.build import main, page
-from paged.bench.report.results import TITLES, load_runs
+from paged.bench.report.build import load_runs, main, page
+from paged.bench.report.results import TITLES
 
 Json = dict[str, Any]
 VOID = {"meta", "input", "br"}
