@@ -60,7 +60,7 @@ def speed(samples: Sequence[float], cost: Cost, limits: Ceilings) -> dict[str, A
 
 
 Goal = dict[str, Any]
-"""As a row holds it: text, value, and met, which is None, as value is, where what the goal compares with did not run."""
+"""As a row holds it: text, value, met; the last two are None where what the goal compares with did not run."""
 
 
 def at_least(text: str, value: float | None, target: float) -> Goal:

@@ -145,7 +145,7 @@ def options(problem: Problem, device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Solved:
-    """The result of `paged_attention` and the expected one; `arguments` are the reference's.
+    """The result of an operation and the expected one; `arguments` are the reference's.
 
     lse: None if not requested.
     """
@@ -155,6 +155,10 @@ class Solved:
     expected_out: torch.Tensor
     expected_lse: torch.Tensor
     arguments: dict[str, Any]
+
+
+def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
 def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) -> Solved:
@@ -173,8 +177,5 @@ def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) ->
     )
     result, lse = result if isinstance(result, tuple) else (result, None)
     assert result is out
-    cpu: dict[str, Any] = {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in {**chosen, **vars(tensors)}.items()
-    }
+    cpu = on_cpu({**chosen, **vars(tensors)})
     return Solved(out, lse, *reference.paged_attention(**cpu), cpu)

@@ -75,11 +75,11 @@ def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
     found, is_cold = contest(case, setting)
     row = found.row(case.cost(setting.dtype), cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS)
     row["planning_us"] = row["peers"].pop("planning")["median_us"] - row["median_us"]
-    row |= {
-        name: getattr(case, name)
-        for name in ("name", "kind", "batch", "groups", "heads", "head_dim", "v_head_dim", "block_size")
+    return {
+        "name": case.name,
+        **row,
+        "goals": goals(case, row, setting.limits) if setting.device.type == "cuda" else [],
     }
-    return row | {"goals": goals(case, row, setting.limits) if setting.device.type == "cuda" else []}
 
 
 def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Goal]:

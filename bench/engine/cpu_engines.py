@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
-import subprocess
 import tempfile
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +15,7 @@ from paged import LlmExecutor
 from paged.bench.engine import vllm_process
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS, save_random
-from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, row_beside, run_engine
+from paged.bench.engine.runs import PeerProcess, Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.limits import Ceilings
 from paged.bench.timing import measured_ceilings
 
@@ -63,48 +57,16 @@ WORKLOADS = (
 )
 
 
-class _Peer:
-    """vLLM's engine in the other process, in one of `_MODES`."""
-
-    def __init__(self, folder: str, dtype: str, mode: str) -> None:
-        if not PEER_PYTHON.exists():
-            raise FileNotFoundError(f"{PEER_PYTHON}: no such file, `make vllm-engine` makes it")
-        threads = str(torch.get_num_threads())
-        self._log = Path(folder) / f"peer.{mode}.log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [PEER_PYTHON, "-P", vllm_process.__file__, folder, dtype, threads, mode],
-                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-                | {"OMP_NUM_THREADS": threads},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        weakref.finalize(self, _kill_group, self._process.pid)
-        self.version: str = self._answer()["version"]
-
-    def run(self, prompts: list[list[int]], new_tokens: int) -> Run:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # its log says more
-            print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
-        return Run(**self._answer())
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            told = self._log.read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"{PEER} ended with {self._process.wait()}: {told}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+def _peer(folder: str, dtype: torch.dtype, mode: str) -> PeerProcess:
+    """vLLM's engine, in one of `_MODES`."""
+    if not PEER_PYTHON.exists():
+        raise FileNotFoundError(f"{PEER_PYTHON}: no such file, `make vllm-engine` makes it")
+    arguments = (folder, str(dtype).removeprefix("torch."), str(torch.get_num_threads()), mode)
+    return PeerProcess(PEER, PEER_PYTHON, vllm_process.__file__, *arguments, log=Path(folder) / f"peer.{mode}.log")
 
 
-def _kill_group(process: int) -> None:
-    """Kill a process that has its own session, and its children."""
-    with suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)
+def _run(peer: PeerProcess, prompts: list[list[int]], new_tokens: int) -> Run:
+    return Run(**peer.ask(prompts=prompts, new_tokens=new_tokens))
 
 
 class _Contest:
@@ -123,13 +85,12 @@ class _Contest:
         )
         self.executor.warmup()
         names = _MODES if (model, dtype) in _IN_ALL_MODES else [PEER]
-        kind = str(dtype).removeprefix("torch.")
-        self.peers = {name: _Peer(self._folder.name, kind, _MODES[name]) for name in names}
+        self.peers = {name: _peer(self._folder.name, dtype, _MODES[name]) for name in names}
         prompts = WORKLOADS[0].prompts(self.config["vocab_size"], -1)
         ours = run_engine(self.executor, prompts, 1).tokens
         for peer in self.peers.values():
             # In 16 bits the two largest of some thousand logits are often closer than their errors.
-            check_same_texts(ours, peer.run(prompts, 1).tokens, 1, 0.9 if dtype == torch.float32 else 0.5)
+            check_same_texts(ours, _run(peer, prompts, 1).tokens, 1, 0.9 if dtype == torch.float32 else 0.5)
 
 
 # The one in use: the rows of a model follow each other.
@@ -148,7 +109,7 @@ def beside_vllm(
     """
     contest = _contest(model, dtype)
     engines: dict[str, Callable[[list[list[int]], int], Run]] = {"ours": partial(run_engine, contest.executor)}
-    engines |= {name: peer.run for name, peer in contest.peers.items()}
+    engines |= {name: partial(_run, peer) for name, peer in contest.peers.items()}
     vocab_size = contest.config["vocab_size"]
     cost = generation(contest.executor, contest.config, workload.lengths, workload.new_tokens)
     step_bytes = cost.num_bytes // workload.new_tokens
@@ -167,7 +128,7 @@ def beside_vllm(
         after_round=lambda: rates.append(_rates(dtype, step_bytes)),
     )
     limits = Ceilings(*map(max, zip(*((each.copy, each.read, each.matmul) for each in rates), strict=True)))
-    peer_name = f"{PEER} {contest.peers[PEER].version}"
+    peer_name = f"{PEER} {contest.peers[PEER].told['version']}"
     return row_beside(name, runs, stolen, workload.counted, cost, limits, least, peer_name)
 
 

@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from time import perf_counter, sleep
 from typing import Any
@@ -89,9 +89,9 @@ def pretended(num_sequences: int, num_steps: int) -> Iterator[tuple[Clock, Engin
         mock.patch.object(HostCopy, "__init__", lambda *args: clock.copy(*args)),
         mock.patch.object(HostCopy, "numpy", lambda host_copy: clock.wait(host_copy)),
     ]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as patched:
+        for patch in patches:
+            patched.enter_context(patch)
         executor: LlmExecutor = random_executor(
             _MODEL, torch.device("cpu"), num_sequences * (_LONGEST_PROMPT + num_steps + 64) + 4096
         )
@@ -100,9 +100,6 @@ def pretended(num_sequences: int, num_steps: int) -> Iterator[tuple[Clock, Engin
         executor.model.graphs.capture()
         config = EngineConfig(token_budget=8192, overlap=True, max_num_seqs=max(BATCHES))
         yield clock, Engine(executor, config, eos_token_ids=())
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def params(num_steps: int) -> SamplingParams:

@@ -48,20 +48,6 @@ MODELS = {
     "Qwen2.5-0.5B": _config(
         "Qwen2", "qwen2", 896, 4864, 24, 14, 2, vocab_size=151_936, tie_word_embeddings=True, rope_theta=1e6
     ),
-    "Qwen3.5-0.8B": _config(
-        "Qwen3_5",
-        "qwen3_5_text",
-        *(1024, 3584, 24, 8, 2),
-        vocab_size=248_320,
-        tie_word_embeddings=True,
-        head_dim=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        linear_num_key_heads=16,
-        linear_num_value_heads=16,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
-    ),
     "Qwen3-8B": _config("Qwen3", "qwen3", *_8B, **_QWEN3),
     "Qwen3-30B-A3B": _config("Qwen3Moe", "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3, **_EXPERTS),
 }

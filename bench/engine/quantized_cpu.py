@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,12 +16,9 @@ from paged import LlmExecutor
 from paged.bench.benchmark import environment, save
 from paged.bench.engine import llama_cpp_process
 from paged.bench.engine.models import save_random
+from paged.bench.engine.runs import PeerProcess
 from paged.bench.limits import times_us
-from paged.kernels.common.packed.packing import E2M1_GROUPS
-from paged.kernels.common.torch_ops.linear import pack
-from paged.kernels.quantization.cpu_product import is_plain, this_cpu, unpacked
-from paged.kernels.quantization.quantize import quantize
-from paged.models.layers.decoder import Linear
+from paged.kernels.quantization.cpu_product import this_cpu
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantized_writer import FORMATS, quantize_checkpoint
 
@@ -41,14 +35,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of 24")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="in a turn")
-    formats = [
-        "plain",
-        *FORMATS,
-        "int4 head",
-        "int8 head",
-        *E2M1_GROUPS,
-        *(f"{form}, float32" for form in ("plain", "int8", "int4")),
-    ]
+    formats = ["plain", *FORMATS, "int4 head", "int8 head"]
     parser.add_argument(
         "--formats", nargs="+", default=formats, help=f"also {_PEER}Q4_0 and Q8_0; default: %(default)s"
     )
@@ -79,8 +66,11 @@ def main() -> None:
     models: dict[str, _Steps] = {}
     for name in args.formats:
         if name.startswith(_PEER):
-            told, models[name] = _peer(args.peer, folder / "plain", name.removeprefix(_PEER))
-            report["peers"][_PEER.strip()], num_bytes = told["version"], told["bytes"]
+            form, threads = name.removeprefix(_PEER), str(torch.get_num_threads())
+            command = (llama_cpp_process.__file__, folder / "plain", form, threads)
+            peer = PeerProcess(name, args.peer, *command, log=folder / f"{name}.log")
+            models[name] = partial(_ask, peer)
+            report["peers"][_PEER.strip()], num_bytes = peer.told["version"], peer.told["bytes"]
         else:
             model = _load(folder, name)
             models[name], num_bytes = partial(_decode, model), model.parameter_bytes()
@@ -92,19 +82,8 @@ def main() -> None:
 
 
 def _load(folder: Path, name: str) -> PagedCausalLM:
-    form, _, dtype = name.partition(", ")
-    options: dict[str, Any] = {"dtype": dtype} if dtype else {}
-    path = folder / ("plain" if form in E2M1_GROUPS else form)
-    executor = LlmExecutor.from_pretrained(path, num_blocks=256, progress=False, **options)
+    executor = LlmExecutor.from_pretrained(folder / name, num_blocks=256, progress=False)
     assert isinstance(executor.model, PagedCausalLM)
-    if form in E2M1_GROUPS:  # nothing here writes them
-        for layer in executor.model.network.layers:
-            for module in layer.modules():
-                if isinstance(module, Linear):
-                    plain = module.weight.to_dense(dtype=torch.bfloat16) if module.weight.is_mkldnn else module.weight
-                    weight = quantize(plain, form)
-                    assert is_plain(weight, this_cpu())
-                    module.weight = torch.nn.Parameter(pack(unpacked(weight, plain.dtype)), requires_grad=False)
     executor.warmup()
     return executor.model
 
@@ -123,27 +102,9 @@ def _decode(model: PagedCausalLM, batch: int, steps: int) -> list[float]:
     return seconds
 
 
-def _peer(python: Path, checkpoint: Path, form: str) -> tuple[dict[str, Any], _Steps]:
-    """Start llama.cpp; return its version and its bytes, and its steps."""
-    threads = str(torch.get_num_threads())
-    process = subprocess.Popen(
-        [python, "-P", llama_cpp_process.__file__, checkpoint, form, threads],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    weakref.finalize(process, process.kill)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    jobs, answers = process.stdin, process.stdout
-
-    def decode(batch: int, steps: int) -> list[float]:
-        print(json.dumps({"batch": batch, "steps": steps, "context": _CONTEXT}), file=jobs, flush=True)
-        seconds: list[float] = json.loads(answers.readline())
-        return seconds
-
-    return json.loads(answers.readline()), decode
+def _ask(peer: PeerProcess, batch: int, steps: int) -> list[float]:
+    seconds: list[float] = peer.ask(batch=batch, steps=steps, context=_CONTEXT)
+    return seconds
 
 
 def _rows(models: dict[str, _Steps], batch: int, rounds: int, steps: int) -> list[dict[str, Any]]:

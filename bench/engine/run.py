@@ -9,7 +9,6 @@ Rows, and their goals:
 overhead.greedy, overhead.sampled: microseconds of a step with 256 decoding sequences outside of the executor's call:
     plan, items, what sampling needs, stops. The executor is the oracle without its attention, and the arithmetic of
     sampling, which is a device's, is left out too (`with_sampling_us` has it in). At most 300 us.
-overhead.host: the same with the executor's own work on the host: checks, slots, metadata, counts.
 decode.Qwen3-8B, decode.Qwen3-30B-A3B: tokens a second of 64 sequences that decode behind 4,096 tokens, random weights,
     on a GPU alone. `percent` is the share of the least time in which weights and cache can be read, at least 80 for the
     first; a step takes the device `replay_us`, and `gap_us` more.
@@ -104,10 +103,8 @@ def timed_inside(owner: object, *names: str) -> Iterator[list[float]]:
         yield total
 
 
-def overhead(
-    name: str, params: SamplingParams, device: torch.device, repeats: int, *, with_executor: bool
-) -> dict[str, Any]:
-    """Measure a step of 256 decodes, with or without the executor's work besides running a model."""
+def overhead(name: str, params: SamplingParams, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Measure a step of 256 decodes without the executor's work."""
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32}
     cache = PagedKvCacheConfig(num_blocks=16_384, device=device, dtype=torch.float32, **sizes)
     config = PagedExecutorConfig(vocab_size=64, num_heads=1, max_sequence_length=4096, **sizes)
@@ -127,7 +124,7 @@ def overhead(
             executing[0] = sampling[0] = 0.0
             start = perf_counter()
             engine.step()
-            seconds = perf_counter() - start - (0.0 if with_executor else executing[0])
+            seconds = perf_counter() - start - executing[0]
             samples.append(seconds - sampling[0])
             with_sampling.append(seconds)
     times = times_us(samples)
@@ -137,8 +134,7 @@ def overhead(
         "p80_us": times["p80_us"],
         "with_sampling_us": statistics.median(with_sampling) * 1e6,
     }
-    goals = [] if with_executor else [at_most("300 us", median, 300)]
-    return {"name": name, "value": median, "unit": "us", "goals": goals, "detail": detail}
+    return {"name": name, "value": median, "unit": "us", "goals": [at_most("300 us", median, 300)], "detail": detail}
 
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=2000)
@@ -154,12 +150,8 @@ CASES = [
         if (name := f"long_prompt.{kind}.{model}")
     ),
     *(
-        Case(name, partial(overhead, name, params, with_executor=with_executor))
-        for name, params, with_executor in (
-            ("overhead.greedy", _GREEDY, False),
-            ("overhead.sampled", _SAMPLED, False),
-            ("overhead.host", _GREEDY, True),
-        )
+        Case(name, partial(overhead, name, params))
+        for name, params in (("overhead.greedy", _GREEDY), ("overhead.sampled", _SAMPLED))
     ),
     Case("throughput.8B", partial(throughput, "8B", 5.0), needs_gpu=True),
     Case("throughput.10M", partial(throughput, "10M", 10.0)),

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import statistics
+import subprocess
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
@@ -18,6 +25,45 @@ from paged.executors.model_executor import ModelExecutor
 # Largest CPU steal of a run, as a fraction of a core's time. With more, a run of 1.9 s took up to 5 s, by chance for
 # either engine. On a dedicated machine a run of 1 s shows at most 0.01, the clock's step.
 _MOST_STOLEN = 0.03
+
+
+class PeerProcess:
+    """A peer in the Python of its own environment, which answers a line of JSON with another. told: its first line."""
+
+    def __init__(self, name: str, python: Path, *command: str | Path, log: Path) -> None:
+        self._name, self._log = name, log
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [python, "-P", *command],
+                env=environment | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                start_new_session=True,
+            )
+        weakref.finalize(self, _kill_group, self._process.pid)
+        self.told: dict[str, Any] = self._answer()
+
+    def ask(self, **job: Any) -> Any:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # its log says more
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        said = self._log.read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{self._name} ended with {self._process.wait()}: {said}")
+
+
+def _kill_group(process: int) -> None:
+    """Kill a process that has its own session, and its children."""
+    with suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
 
 
 class Run(NamedTuple):
@@ -65,8 +111,7 @@ def quiet_runs(
     """Return each engine's `rounds` runs with the least CPU steal, and the largest steal among them as a fraction.
 
     Engines are called with the round's number. Rounds go on until each engine has enough runs without more steal than
-    `_MOST_STOLEN`, or until `most_rounds`. The order of engines rotates from round to round.
-    `most_rounds`. The order turns from round to round.
+    `_MOST_STOLEN`, or until `most_rounds`. The order turns from round to round.
     """
     found: dict[str, list[tuple[float, int, Run]]] = {engine: [] for engine in engines}
     for number in range(most_rounds):

@@ -181,8 +181,6 @@ def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any
             for who, loads in runs.items()
             if loads[name]
         }
-        if not {"paged", PEER} <= medians.keys():
-            continue
         ours, peer = medians["paged"], medians[PEER]
         row: dict[str, Any] = {"name": f"serving.{_MODEL}.{name}", "unit": "tokens/s"}
         row |= {"value": ours["output_throughput"], "median_us": ours["duration"] * 1e6}
@@ -200,8 +198,6 @@ def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any
 def main() -> None:
     """Run rounds of all three, and write medians and every run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--python", default=str(PEER_PYTHON), help=f"of an environment with {PEER}; %(default)s")
-    parser.add_argument("--only", nargs="+", choices=_ALL, default=_ALL, help="whom to measure; %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
     parser.add_argument("--json", type=Path, required=True, help="results; rounds are added to those that it holds")
     arguments = parser.parse_args()
@@ -211,19 +207,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
         save_checkpoint(folder)
         ours = [sys.executable, "-m", "paged", "serve", folder, "--model-name", "served", "--num-blocks", "2048"]
-        theirs = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+        python = str(PEER_PYTHON)
+        theirs = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
         theirs += ["--served-model-name", "served", "--dtype", "float32", "--max-model-len", "4096"]
         for who, command, environ in (("paged", ours, os.environ), (PEER, theirs, _PEER_ENVIRONMENT)):
-            if who in arguments.only or (who == "paged" and "light" in arguments.only):
-                servers.enter_context(server(command, _PORTS[who], folder, environ))
-            if who in arguments.only:
-                load(arguments.python, folder, _PORTS[who], "inf", _STREAMS, 1000)  # warm
-        measures = cost(folder) if {"bare", "light"} & set(arguments.only) else {}
+            servers.enter_context(server(command, _PORTS[who], folder, environ))
+            load(python, folder, _PORTS[who], "inf", _STREAMS, 1000)  # warm
+        measures = cost(folder)
         for number in range(arguments.rounds):
             for name, (rate, count) in _LOADS.items():
-                for who in arguments.only:
+                for who in _ALL:
                     if who not in measures:
-                        runs[who][name].append(load(arguments.python, folder, _PORTS[who], rate, count, number))
+                        runs[who][name].append(load(python, folder, _PORTS[who], rate, count, number))
                     elif rate == "inf":
                         runs[who][name].append(measures[who](count, number))
                     time.sleep(_REST_S)

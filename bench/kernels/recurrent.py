@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import paged
-from paged.bench.kernels.work import Draw, Work
+from paged.bench.kernels.work import Draw, Work, work_of
 from paged.bench.limits import Cost
 from paged.kernels.recurrent import reference
 
@@ -44,11 +44,7 @@ def mamba2_scan(draw: Draw, **sizes: Any) -> Work:
 def gated_rms_norm(draw: Draw, *, tokens: int, heads: int, dim: int) -> Work:
     x, z = draw.normals(2, tokens, heads, dim)
     weight = draw.floats(dim)
-    return Work(
-        lambda: paged.gated_rms_norm(x, z, weight, norm_first=True),
-        lambda: reference.gated_rms_norm(x, z, weight, norm_first=True),
-        Cost(0, 3 * x.nbytes + weight.nbytes),
-    )
+    return work_of("gated_rms_norm", reference, 3 * x.nbytes + weight.nbytes, x, z, weight, norm_first=True)
 
 
 def _layer(

@@ -83,12 +83,15 @@ class Draw:
         return self.permutation(tokens), torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def _work(operation: str, reference: Any, num_bytes: int, *arguments: Any, **options: Any) -> Work:
-    """Of an operation and the function of its name in a module of references, which take the same arguments."""
+def work_of(operation: str, reference: Any, cost: Cost | int, *arguments: Any, **options: Any) -> Work:
+    """Of an operation and the function of its name in a module of references, which take the same arguments.
+
+    cost: bytes alone where nothing is multiplied.
+    """
     return Work(
         lambda: getattr(paged, operation)(*arguments, **options),
         lambda: getattr(reference, operation)(*arguments, **options),
-        Cost(0, num_bytes),
+        Cost(0, cost) if isinstance(cost, int) else cost,
     )
 
 
@@ -155,11 +158,7 @@ def choose_keys(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, d
     given = index_problem(problem, draw.device, is_packed=True)
     pairs = sum(q_len * (2 * seq_len - q_len + 1) // 2 for q_len, seq_len in lengths)
     num_bytes = sum(seq_len for _, seq_len in lengths) * (dim + 4) + 8 * pairs + _bytes(given["q"], given["weights"])
-    return Work(
-        lambda: paged.choose_keys(**given, top_k=top_k),
-        lambda: mla_reference.choose_keys(**given, top_k=top_k),
-        Cost(2 * heads * dim * pairs, num_bytes),
-    )
+    return work_of("choose_keys", mla_reference, Cost(2 * heads * dim * pairs, num_bytes), **given, top_k=top_k)
 
 
 def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int], is_packed: bool = False) -> Work:
@@ -282,12 +281,12 @@ def merge_attn_states(draw: Draw, *, tokens: int, num_heads: int, dim: int) -> W
     out_a, out_b = draw.normals(2, tokens, num_heads, dim)
     lse_a, lse_b = draw.floats(2, num_heads, tokens)
     num_bytes = 3 * _bytes(out_a, lse_a)
-    return _work("merge_attn_states", attention_reference, num_bytes, out_a, lse_a, out_b, lse_b)
+    return work_of("merge_attn_states", attention_reference, num_bytes, out_a, lse_a, out_b, lse_b)
 
 
 def rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
     x, weight = draw.normal(tokens, hidden_size), draw.normal(hidden_size)
-    return _work("rms_norm", layers_reference, _bytes(x, x, weight), x, weight, eps=1e-6)
+    return work_of("rms_norm", layers_reference, _bytes(x, x, weight), x, weight, eps=1e-6)
 
 
 def fused_add_rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
@@ -335,12 +334,12 @@ def qk_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: tuple[int, int], d
 
 def silu_and_mul(draw: Draw, *, tokens: int, size: int) -> Work:
     x = draw.normal(tokens, 2 * size)
-    return _work("silu_and_mul", layers_reference, _bytes(x) * 3 // 2, x)
+    return work_of("silu_and_mul", layers_reference, _bytes(x) * 3 // 2, x)
 
 
 def greedy_argmax(draw: Draw, *, rows: int, vocab_size: int) -> Work:
     logits = draw.normal(rows, vocab_size)
-    return _work("greedy_argmax", sampling_reference, _bytes(logits) + 8 * rows, logits)
+    return work_of("greedy_argmax", sampling_reference, _bytes(logits) + 8 * rows, logits)
 
 
 def sample_tokens(draw: Draw, *, rows: int, vocab_size: int, **filters: float) -> Work:
@@ -350,12 +349,12 @@ def sample_tokens(draw: Draw, *, rows: int, vocab_size: int, **filters: float) -
     temperature, *values = (torch.full((rows,), each, device=draw.device) for each in (0.8, *filters.values()))
     options = dict(zip(filters, values, strict=True))
     num_bytes = (3 if filters else 1) * _bytes(logits) + 8 * rows
-    return _work("sample_tokens", sampling_reference, num_bytes, logits, keys, temperature, **options)
+    return work_of("sample_tokens", sampling_reference, num_bytes, logits, keys, temperature, **options)
 
 
 def route_tokens(draw: Draw, *, tokens: int, num_experts: int, top_k: int) -> Work:
     logits = draw.normal(tokens, num_experts)
-    return _work("route_tokens", moe_reference, _bytes(logits) + 8 * tokens * top_k, logits, top_k)
+    return work_of("route_tokens", moe_reference, _bytes(logits) + 8 * tokens * top_k, logits, top_k)
 
 
 def moe_align_block_size(draw: Draw, *, tokens: int, num_experts: int, top_k: int, block_size: int) -> Work:
@@ -420,11 +419,8 @@ def quantized_linear(
     x[:, ::128] = 1.75
     weight = quantize(draw.floats(out_features, in_features) / math.sqrt(in_features), form, group_size=group_size)
     moved = _bytes(x, weight.values, weight.scale) + tokens * out_features * draw.dtype.itemsize
-    return Work(
-        lambda: paged.quantized_linear(x, weight),
-        lambda: quantization_reference.quantized_linear(x, weight),
-        Cost(2 * tokens * in_features * out_features, moved),
-    )
+    cost = Cost(2 * tokens * in_features * out_features, moved)
+    return work_of("quantized_linear", quantization_reference, cost, x, weight)
 
 
 def add_lora(

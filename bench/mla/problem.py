@@ -118,18 +118,7 @@ def index_problem(
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-@dataclass(frozen=True)
-class Solved:
-    """The result of `paged_mla_attention` and the expected one; `arguments` are the reference's."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    expected_out: torch.Tensor
-    expected_lse: torch.Tensor
-    arguments: dict[str, Any]
-
-
-def solve(problem: Problem, device: torch.device) -> Solved:
+def solve(problem: Problem, device: torch.device) -> attention_problem.Solved:
     """Run the problem into an output that holds NaN, and the float64 reference."""
     arguments = make(problem, device)
     q = arguments["q"]
@@ -139,7 +128,5 @@ def solve(problem: Problem, device: torch.device) -> Solved:
         **arguments, max_seqlen_q=longest, out=out, return_lse=True, deterministic=problem.deterministic
     )
     assert result is out
-    on_cpu: dict[str, Any] = {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
-    }
-    return Solved(out, lse, *reference.paged_mla_attention(**on_cpu), on_cpu)
+    cpu = attention_problem.on_cpu(arguments)
+    return attention_problem.Solved(out, lse, *reference.paged_mla_attention(**cpu), cpu)

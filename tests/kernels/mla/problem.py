@@ -2,7 +2,8 @@
 
 import torch
 
-from paged.bench.mla.problem import Problem, Solved, solve
+from paged.bench.attention.problem import Solved
+from paged.bench.mla.problem import Problem, solve
 from paged.kernels.mla import reference
 from tests.tolerance import assert_close
 
@@ -10,6 +11,7 @@ from tests.tolerance import assert_close
 def check(problem: Problem, device: torch.device) -> None:
     """Solve the problem and compare output and lse with the float64 reference."""
     solved = solve(problem, device)
+    assert solved.lse is not None
     is_exact = problem.dtype == torch.float32
     assert_close(solved.out, solved.expected_out, rounded=None if is_exact else _with_rounding(solved, problem))
     # Latents of the published form are rounded to the dtype of q after they are scaled.
