@@ -290,40 +290,33 @@ class StepGraphs:
         return [batch.rows.numpy(), batch.slots.numpy()]
 
 
-class CudaGraphRecorder:
-    """Captures CUDA graphs of functions; all share one memory pool, because they run one after another.
+def _cuda_recorder(device: torch.device) -> Record:
+    """Return a function that captures CUDA graphs; all share one memory pool, because they run one after another.
 
     Record the largest function first, so that the others reuse its memory. The next graph overwrites everything that a
     function returns or keeps: write results to tensors made outside.
     """
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, begin: Begin) -> tuple[Callable[[], None], str]:
-        def run() -> None:
-            begin()()
-
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+    def record(begin: Begin) -> tuple[Callable[[], None], str]:
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
         # Compile and load kernels and allocate workspaces before the capture, which allows none of it.
-        with torch.cuda.stream(self._stream):
-            run()
+        with torch.cuda.stream(stream):
+            begin()()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of the process may use the device.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
-        current.wait_stream(self._stream)
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            begin()()
+        current.wait_stream(stream)
         return graph.replay, ""
+
+    return record
 
 
 def graph_recorder(device: torch.device) -> Record:
     """Return the recorder for a device; on a CPU it records only steps of numba kernels, and runs others directly."""
-    if device.type == "cuda":
-        return CudaGraphRecorder(device).record
-    return _record if records_loops(device) else _call
+    return _cuda_recorder(device) if device.type == "cuda" else _record if records_loops(device) else _call
 
 
 def records_loops(device: torch.device) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.families.llama import DecoderLayer, Llama, rows_of
+from paged.models.families.llama import DecoderLayer, family, rows_of
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import by_window, decoder_config, periodic_windows
+from paged.models.layers.decoder_config import by_window, periodic_windows
 from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig
 
@@ -35,21 +37,17 @@ class ParallelLayer(DecoderLayer):
         return 1
 
 
-class Cohere2(Llama):
+def _cohere2(hf: HfConfig) -> dict[str, Any]:
     """Three of four layers have a window and rotate; every fourth has neither."""
+    windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
+    return {
+        "window": windows,
+        "rope": by_window(windows, None, rope_config(hf, interleaved=True)),
+        "logits_scale": hf.number("logit_scale"),
+        "eps": hf.number("layer_norm_eps"),
+        "subtracts_mean": True,
+        "before_mlp": None,
+    }
 
-    model_type = "cohere2"
-    layer_class = ParallelLayer
 
-    @classmethod
-    def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
-        return decoder_config(
-            hf,
-            window=windows,
-            rope=by_window(windows, None, rope_config(hf, interleaved=True)),
-            logits_scale=hf.number("logit_scale"),
-            eps=hf.number("layer_norm_eps"),
-            subtracts_mean=True,
-            before_mlp=None,
-        )
+Cohere2 = family("cohere2", _cohere2, layer_class=ParallelLayer)

@@ -77,13 +77,10 @@ def _deepseek_v2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
-    """DeepSeek-V3, V3.1 and R1 (2024), Kimi K2 (Moonshot AI, 2025): sigmoid routing with a bias."""
-    return {**_with_sigmoid_experts(hf), "moe": after_dense(hf, _experts(hf))}
-
-
-def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4.7-Flash (Z.ai, 2026): as DeepSeek-V3, with `mlp_layer_types`."""
-    return {**_with_sigmoid_experts(hf), "moe": _by_mlp_layer_types(hf)}
+    """DeepSeek-V3, V3.1 and R1 (2024), Kimi K2 (Moonshot AI, 2025): sigmoid routing with a bias; GLM-4.7-Flash (Z.ai,
+    2026): the same, with `mlp_layer_types`."""
+    rope = rope_config(hf, interleaved=hf.flag("rope_interleave", True))
+    return {**_latent_attention(hf), "rope": rope, "moe": _by_mlp_layer_types(hf)}
 
 
 def _deepseek_v32(hf: HfConfig) -> dict[str, Any]:
@@ -114,23 +111,15 @@ def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
 
 def _by_mlp_layer_types(hf: HfConfig) -> tuple[MoeConfig | None, ...]:
     """Return the experts of each layer; `mlp_layer_types` may name the layers with experts."""
-    moe, kinds = _experts(hf), hf.items("mlp_layer_types", str)
+    for key in ("scoring_func", "topk_method"):
+        hf.choice(key, "sigmoid", "noaux_tc")  # published names of this routing
+    moe, kinds = sigmoid_experts(hf), hf.items("mlp_layer_types", str)
     by_count = after_dense(hf, moe)
     if not kinds:
         return by_count
     if len(kinds) != count_layers(hf) or not {*kinds} <= {"dense", "sparse"}:
         raise CheckpointError(f"{hf.source}: mlp_layer_types {kinds}, expected dense or sparse for each layer")
     return tuple(moe if kind == "sparse" else None for kind in kinds)
-
-
-def _experts(hf: HfConfig) -> MoeConfig:
-    for key in ("scoring_func", "topk_method"):
-        hf.choice(key, "sigmoid", "noaux_tc")  # published names of this routing
-    return sigmoid_experts(hf)
-
-
-def _with_sigmoid_experts(hf: HfConfig) -> dict[str, Any]:
-    return {**_latent_attention(hf), "rope": rope_config(hf, interleaved=hf.flag("rope_interleave", True))}
 
 
 def _mistral4(hf: HfConfig) -> dict[str, Any]:
@@ -166,7 +155,7 @@ DEEPSEEK = {
     "DeepseekV2ForCausalLM": family("deepseek_v2", _deepseek_v2),
     "DeepseekV3ForCausalLM": family("deepseek_v3", _deepseek_v3),
     "DeepseekV32ForCausalLM": family("deepseek_v32", _deepseek_v32),
-    "Glm4MoeLiteForCausalLM": family("glm4_moe_lite", _glm4_moe_lite),
+    "Glm4MoeLiteForCausalLM": family("glm4_moe_lite", _deepseek_v3),
     "GlmMoeDsaForCausalLM": family("glm_moe_dsa", _glm_moe_dsa),
     "MiniCPM3ForCausalLM": family("minicpm3", _minicpm3),
     "Mistral4ForCausalLM": family("mistral4", _mistral4),

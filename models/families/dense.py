@@ -16,7 +16,7 @@ from paged.models.layers.decoder_config import (
     read_head_dim,
     rotating_layers,
 )
-from paged.models.layers.rope import RopeConfig, rope_config, rope_section, ropes_by_kind
+from paged.models.layers.rope import rope_config, rope_section, ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
 NO_BIAS = {"qkv_bias": False, "o_bias": False}
@@ -140,18 +140,8 @@ def _glm4(hf: HfConfig) -> dict[str, Any]:
     return {**_glm(hf), "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
 
 
-def _glm4v(hf: HfConfig) -> dict[str, Any]:
-    """Text part of GLM-4.1V (GLM Team, 2025): GLM-4-0414, always with biases."""
-    return {**_glm4(hf), "qkv_bias": True}
-
-
-def _granite(hf: HfConfig) -> dict[str, Any]:
-    """Granite 3 (IBM, 2024): multipliers of embeddings, scores, residuals and logits."""
-    return {"mlp_bias": hf.flag("mlp_bias"), **granite_fields(hf)}
-
-
 def granite_fields(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields of Granite's multipliers."""
+    """Granite 3 (IBM, 2024): multipliers of embeddings, scores, residuals and logits."""
     return {
         "softmax_scale": hf.number("attention_multiplier"),
         "embedding_scale": hf.number("embedding_multiplier"),
@@ -165,22 +155,17 @@ def _helium(hf: HfConfig) -> dict[str, Any]:
     return {"rope": rope_config(hf, interleaved=True), "o_bias": False, "mlp_bias": hf.flag("mlp_bias")}
 
 
-def _hunyuan(hf: HfConfig) -> dict[str, Any]:
-    """Hunyuan (Tencent, 2025): norms of heads after their rotation."""
-    return {"rope": hunyuan_rope(hf), "qk_norm": "head", "norm_after_rope": True}
+def hunyuan(hf: HfConfig) -> dict[str, Any]:
+    """Hunyuan (Tencent, 2025): norms of heads after their rotation, whose type "dynamic" with an `alpha` has a larger
+    theta, at any length."""
+    rope, section, size = rope_config(hf), rope_section(hf), read_head_dim(hf)
+    is_dynamic = section.text("rope_type", section.text("type", "default")) == "dynamic"
+    if is_dynamic and section.value("alpha") is not None:
+        rope = replace(rope, theta=rope.theta * section.number("alpha") ** (size / (size - 2)))
+    return {"rope": rope, "qk_norm": "head", "norm_after_rope": True}
 
 
-def hunyuan_rope(hf: HfConfig) -> RopeConfig:
-    """Read the rotation; type "dynamic" with an `alpha` has a larger theta, at any length."""
-    rope, section = rope_config(hf), rope_section(hf)
-    kind = section.text("rope_type", section.text("type", "default"))
-    if kind != "dynamic" or section.value("alpha") is None:
-        return rope
-    size = read_head_dim(hf)
-    return replace(rope, theta=rope.theta * section.number("alpha") ** (size / (size - 2)))
-
-
-def _mistral(hf: HfConfig) -> dict[str, Any]:
+def mistral(hf: HfConfig) -> dict[str, Any]:
     """Mistral (Jiang et al., 2023): all layers have the window `sliding_window`; if it is null, they see all tokens."""
     return {"window": hf.optional_integer("sliding_window"), **NO_BIAS}
 
@@ -193,8 +178,7 @@ def _ministral(hf: HfConfig) -> dict[str, Any]:
 
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
     """Ministral 3 (Mistral AI, 2025): queries grow with the log of their position beyond the pre-training length."""
-    window, growth = hf.optional_integer("sliding_window"), query_growth(hf)
-    return {"window": window, **NO_BIAS, "rope": rope_config(hf), "query_growth": growth}
+    return {**mistral(hf), "query_growth": query_growth(hf)}
 
 
 def query_growth(hf: HfConfig) -> QueryGrowth:
@@ -229,9 +213,8 @@ def _phi3(hf: HfConfig) -> dict[str, Any]:
     Only part of each head rotates; longrope scaling is possible.
     """
     return {
-        "window": hf.optional_integer("sliding_window"),
+        **mistral(hf),
         "rope": rope_config(hf, is_partial=True),
-        **NO_BIAS,
         "fused": True,
         "fused_mlp": True,
     }
@@ -246,11 +229,6 @@ def _qwen2(hf: HfConfig) -> dict[str, Any]:
 def _qwen3(hf: HfConfig) -> dict[str, Any]:
     """Qwen3 (Yang et al., 2025): a norm of every query and key head; windows as in Qwen2."""
     return {"window": _qwen_windows(hf), "qk_norm": "head"}
-
-
-def _qwen3_vl(hf: HfConfig) -> dict[str, Any]:
-    """Text part of Qwen3-VL (Qwen Team, 2025): Qwen3 without windows."""
-    return {"qk_norm": "head"}
 
 
 def _qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
@@ -309,10 +287,10 @@ DENSE = {
     "Gemma3ForCausalLM": family("gemma3_text", _gemma3),
     "GlmForCausalLM": family("glm", _glm),
     "Glm4ForCausalLM": family("glm4", _glm4),
-    "GraniteForCausalLM": family("granite", _granite),
+    "GraniteForCausalLM": family("granite", lambda hf: {"mlp_bias": hf.flag("mlp_bias"), **granite_fields(hf)}),
     "HeliumForCausalLM": family("helium", _helium),
-    "HunYuanDenseV1ForCausalLM": family("hunyuan_v1_dense", _hunyuan, HUNYUAN_RENAMES),
-    "MistralForCausalLM": family("mistral", _mistral),
+    "HunYuanDenseV1ForCausalLM": family("hunyuan_v1_dense", hunyuan, HUNYUAN_RENAMES),
+    "MistralForCausalLM": family("mistral", mistral),
     "MinistralForCausalLM": family("ministral", _ministral),
     "Ministral3ForCausalLM": family("ministral3", _ministral3),
     "NemotronForCausalLM": family("nemotron", _nemotron),
@@ -327,8 +305,8 @@ DENSE = {
 }
 # Text parts of multimodal models that have no architecture of their own.
 DENSE_PARTS = (
-    family("glm4v_text", _glm4v),
+    family("glm4v_text", lambda hf: {**_glm4(hf), "qkv_bias": True}),  # GLM-4.1V (GLM Team, 2025)
     family("qwen2_vl_text", _qwen2),
     family("qwen2_5_vl_text", _qwen2),
-    family("qwen3_vl_text", _qwen3_vl),
+    family("qwen3_vl_text", lambda hf: {"qk_norm": "head"}),  # Qwen3 without windows (Qwen Team, 2025)
 )

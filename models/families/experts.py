@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paged.errors import CheckpointError
-from paged.models.families.dense import HUNYUAN_RENAMES, NO_BIAS, granite_fields, hunyuan_rope, window_if_used
+from paged.models.families.dense import HUNYUAN_RENAMES, NO_BIAS, granite_fields, hunyuan, mistral, window_if_used
 from paged.models.families.llama import family
 from paged.models.layers.config import MoeConfig, QueryGrowth
 from paged.models.layers.decoder_config import (
@@ -139,13 +139,9 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
         router_name="router",
         is_mxfp4=is_mxfp4,
     )
-    has_bias = hf.flag("attention_bias")
     return {
         **({"quantization": None} if is_mxfp4 else {}),
         "window": layer_windows(hf, hf.optional_integer("sliding_window"), lambda layer: layer % 2 == 0),
-        "rope": rope_config(hf),
-        "qkv_bias": has_bias,
-        "o_bias": has_bias,
         "sinks": True,
         "activation": "swiglu_oai",
         # The published config.json has no dtype. bfloat16 holds unpacked MXFP4 exactly.
@@ -180,12 +176,7 @@ def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
         )
         for top_k in set(top_ks)
     }
-    return {
-        "rope": hunyuan_rope(hf),
-        "qk_norm": "head",
-        "norm_after_rope": True,
-        "moe": tuple(moe[top_k] for top_k in top_ks),
-    }
+    return {**hunyuan(hf), "moe": tuple(moe[top_k] for top_k in top_ks)}
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
@@ -232,12 +223,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
     """Mixtral (Jiang et al., 2024): experts in every layer with weights that sum to 1; no window by default."""
     hf.choice("norm_topk_prob", True)
-    return {
-        "window": hf.optional_integer("sliding_window"),
-        "moe": moe_config(hf, renormalize=True, **_MIXTRAL_NAMES),
-        "rope": rope_config(hf),
-        **NO_BIAS,
-    }
+    return {**mistral(hf), "moe": moe_config(hf, renormalize=True, **_MIXTRAL_NAMES)}
 
 
 def _minimax_m2(hf: HfConfig) -> dict[str, Any]:

@@ -25,7 +25,8 @@ _QWEN_BUILT_IN = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 
 
 def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
-    """Fields of Qwen's hybrids: every fourth layer has attention with an output gate, the others gated delta nets."""
+    """Qwen3.5 to 3.8 (Qwen Team, 2026), dense: every fourth layer has attention with an output gate, the others gated
+    delta nets."""
     for key, known in _QWEN_BUILT_IN.items():
         hf.choice(key, known)
     interval = hf.integer("full_attention_interval")
@@ -48,11 +49,6 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
         "output_gate": True,
         "zero_centred": True,
     }
-
-
-def _qwen3_5(hf: HfConfig) -> dict[str, Any]:
-    """Qwen3.5 to 3.8, dense (Qwen Team, 2026)."""
-    return _qwen(hf)
 
 
 def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
@@ -191,6 +187,6 @@ HYBRIDS = {
     "Lfm2MoeForCausalLM": family("lfm2_moe", _lfm2_moe, _LFM2_RENAMES),
     "OlmoHybridForCausalLM": family("olmo_hybrid", _olmo_hybrid, _OLMO_RENAMES, _OlmoHybridLayer),
     "Qwen3NextForCausalLM": family("qwen3_next", _qwen3_next),
-    "Qwen3_5ForCausalLM": family("qwen3_5_text", _qwen3_5),
+    "Qwen3_5ForCausalLM": family("qwen3_5_text", _qwen),
     "Qwen3_5MoeForCausalLM": family("qwen3_5_moe_text", _qwen3_5_moe),
 }

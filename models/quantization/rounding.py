@@ -9,7 +9,6 @@ from paged.kernels.quantization.cpu_product import CpuProduct
 from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.quantization.packed_weights import CpuProducts
 
-FORMATS = ("int4", "int8")
 # Columns that share a scale in int4: the first that divides a row.
 _GROUPS = (128, 64, 32)
 # Parts of a group's largest weight that its largest int4 code stands for; the one with the smallest sum of squared
