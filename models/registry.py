@@ -212,16 +212,10 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
 def with_draft_layer(network: Llama) -> DecoderConfig:
     """Return the configuration of a network's caches: its draft head has one more layer."""
     config, head = network.own_config, network.draft_head
-    return (
-        config
-        if head is None
-        else replace(
-            config,
-            attention=(*config.attention, head.attention),
-            recurrent=(*config.recurrent, None),
-            attends=(*config.attends, True),
-        )
-    )
+    if head is None:
+        return config
+    attention, recurrent = (*config.attention, head.attention), (*config.recurrent, None)
+    return replace(config, attention=attention, recurrent=recurrent, attends=(*config.attends, True))
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:

@@ -361,9 +361,7 @@ def _run(engine: Engine, outputs: Sequence[RequestOutput], *, is_streamed: bool,
 
 
 def _answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> list[Report]:
-    """Return the completions of a finished request. `expected` and `correct` are None if the right answer is unknown.
-    `logprobs` holds, for each token, log probabilities by token id, the chosen token first.
-    """
+    """Return the completions of a finished request; `expected` and `correct` are None if no right answer is known."""
     return [
         {
             "prompt": prompt.text,
