@@ -8,8 +8,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
-
 from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.cache.events import CacheEvent, MemoryPressure, Notifier, recovering
 from paged.cache.inspection import KvInspection
@@ -26,8 +24,7 @@ from paged.cache.stats import CacheStats, count_stats
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.recurrent.metadata import RecurrentState
+from paged.kernels.common.scalars import as_int
 from paged.metadata import AttentionMetadata, HostMetadata
 from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.staging import to_device
@@ -37,7 +34,7 @@ M = TypeVar("M")
 
 
 @recovering
-class PagedKvCacheManager:
+class PagedKvCacheManager(KvInspection):
     """The KV cache of many sequences, in fixed-size blocks of one preallocated pool.
 
     Thread-safe. Every call is atomic: after any error it is rolled back. Only cached blocks that it has evicted and
@@ -75,17 +72,6 @@ class PagedKvCacheManager:
         self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors)
         rollback.recount = partial(recount, self._sequences, self._prefixes, self._swap.pool)
         self._handles = self._sequences.handles
-        self._inspection = KvInspection(self._guard, self._sequences, self._slots, self._tensors, self._window)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the cache."""
-        return self._tensors.storage.device
-
-    @property
-    def tensors(self) -> KvCacheTensors:
-        """Memory of the cache. Its `listener` is called for every move or clearing of blocks, to mirror it."""
-        return self._tensors
 
     def allocate(
         self,
@@ -440,39 +426,6 @@ class PagedKvCacheManager:
         with self._guard:
             return tuple(self._pool.cached)
 
-    def k_cache(self, layer: int) -> torch.Tensor:
-        """Return the keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
-
-        Raises:
-            InvalidInputError: the layer does not exist, or has no K/V of its own.
-        """
-        return self._tensors.k_cache(layer)
-
-    def v_cache(self, layer: int) -> torch.Tensor:
-        """Return the values of one layer, as `k_cache`; the last dimension is the group's v_head_dim."""
-        return self._tensors.v_cache(layer)
-
-    def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return `k_scale` and `v_scale` of an int8 layer, as the kernels take them; (None, None) for other dtypes.
-
-        Each is float32 [num_blocks + 1, block_size, num_kv_heads]. Errors are those of `k_cache`.
-        """
-        return self._tensors.scales(layer)
-
-    def table_of(self, layer: int) -> int:
-        """Return the index of a layer's table, for `AttentionMetadata.table`; errors are those of `k_cache`."""
-        return self._tensors.table_of(layer)
-
-    def state(self, layer: int) -> RecurrentState:
-        """Return the state slots of one recurrent layer.
-
-        Raises:
-            InvalidInputError: the layer has no recurrent state.
-        """
-        if self._tensors.states is None:
-            raise InvalidInputError(f"layer: {shown(layer)} has no recurrent state")
-        return self._tensors.states.layer(layer)
-
     def chunk_end(self, handle: KvCacheHandle, limit: int, total: int, *, may_leave_grid: bool = True) -> int:
         """Return where a prompt chunk of at most `limit` of `total` tokens ends, counted from the prompt's start.
 
@@ -505,39 +458,6 @@ class PagedKvCacheManager:
         with self._guard:  # to the end, so that block copies are rolled back on failure
             host = self._slots.ready_step(handles, counts, any_swapped=self._swap.num_sequences > 0)
             return host.over(to_device(host.arrays, self.device))
-
-    def write_kv(
-        self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Write K and V of the token at `position`, or of several from there on. Slow: for tests and inspection.
-
-        The length does not change, and positions may lie anywhere within the capacity. Values are converted to the
-        cache's dtype; 8-bit floats are saturated and not scaled, int8 rows are scaled and their scales are written.
-
-        Args:
-            key: [num_kv_heads, head_dim], or [num_tokens, num_kv_heads, head_dim].
-            value: the same, with the head size of the values.
-
-        Raises:
-            InvalidInputError: the layer, position or a shape is invalid.
-            OutOfBlocksError: a shared block has to be copied and none is free.
-        """
-        self._inspection.write(handle, layer, position, key, value)
-
-    def read_kv(
-        self, handle: KvCacheHandle, layer: int, start: int, num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of K and V at `num_tokens` positions from `start` on. Slow: for tests and inspection.
-
-        Each is [num_tokens, num_kv_heads, head_dim] in the cache's dtype, without the scales of an 8-bit float cache.
-        int8 is returned as float32, multiplied by its scales.
-
-        Raises:
-            InvalidInputError: the layer does not exist or has no K/V of its own, or a position is not written or lies
-                behind the sliding window. Written positions are the first `num_tokens` and those that `write_kv` added
-                after them without a gap.
-        """
-        return self._inspection.read(handle, layer, start, num_tokens)
 
     def stats(self) -> CacheStats:
         """Count the cache's blocks, sequences and events."""
