@@ -91,9 +91,6 @@ class LiveSequences:
         """Return the sequences of the requests in `as_columns`, their target lengths, and the lengths to admit.
 
         The last is None if it equals the target lengths.
-
-        Raises:
-            InvalidInputError, StaleHandleError, SequenceTooLongError: a request cannot be met.
         """
         handles, longest = self.handles, self._max_seq_len
         cache_ids, targets, admissions = columns
@@ -125,9 +122,6 @@ class LiveSequences:
         """Return the sequences of a step, all ready to run.
 
         any_swapped: whether any sequence is swapped out; otherwise this is not checked.
-
-        Raises:
-            InvalidInputError, StaleHandleError: a sequence is unknown, freed, swapped out or given twice.
         """
         states = [handle._state for handle in handles]
         is_owned = self.tables.owns(states)

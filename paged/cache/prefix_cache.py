@@ -43,11 +43,7 @@ class PrefixCache:
         self._is_enabled = config.enable_prefix_cache
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Take blocks for `count` times block_size positions; 0 for a table that gets blocks when they are written.
-
-        Raises:
-            OutOfBlocksError: the pool has too few free blocks.
-        """
+        """Take blocks for `count` times block_size positions; 0 for a table that gets blocks when they are written."""
         taken, num_whole = self.pool.allocate(count * self._num_whole), self._num_whole
         num_others = len(self._tables) - num_whole
         if not num_others:
@@ -56,12 +52,7 @@ class PrefixCache:
         return tuple(np.pad(rows, ((0, 0), (0, num_others))).ravel().tolist())
 
     def begin(self, state: SequenceState, token_ids: list[int], num_tokens: int) -> None:
-        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_tokens`.
-
-        Raises:
-            InvalidInputError: an id that was looked up is not an integer of 32 bits.
-            OutOfBlocksError: the pool has too few free blocks.
-        """
+        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_tokens`."""
         found, chain = self.index.match(token_ids, state.namespace)
         longest = max(len(token_ids) - 1, 0)
         length, blocks = self._usable(found, longest)
@@ -117,11 +108,7 @@ class PrefixCache:
         return int(lengths[count]), rows[:count].ravel().tolist()
 
     def commit(self, state: SequenceState, token_ids: list[int]) -> None:
-        """Publish the full blocks; `token_ids` are the known ids from position 0 on.
-
-        Raises:
-            InvalidInputError: the ids differ from those given before, or one is not an integer of 32 bits.
-        """
+        """Publish the full blocks; `token_ids` are the known ids from position 0 on."""
         known, num_given = state.chain.ids, min(len(token_ids), state.num_tokens)
         num_known = len(known)
         if token_ids[: min(num_known, num_given)] != known[:num_given]:

@@ -65,9 +65,6 @@ class KvSlotAllocator:
         """Reserve capacity for every sequence up to its target length: for all of them or for none.
 
         needs: from `_decode_needs`, if each sequence gets one token.
-
-        Raises:
-            OutOfBlocksError: the pool has too few free blocks.
         """
         undo = self._make_room(self._needs(self._unready(states, targets)) if needs is None else needs)
         for state in states:
@@ -125,11 +122,7 @@ class KvSlotAllocator:
         return replace(host, states=arrays, max_append=self._recurrent.spec.max_append)
 
     def make_exclusive(self, spans: Sequence[Span]) -> None:
-        """Make the spans writable: copy shared blocks, withdraw published ones.
-
-        Raises:
-            OutOfBlocksError: the pool has too few free blocks.
-        """
+        """Make the spans writable: copy shared blocks, withdraw published ones."""
         for undo in self._make_room(self._needs(spans)).values():
             self._pool.release(list(undo.replaced.values()))
 

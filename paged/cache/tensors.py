@@ -172,11 +172,7 @@ class KvCacheTensors:
         return layer
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both as [num_tokens, num_kv_heads, head_dim]; for one token the first axis may be absent.
-
-        Raises:
-            InvalidInputError: they are not tensors, or do not have these shapes with the same num_tokens.
-        """
+        """Return both as [num_tokens, num_kv_heads, head_dim]; for one token the first axis may be absent."""
         for name, rows in (("key", key), ("value", value)):
             check_is_tensor(name, rows)
             if rows.is_complex() or rows.is_quantized or rows.is_meta:

@@ -144,11 +144,7 @@ class BlockPool:
                 cached.move_to_end(block)
 
     def check(self, references: Mapping[int, int]) -> None:
-        """Compare with the references that the holders of blocks count.
-
-        Raises:
-            PagedError: a count is wrong; the message names the first error.
-        """
+        """Compare with the references that the holders of blocks count."""
         listed = [*self._free, *self.cached]
         free = set(listed)
         if len(free) != len(listed):

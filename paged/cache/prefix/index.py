@@ -93,11 +93,7 @@ class PrefixIndex:
         return self._chain.root(namespace) if root is None else root.hash
 
     def match(self, token_ids: list[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
-        """Return the longest published chain of full blocks that `token_ids` begins with: block ids, and the chain.
-
-        Raises:
-            InvalidInputError: an id that was looked up is not an integer of 32 bits.
-        """
+        """Return the longest published chain of full blocks that `token_ids` begins with: block ids, and the chain."""
         root = self._roots.get(namespace)
         if root is None:
             return [], TokenChain()
@@ -146,9 +142,6 @@ class PrefixIndex:
 
         Returns:
             The replaced blocks, and those of `blocks` that had been published with earlier content, with their hashes.
-
-        Raises:
-            InvalidInputError: an id is not an integer of 32 bits.
         """
         if not blocks:
             return []
@@ -197,11 +190,7 @@ class PrefixIndex:
         return displaced
 
     def publish_one_each(self, blocks: Sequence[int], chains: Sequence[TokenChain]) -> bool:
-        """Publish the next block of each chain that has begun, all at once; False if one is not new, and none is.
-
-        Raises:
-            InvalidInputError: an id is not an integer of 32 bits.
-        """
+        """Publish the next block of each chain that has begun, all at once; False if one is not new, and none is."""
         size = self._block_size
         ids = [chain.ids[len(chain.serials) * size : (len(chain.serials) + 1) * size] for chain in chains]
         tokens, has_contents = self._pack(list(flatten(*ids)), 0, len(blocks))

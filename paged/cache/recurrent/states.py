@@ -68,11 +68,7 @@ class RecurrentStates:
     # What steps read and write.
 
     def reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
-        """Plan the step of every sequence up to its target: for all of them or for none.
-
-        Raises:
-            OutOfStateSlotsError: too few slots are free.
-        """
+        """Plan the step of every sequence up to its target: for all of them or for none."""
         grown = [(state, target) for state, target in zip(states, targets, strict=True) if target > state.num_tokens]
         cursors = [self._cursor(state) for state, _ in grown]
         needs_slot = [self._needs_slot(state, target) for state, target in grown]
@@ -313,11 +309,7 @@ class RecurrentStates:
         state.slot = state.host_slot = 0
 
     def truncate(self, state: SequenceState, num_tokens: int) -> None:
-        """Let a sequence that is being changed hold its state after `num_tokens`; its chain still holds all tokens.
-
-        Raises:
-            InvalidInputError: the state there is not kept.
-        """
+        """Let a sequence that is being changed hold its state after `num_tokens`; its chain still holds all tokens."""
         slot, slots = state.slot, self.slots
         if not slot or num_tokens == state.num_tokens:
             return
@@ -342,11 +334,7 @@ class RecurrentStates:
         state.rolling = state.rolling if state.rolling <= num_tokens else 0
 
     def swap_out(self, state: SequenceState) -> None:
-        """Move the slot of a sequence that is being changed to the host, unless others share it.
-
-        Raises:
-            OutOfStateSlotsError: the host has too few free slots.
-        """
+        """Move the slot of a sequence that is being changed to the host, unless others share it."""
         slot, slots = state.slot, self.slots
         if not slot or slots.references[slot] > 1:
             return
@@ -360,11 +348,7 @@ class RecurrentStates:
         slots.release(slot)
 
     def swap_in(self, state: SequenceState) -> None:
-        """Move the state of a sequence that is being changed back to the device.
-
-        Raises:
-            OutOfStateSlotsError: too few slots are free.
-        """
+        """Move the state of a sequence that is being changed back to the device."""
         host, hosts = state.host_slot, self.host_slots
         if not host:
             return

@@ -55,11 +55,7 @@ class StateTensors:
         return sum(tensor.nbytes // tensor.shape[1] for tensor in self.all.values())
 
     def layer(self, layer: int) -> RecurrentState:
-        """Return the views of one of the model's layers.
-
-        Raises:
-            InvalidInputError: the layer has no state.
-        """
+        """Return the views of one of the model's layers."""
         if layer not in self._layers:
             raise InvalidInputError(f"layer: {layer} has no recurrent state")
         index = self._layers[layer]
