@@ -64,9 +64,10 @@ class KvInspection:
         Raises:
             InvalidInputError: the layer has no recurrent state.
         """
-        if self._tensors.states is None:
+        states = self._tensors.states
+        if states is None or layer not in states.layers:
             raise InvalidInputError(f"layer: {shown(layer)} has no recurrent state")
-        return self._tensors.states.layer(layer)
+        return states.layer(layer)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor

@@ -30,18 +30,9 @@ class BlockAges:
         if blocks and self._calls % _SAMPLE_EVERY == 0 and len(self._since) < _MAX_WATCHED:
             self._since[blocks[0]] = time.monotonic()
 
-    def freed(self, blocks: Iterable[int]) -> None:
-        """Record that the last references of `blocks` were dropped."""
-        if self._since:
-            self._count(self.lifetimes, blocks)
-
-    def revived(self, blocks: Iterable[int]) -> None:
-        """Record that cached free blocks were shared again."""
-        if self._since:
-            self._count(self.reuse_gaps, blocks)
-
-    def _count(self, histogram: list[int], blocks: Iterable[int]) -> None:
-        if self._since.keys().isdisjoint(blocks):
+    def count(self, histogram: list[int], blocks: Iterable[int]) -> None:
+        """Count the sampled ones of `blocks` in `lifetimes` when freed, in `reuse_gaps` when shared again."""
+        if not self._since or self._since.keys().isdisjoint(blocks):
             return
         now = time.monotonic()
         for block in self._since.keys() & blocks:

@@ -84,7 +84,7 @@ class BlockPool:
             for block in set(blocks).difference(revived):
                 extra[block] = extra.get(block, 0) + 1
         if revived:
-            self.ages.revived(revived)
+            self.ages.count(self.ages.reuse_gaps, revived)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each of `blocks`, which are distinct. Zeros are skipped.
@@ -109,7 +109,7 @@ class BlockPool:
             self.cached[block] = tick
         if len(cached) < len(freed):
             self._free += [block for block in freed if block not in published] if cached else freed
-        self.ages.freed(freed)
+        self.ages.count(self.ages.lifetimes, freed)
 
     def evict(self, count: int) -> int:
         """Withdraw up to `count` cached blocks, least recently used first; return their number."""

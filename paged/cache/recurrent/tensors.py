@@ -47,7 +47,7 @@ class StateTensors:
             raise
         except RuntimeError as error:
             raise InvalidInputError(f"recurrent: no states of shape {begin} and {shapes}: {error}") from error
-        self._layers = {layer: index for index, layer in enumerate(spec.layers)}
+        self.layers = {layer: index for index, layer in enumerate(spec.layers)}
 
     @property
     def bytes_per_slot(self) -> int:
@@ -55,10 +55,8 @@ class StateTensors:
         return sum(tensor.nbytes // tensor.shape[1] for tensor in self.all.values())
 
     def layer(self, layer: int) -> RecurrentState:
-        """Return the views of one of the model's layers."""
-        if layer not in self._layers:
-            raise InvalidInputError(f"layer: {layer} has no recurrent state")
-        index = self._layers[layer]
+        """Return the views of one of `layers`."""
+        index = self.layers[layer]
         tensors = {name: tensor[index] for name, tensor in self.all.items()}
         return RecurrentState(tensors.pop("conv"), **tensors)
 
