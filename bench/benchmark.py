@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paged.bench.check import WrongResultError
-from paged.bench.limits import Ceilings, verdict
+from paged.bench.limits import Ceilings
 from paged.bench.timing import CompiledWhileTimedError, ceilings, device_name
 from paged.kernels.common.compat import HAS_TRITON, interpreting
 
@@ -238,6 +238,10 @@ def line(row: Json) -> str:
         parts.append(f"planning {row['planning_us']:.1f} us")
     parts += [f"{name} {peer['ratio']:.2f}x" for name, peer in row.get("peers", {}).items()]
     parts += [f"{name} {why}" for name, why in row.get("absent", {}).items() if why.startswith(("wrong", "failed"))]
-    parts += [verdict(goal) for goal in row.get("goals", []) if goal["met"] is not None]
+    parts += [
+        f"{goal['text']}: {'met' if goal['met'] else 'MISSED'} ({goal['value']:.4g})"
+        for goal in row.get("goals", [])
+        if goal["met"] is not None
+    ]
     parts += [f"{name} {value:.4g}" for name, value in row.get("detail", {}).items()]
     return f"{row['name']:44} {', '.join(parts)}"

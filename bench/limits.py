@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,3 @@ def at_least(text: str, value: float | None, target: float) -> Goal:
 
 def at_most(text: str, value: float | None, target: float) -> Goal:
     return {"text": f"at most {text}", "value": value, "met": None if value is None else value <= target}
-
-
-def verdict(goal: Mapping[str, Any]) -> str:
-    """Describe a goal that has a value, and whether it is met."""
-    return f"{goal['text']}: {'met' if goal['met'] else 'MISSED'} ({goal['value']:.4g})"

@@ -18,18 +18,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
 
 def write(folder: Path, form: str) -> Path:
     """Write FOLDER.FORMAT.gguf, unless it exists."""
@@ -51,19 +39,17 @@ def write(folder: Path, form: str) -> Path:
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for file in folder.glob("*.safetensors"):
         for name, tensor in stored.deserialize(file.read_bytes()):
-            *_, layer, part = name.removesuffix(".weight").partition("layers.")
-            number, _, part = part.partition(".")
-            ours = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}.get(name.removesuffix(".weight"))
-            ours = ours or (f"blk.{number}.{NAMES[part]}" if layer else "output")
+            theirs = names.get_name(name, (".weight",))
             words = np.frombuffer(tensor["data"], np.uint16).astype(np.uint32) << 16  # bfloat16
             values = words.view(np.float32).reshape(tensor["shape"])
             if values.ndim == 1:
-                writer.add_tensor(f"{ours}.weight", values)
+                writer.add_tensor(theirs, values)
                 continue
-            kind = gguf.GGMLQuantizationType["Q8_0" if ours in ("token_embd", "output") else form]
-            writer.add_tensor(f"{ours}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+            kind = gguf.GGMLQuantizationType["Q8_0" if theirs in ("token_embd.weight", "output.weight") else form]
+            writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

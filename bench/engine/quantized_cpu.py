@@ -15,7 +15,7 @@ import torch
 from paged import LlmExecutor
 from paged.bench.benchmark import environment, save
 from paged.bench.engine import llama_cpp_process
-from paged.bench.engine.models import save_random
+from paged.bench.engine.models import MODELS, save_random
 from paged.bench.engine.runs import PeerProcess
 from paged.bench.limits import times_us
 from paged.kernels.quantization.cpu_product import this_cpu
@@ -42,18 +42,8 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="python with llama_cpp, gguf and safetensors, for llama.cpp")
     parser.add_argument("--json", type=Path, help="where to save the results")
     args = parser.parse_args()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 16),
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": args.layers,
-        "vocab_size": 8000,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    }
+    config = MODELS["Llama-100M"] | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 16)
+    config |= {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": args.layers}
     folder: Path = args.folder
     if not folder.exists():
         folder.mkdir(parents=True)

@@ -223,7 +223,7 @@ def main() -> None:
                         runs[who][name].append(measures[who](count, number))
                     time.sleep(_REST_S)
                     print(who, name, runs[who][name][-1:], flush=True)
-    found |= environment("serving", torch.device("cpu")) | {"rows": rows(runs), "runs": runs}
+    found |= environment("engine", torch.device("cpu")) | {"rows": rows(runs), "runs": runs}
     arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -56,7 +56,7 @@ _CASCADE = {"prefix": (32768, 1024, 64), "own": (512, 64, 20), "sequences": (64,
 _LORA_FEW = {"tokens": (64, 32, 19), "num_adapters": (8, 4, 3), "rank": (16,) * 3, **_QKV}
 _LORA_MANY = {"tokens": (4096, 256, 80), "num_adapters": (4, 2, 3), "rank": (64,) * 3, **_QKV}
 
-# Qwen3.5-35B-A3B and Nemotron-H. Their batch is read on the host, which a graph cannot capture.
+# Qwen3.5-35B-A3B and Nemotron-H.
 _DELTA = {"heads": ((16, 32), (2, 4), (1, 2)), "dims": ((128, 128), (64, 64), (16, 16))}
 _MAMBA = {"heads": ((8, 128), (1, 4), (1, 2)), "dims": ((128, 64), (128, 64), (16, 16))}
 _DECODES = {"sequences": (64, 8, 3), "tokens": (1, 1, 2)}

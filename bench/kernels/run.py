@@ -36,7 +36,6 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     """The row of a case.
 
     Raises:
-        RuntimeError: in Triton's interpreter.
         WrongResultError: the operation does not agree with the reference.
     """
     contest, scale = Contest(setting), "small" if setting.small else "full"

@@ -123,32 +123,26 @@ def paged_attention(
 def paged_mla_attention(
     draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, sizes: tuple[int, int], chosen: int = 0
 ) -> Work:
-    """A step over latents; a query and key take 2 (2 latent + rope) operations a head, and a key is read once."""
+    """A step over latents; chosen: the keys that a query sees, 2 (2 latent + rope) operations a head each."""
     latent, rope = sizes
     groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
-    case = AttentionCase("kernels", "latents", groups, (heads, 1), 64, latent + rope, latent)
+    case = AttentionCase("kernels", "latents", groups, (heads, 1), 64, latent + rope, latent, latent=True)
     step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
-    arguments = {name: tensor for name, tensor in step.arguments.items() if name != "plan"}
-    arguments |= {"softmax_scale": (latent + rope) ** -0.5, "v_head_dim": latent}
     cost = case.cost(draw.dtype)
-    read = sum(seq_len for _, seq_len in lengths)
-    if chosen:
-        most = torch.arange(len(layer.q), device=draw.device).remainder(7)[:, None]
-        indices = (torch.arange(chosen, device=draw.device) * 3 + most).to(torch.int32)
-        arguments["indices"] = torch.where(indices < min(seq_len for _, seq_len in lengths), indices, -1)
-        seen = int((arguments["indices"] >= 0).sum())
-        cost, read = Cost(2 * heads * (2 * latent + rope) * seen, cost.num_bytes), min(seen, read)
-    rows = sum(q_len for q_len, _ in lengths) * heads * (2 * latent + rope)
-    num_bytes = (rows + read * (latent + rope)) * draw.dtype.itemsize
-    call = {"q": layer.q, "kv_cache": layer.k_cache[:, :, 0], **arguments}
-    plan = paged.AttentionPlan(
-        step.cu_seqlens_q, step.seq_lens, max_seqlen_q=step.max_seqlen_q, max_seqlen_k=step.max_seqlen_k
-    )
-    without = {name: value for name, value in call.items() if name != "max_seqlen_q"}
+    if not chosen:
+        return Work(ours(step, [layer])[0], lambda: expected(step, layer), cost)
+    first = torch.arange(len(layer.q), device=draw.device).remainder(7)[:, None]
+    indices = (torch.arange(chosen, device=draw.device) * 3 + first).to(torch.int32)
+    indices = torch.where(indices < min(seq_len for _, seq_len in lengths), indices, -1)
+    seen, num_keys = int((indices >= 0).sum()), sum(seq_len for _, seq_len in lengths)
+    unread = max(num_keys - seen, 0) * (latent + rope) * draw.dtype.itemsize
+    given = {"q": layer.q, "kv_cache": layer.k_cache[:, :, 0], **step.arguments, "indices": indices}
+    given |= {"softmax_scale": (latent + rope) ** -0.5, "v_head_dim": latent}
+    without, plan = {name: value for name, value in given.items() if name != "max_seqlen_q"}, step.plan()
     return Work(
-        lambda: paged.paged_mla_attention(**call, plan=plan),
+        lambda: paged.paged_mla_attention(**given, plan=plan),
         lambda: mla_reference.paged_mla_attention(**without)[0],
-        Cost(cost.flops, num_bytes),
+        Cost(2 * heads * (2 * latent + rope) * seen, cost.num_bytes - unread),
     )
 
 

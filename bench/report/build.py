@@ -46,10 +46,6 @@ def _number(head: str, name: str, pattern: str = "{:,.1f}") -> Column:
     return head, cell
 
 
-def _text(head: str, name: str) -> Column:
-    return head, lambda row: Cell(row.get(name, ""))
-
-
 def _share(row: Json) -> Cell:
     percent = row.get("percent")
     return Cell() if percent is None else Cell(f"{percent:,.1f}", percent, bar=max(0, min(percent / 100, 1)))
@@ -111,18 +107,18 @@ def columns(runs: Sequence[Run]) -> list[Column]:
         ("% of limit", _share),
         *map(_peer, peers),
         _number("value", "value", "{:,.4g}"),
-        _text("unit", "unit"),
+        _named("unit", "unit"),
         ("goals", _goals),
         _named("made of", "detail", "{:,.4g}"),
-        _text("limited by", "bound_by"),
+        _named("limited by", "bound_by"),
         _number("GB/s", "gb_per_s", "{:,.0f}"),
         _number("TFLOP/s", "tflop_per_s", "{:,.4g}"),
         _number("planning, µs", "planning_us"),
         ("ended", _ended),
         _number("s", "seconds"),
-        _text("last line", "summary"),
-        _text("device", "device"),
-        _text("date", "date"),
+        _named("last line", "summary"),
+        _named("device", "device"),
+        _named("date", "date"),
     ]
 
 

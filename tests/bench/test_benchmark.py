@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from paged.bench import benchmark
-from paged.bench.benchmark import DEVICE_LOST, Benchmark, Setting
-from paged.bench.contest import Contest
+from paged.bench.benchmark import DEVICE_LOST, Benchmark
 from paged.bench.timing import CompiledWhileTimedError
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
@@ -94,5 +92,3 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.raises(SystemExit):
         _benchmark("one", lambda _: None).main([])
     assert "mean nothing; unset it to benchmark" in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="mean nothing"):
-        Contest(Setting(torch.device("cpu"), 2))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paged.bench import gpu
 from paged.bench.report.build import load_runs, main, page
 from paged.bench.report.results import TITLES
 
@@ -126,6 +127,11 @@ def test_what_is_wrong_or_did_not_run_is_said(runs: dict[str, Json], tmp_path: P
     for said in ("\N{BALLOT X} c: NaN <0>", "vllm: wrong: 3 elements off", "Not run: d, e.", "flashinfer: not here"):
         assert said in told.text
     assert "compiles" not in told.text
+
+
+def test_results_that_are_kept_make_a_page() -> None:
+    paths = sorted((gpu.ROOT / "bench" / "results").glob("*.json"))
+    assert len(load_runs(paths)) == len(paths) > 5
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
