@@ -12,7 +12,7 @@ from paged.kernels.common.numba_ops.rms_norm import inverse_rms
 from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, multiply_add, store_vector
 
 
-@nb.inlined
+@nb.device_function
 def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
     """Rotate one head, possibly in place: vectors of pairs in registers, then the remaining pairs."""
     whole, second, step = half // LANES * LANES, half, 1
@@ -34,7 +34,7 @@ def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
         nb.store(out, to + i, nb.load(x, start + i))
 
 
-@nb.inlined
+@nb.device_function
 def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, at, size, half, interleaved, eps):
     """Rotate one head; with a weight, first normalise it in float32 in `wide` from `at` on."""
     if has_weight:

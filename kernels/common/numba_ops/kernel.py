@@ -35,7 +35,6 @@ def cpu_features() -> Mapping[str, bool]:
 
 
 device_function = numba.njit(fastmath=FASTMATH, error_model="numpy")
-inlined = numba.njit(fastmath=FASTMATH, error_model="numpy", inline="always")
 
 
 @cache
@@ -136,7 +135,7 @@ def store(pointer: Any, index: int, value: float) -> None:
     raise NotImplementedError
 
 
-@overload(load, inline="always")
+@overload(load)
 def _load(pointer, index):
     if pointer.dtype == types.float32:
         return lambda pointer, index: pointer[index]
