@@ -13,6 +13,7 @@ class StateSlots:
     """Slots 1..num_slots with reference counts. Slot 0 is never handed out: padding rows point at it.
 
     A slot holds the state at every position from `starts[slot]`, its base, to `ends[slot]`, its newest ring token.
+    free: slots without a holder.
     """
 
     def __init__(self, num_slots: int, rollback: Rollback) -> None:
@@ -20,17 +21,17 @@ class StateSlots:
         self.starts = [0] * (num_slots + 1)
         self.ends = [-1] * (num_slots + 1)
         self.references: Counter[int] = Counter()
-        self._free = list(range(num_slots, 0, -1))
+        self.free = list(range(num_slots, 0, -1))
         self._rollback = rollback
 
     @property
     def num_free(self) -> int:
         """Number of slots without a holder."""
-        return len(self._free)
+        return len(self.free)
 
     def allocate(self) -> int:
         """Return a free slot with one reference; the caller has made sure that there is one."""
-        slot = self._free.pop()
+        slot = self.free.pop()
         self.references[slot] = 1
         return slot
 
@@ -45,7 +46,7 @@ class StateSlots:
             self.references[slot] -= 1
             if not self.references[slot]:
                 del self.references[slot]
-                self._free.append(slot)
+                self.free.append(slot)
 
     def place(self, slot: int, start: int, end: int) -> None:
         """Record that a slot holds the state at the positions from `start` to `end`."""
@@ -68,7 +69,7 @@ class StateSlots:
         """Set the reference counts to those held."""
         self.references = Counter(held)
         del self.references[0]
-        self._free = [slot for slot in range(self.num_slots, 0, -1) if slot not in self.references]
+        self.free = [slot for slot in range(self.num_slots, 0, -1) if slot not in self.references]
 
     def check_counts(self, held: Iterable[int]) -> None:
         """Compare with the references that the holders count; raise PagedError if one is wrong."""
@@ -76,8 +77,8 @@ class StateSlots:
         del counted[0]
         if counted != +self.references:
             raise PagedError(f"state slots: references {dict(+self.references)}, but {dict(counted)} are held")
-        if sorted([*self._free, *counted]) != list(range(1, self.num_slots + 1)):
-            raise PagedError(f"state slots: free {sorted(self._free)} beside {sorted(counted)} of {self.num_slots}")
+        if sorted([*self.free, *counted]) != list(range(1, self.num_slots + 1)):
+            raise PagedError(f"state slots: free {sorted(self.free)} beside {sorted(counted)} of {self.num_slots}")
 
     def _place(self, slot: int, start: int, end: int) -> None:
         self.starts[slot], self.ends[slot] = start, end

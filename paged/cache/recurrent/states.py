@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,6 +59,7 @@ class RecurrentStates:
         self._block_size = block_size
         self._index, self._is_caching = index, config.enable_prefix_cache
         self._rollback = rollback
+        self._poisons = os.environ.get("PAGED_CHECK") == "1"  # then a read of a freed state shows
         index.on_forget = self._forget
 
     @property
@@ -69,6 +71,8 @@ class RecurrentStates:
 
     def reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
         """Plan the step of every sequence up to its target: for all of them or for none."""
+        if self._poisons:
+            self.tensors.poison(self.slots.free)
         grown = [(state, target) for state, target in zip(states, targets, strict=True) if target > state.num_tokens]
         cursors = [self._cursor(state) for state, _ in grown]
         needs_slot = [self._needs_slot(state, target) for state, target in grown]

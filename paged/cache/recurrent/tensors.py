@@ -73,3 +73,8 @@ class StateTensors:
             self.listener("swap_in_states", (pairs,))
         for memory in self.host_slots:
             memory.swap_in(pairs)
+
+    def poison(self, slots: Sequence[int]) -> None:
+        """Fill slots with NaN."""
+        for tensor in self.all.values():
+            tensor[:, list(slots)] = torch.nan

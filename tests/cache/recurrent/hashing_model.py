@@ -104,11 +104,7 @@ class HashingModel:
         self.state.ring_u[slot, cursor : cursor + len(rows), 0, 0] = rows
 
     def run(self, steps: Sequence[tuple[KvCacheHandle, list[int]]], *, fails: bool = False) -> None:
-        """Reserve, write and commit, with NaN in all free slots; `fails` writes and takes it back."""
-        states = self.manager._recurrent
-        free = [slot for slot in range(1, states.spec.num_slots + 1) if not states.slots.references[slot]]
-        for tensor in states.tensors.all.values():
-            tensor[:, free] = torch.nan
+        """Reserve, write and commit; `fails` writes and takes it back."""
         requests = [KvSlotRequest(handle.cache_id, handle.num_tokens + len(ids)) for handle, ids in steps]
         handles, rows = [handle for handle, _ in steps], [ids for _, ids in steps]
         with self.manager.reserve(requests) as reservation:

@@ -10,6 +10,12 @@ from paged.errors import InvalidInputError, OutOfStateSlotsError, UnsupportedErr
 from tests.cache.recurrent.hashing_model import HashingModel, RandomCalls, make_manager
 
 
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free slots hold NaN."""
+    monkeypatch.setenv("PAGED_CHECK", "1")
+
+
 @pytest.mark.parametrize(
     ("seed", "count", "num_slots", "block_size", "interval", "window"),
     [
@@ -55,6 +61,19 @@ def test_hits_behind_prompts_of_every_length() -> None:
                 texts[name].append(drafts[0])
             model.check(texts)
         assert hits >= (length - 1) // 16 * 16
+
+
+def test_freed_slots_hold_nan() -> None:
+    manager = make_manager(3)
+    model = HashingModel(manager)
+    freed, running = manager.allocate("freed"), manager.allocate("running")
+    model.run([(freed, [1]), (running, [2])])
+    slot = freed._state.slot
+    assert model.state.state[slot].isfinite().all()
+    manager.free(freed)
+    model.run([(running, [3])])
+    assert all(tensor[:, slot].isnan().all() for tensor in manager._recurrent.tensors.all.values())
+    model.check({"running": [2, 3]})
 
 
 def test_a_hit_needs_the_blocks_and_a_snapshot() -> None:
