@@ -10,7 +10,7 @@ import torch
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.config_keys import refuse_unread
-from paged.models.families.defaults import defaults_of
+from paged.models.families.defaults import DEFAULTS
 from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, MultiTokenHead
 from paged.models.families.llama import Llama, set_dtype
 from paged.models.layers.config import DecoderConfig
@@ -99,7 +99,7 @@ def _multi_token_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTen
 
 def _eagle3_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]:
     hf = HfConfig.read(folder)
-    hf.defaults = defaults_of(Llama.model_type)
+    hf.defaults = DEFAULTS[Llama.model_type]
     names = hf.items("architectures", str)
     if not is_eagle3(folder):
         raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known heads are {', '.join(_EAGLE3)}")

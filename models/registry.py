@@ -22,7 +22,7 @@ from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.cohere import Cohere2
 from paged.models.families.deepseek import DEEPSEEK
-from paged.models.families.defaults import defaults_of
+from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
 from paged.models.families.experts import EXPERT_PARTS, EXPERTS
 from paged.models.families.gemma4 import Gemma4
@@ -267,7 +267,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     names = hf.items("architectures", str)
     wrapper = next((name for name in names if name in WRAPPERS), None)
     family, hf = (_of_architecture(hf, names), hf) if wrapper is None else _text_part(hf, wrapper)
-    hf.defaults = defaults_of(family.model_type)
+    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # callers may register families
     family = family.variant(hf)
     config = family.read_config(hf)
     refuse_unread(hf, config)
@@ -305,7 +305,7 @@ def _text_part(hf: HfConfig, wrapper: str) -> tuple[type[Llama], HfConfig]:
 def _lacking(hf: HfConfig) -> str:
     """Return, for a message, the keys of a config.json or its text_config that a Llama does not have."""
     hf = (hf.section("text_config") or hf).overridden({})
-    hf.defaults = defaults_of(Llama.model_type)
+    hf.defaults = DEFAULTS[Llama.model_type]
     try:
         keys = unread_keys(hf, Llama.read_config(hf))
     except PagedError as error:

@@ -11,7 +11,7 @@ from paged.models.families.dense import query_growth
 from paged.models.families.experts import after_dense, sigmoid_experts
 from paged.models.families.llama import family
 from paged.models.layers.config import IndexConfig, LatentConfig, MoeConfig
-from paged.models.layers.decoder_config import count_layers, moe_config, read_kv_heads
+from paged.models.layers.decoder_config import count_layers, moe_config
 from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig
 
@@ -23,7 +23,7 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
     With yarn, scores also grow with the square of its magnitude by `mscale_all_dim`.
     """
     num_heads = hf.integer("num_attention_heads")
-    if (kv_heads := read_kv_heads(hf)) != num_heads:
+    if (kv_heads := hf.integer("num_key_value_heads", num_heads)) != num_heads:
         raise UnsupportedError(f"{hf.source}: num_key_value_heads {kv_heads}, expected num_attention_heads {num_heads}")
     for key in ("head_dim", "qk_head_dim"):
         hf.value(key)  # transformers writes both, of other sizes; neither is read

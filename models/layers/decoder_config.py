@@ -225,12 +225,6 @@ def read_head_dim(hf: HfConfig) -> int:
     return head_dim
 
 
-def read_kv_heads(hf: HfConfig) -> int:
-    """Read the number of KV heads; the number of heads where the family's default or the file says null."""
-    is_given = "num_key_value_heads" in {**hf.values, **hf.defaults}
-    return hf.integer("num_key_value_heads", *[hf.integer("num_attention_heads")] * is_given)
-
-
 # Field -> how it is read if the family does not give it; fields without an entry take their defaults. Only
 # `attention_bias` adds biases.
 _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
@@ -243,7 +237,7 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "quantization": read_quantization,
     # of attention
     "num_heads": lambda hf: hf.integer("num_attention_heads"),
-    "num_kv_heads": read_kv_heads,
+    "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
     "head_dim": read_head_dim,
     "rope": rope_config,
     "softmax_scale": lambda hf: read_head_dim(hf) ** -0.5,

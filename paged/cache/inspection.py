@@ -64,7 +64,7 @@ class KvInspection:
         Raises:
             InvalidInputError: the layer has no recurrent state.
         """
-        states = self._tensors.states
+        states, layer = self._tensors.states, as_int("layer", layer)
         if states is None or layer not in states.layers:
             raise InvalidInputError(f"layer: {shown(layer)} has no recurrent state")
         return states.layer(layer)
