@@ -82,7 +82,7 @@ def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, pa
             prefetch_row(cache, start + key * stride + head * head_stride, size)
 
 
-@nb.device_function
+@nb.inlined
 def _score(scratch, query, cache, key, stride, num_keys, size, to):
     """Compute the products of a query with keys that are `stride` apart."""
     whole, many = size // LANES * LANES, num_keys // LANES * LANES
@@ -100,7 +100,7 @@ def _score(scratch, query, cache, key, stride, num_keys, size, to):
             scratch[to + one] += scratch[query + i] * nb.load(cache, key + one * stride + i)
 
 
-@nb.device_function
+@nb.inlined
 def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
     """Add the weighted values of keys that are `stride` apart to `sums`."""
     pairs, one = size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
@@ -129,7 +129,7 @@ def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
         store_part(scratch, sums + i, total, size - i)
 
 
-@nb.device_function
+@nb.inlined
 def _weights(scratch, scores, num_keys, largest):
     """Replace a row's scores by 2^(score - largest so far), and pad them with 0 to a multiple of `LANES`; return the
     largest score and the sum."""
@@ -146,7 +146,7 @@ def _weights(scratch, scores, num_keys, largest):
     return most_of_all, nb.exp2(largest - shift), sum_of(total)
 
 
-@nb.device_function
+@nb.inlined
 def _copy_scaled(source, start, factor, target, to, size):
     for i in range(0, size, LANES):
         scaled = multiply_add(load_part(source, start + i, size - i), fill(factor), fill(np.float32(0)))

@@ -107,7 +107,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                 _multiply(floats, sums, v_size, half, rescale)
         add_values(memory, values, scores, weights, sums, begin, end, v_size)
 
-    @nb.device_function
+    @nb.inlined
     def attend_rows(
         q, k_cache, v_cache, out, block_table, table, memory, areas, sizes, strides, scale, row, num_queries, length,
         head, begin_row, end_row,
@@ -159,7 +159,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                 _multiply(floats, sums + block * sums_size, v_size, half, inverse)
             store(memory, sums + block * sums_size, out, rows + block * 2 * ROWS + ROWS, v_size)
 
-    @nb.device_function
+    @nb.inlined
     def attend(tensors, values):
         """Attend with all sequences that have many queries; threads get equal shares of pairs of rows and keys."""
         q, k_cache, v_cache, out = tensors
