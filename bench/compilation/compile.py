@@ -9,7 +9,7 @@ loop. Run without TRITON_INTERPRET.
 
 Compiling all takes about 35 minutes of one core. `--record` keeps in clean/ which cases were found without a
 problem, by a hash of all that the result depends on; `--new` compiles those that are not there, and with `--again` a
-thirty-second of the others.
+sixteenth of the others.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def sources(kernel: Any) -> list[tuple[str, str]]:
 
 
 def needs_compiling(key: str, clean: set[str], again: bool = False) -> bool:
-    """Whether a case is not known to be clean, or, with `again`, is every thirty-second of them."""
-    return key not in clean or (again and int(key, 16) % 32 == 0)
+    """Whether a case is not known to be clean, or, with `again`, is every sixteenth of them."""
+    return key not in clean or (again and int(key, 16) % 16 == 0)
 
 
 def reports(
@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     parser = option_parser(__doc__, "only", "json")
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--new", action="store_true", help="leave out what clean/ names")
-    parser.add_argument("--again", action="store_true", help="with --new: a thirty-second of that, too")
+    parser.add_argument("--again", action="store_true", help="with --new: a sixteenth of that, too")
     parser.add_argument("--record", action="store_true", help="keep in clean/ what has no problem")
     args = parser.parse_args(argv)
     every_case = all_cases()

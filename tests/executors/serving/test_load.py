@@ -52,11 +52,16 @@ def measure() -> tuple[int, int]:
 
 @pytest.mark.thorough  # 8 s
 def test_memory_is_flat(served: Served) -> None:
+    """What a request left behind would be one object or more for each, in every round; caches fill in one."""
     ask_many(served, max(REQUESTS // 2, 500))  # by then launches and records of every kind are kept
     check_idle(served)
-    objects, size = measure()
-    ask_many(served, REQUESTS)
-    check_idle(served)
-    later, larger = measure()
-    assert later - objects < 500  # what a request left behind would be one or more for each
-    assert larger - size < 16 << 20
+    grown: list[tuple[int, int]] = []
+    for _ in range(3):
+        objects, size = measure()
+        ask_many(served, REQUESTS)
+        check_idle(served)
+        later, larger = measure()
+        grown.append((later - objects, larger - size))
+        if later - objects < 500 and larger - size < 16 << 20:
+            return
+    pytest.fail(f"objects and bytes that {REQUESTS} requests left behind, in rounds: {grown}")
