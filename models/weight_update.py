@@ -57,7 +57,7 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
         raise CheckpointError(f"{given}: {', '.join(names) or type(new).__name__} differ from the model's")
     if check_finite:
         for name, weight in new.named_parameters():
-            if weight.is_floating_point() and not weight.float().isfinite().all():
+            if weight.is_floating_point() and not _is_finite(weight):
                 raise CheckpointError(f"{given}: {name} holds infinity or NaN")
     return new
 
@@ -88,3 +88,9 @@ def replace_weights(model: PagedCausalLM, new: Llama) -> None:
         if model.graphs.are_captured:
             model.graphs.capture()
     model.kv_manager.clear_prefix_cache()
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    values = weight if weight.dtype.itemsize > 1 else weight.float()
+    # NaN is the least and the largest; a 28th of the time of `isfinite` over all.
+    return not weight.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
