@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TYPES := $(BIN)/mypy -p paged
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
+HEADROOM := --headroom build/headroom
 CHECKED := bench docs examples executors kernels models paged tests
 
 OUT ?= bench/results/gpu
@@ -21,18 +22,27 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all check lint format picture docs compile record soak fuzz vllm vllm-engine gpu rehearse report clean
+.PHONY: demo test test-all test-cpus check lint format picture docs compile record soak fuzz vllm vllm-engine gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
 
 # What a contributor runs, types beside tests; test-all runs the rest, which is marked thorough, and the tests that need vLLM's files.
 test: lint
-	@echo "$(TYPES) &"; $(TYPES) & types=$$!; $(PYTEST) -m 'not thorough'; status=$$?; wait $$types && exit $$status
+	@echo "$(TYPES) &"; $(TYPES) & types=$$!; $(PYTEST) $(HEADROOM)/test.json -m 'not thorough'; status=$$?; \
+		wait $$types && exit $$status
 
+# After `make test`, whose numeric tests run again as on older processors. The end says which tests are near to failing.
 test-all: $(VLLM)
-	$(PYTEST) -m thorough --ignore tests/vllm
-	PYTHONPATH=$(VLLM) $(PYTEST) tests/vllm tests/bench/moe/test_peer_vllm.py
+	$(PYTEST) $(HEADROOM)/thorough.json -m thorough --ignore tests/vllm
+	PYTHONPATH=$(VLLM) $(PYTEST) $(HEADROOM)/vllm.json tests/vllm tests/bench/moe/test_peer_vllm.py
+	$(BIN)/python -m tests.cpus --only AVX2 --only 'AVX-512 without VNNI and bfloat16' --tests build/headroom/test.json \
+		-n 2 --dist worksteal -m 'not thorough' -k 'not triton'
+	$(BIN)/python -m tests.headroom build/headroom/*.json
+
+# The fast tests as on other processors: 7 settings, 35 minutes on two cores.
+test-cpus: $(VENV)/installed-dev
+	$(BIN)/python -m tests.cpus -n 2 --dist worksteal -m 'not thorough'
 
 check: lint
 	$(TYPES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 # Largest error against float64, relative to the value plus the root mean square of its row: 84 and 2.6 times the
@@ -12,6 +14,22 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 2e-2, t
 
 class WrongResultError(Exception):
     """An operation's result is wrong, so its speed means nothing."""
+
+
+class Result(NamedTuple):
+    """A tensor that an operation made, beside the reference's.
+
+    judged_as: the dtype whose budget it has, by default its own. budgets: how many of them.
+    """
+
+    got: torch.Tensor
+    want: torch.Tensor
+    judged_as: torch.dtype | None = None
+    budgets: float = 1
+
+    def shares(self) -> torch.Tensor:
+        """Return every element's error as a fraction of what is allowed, see `error_shares`."""
+        return error_shares(self.got, self.want, self.judged_as) / self.budgets
 
 
 def error_shares(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -37,7 +55,7 @@ def error_shares(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | Non
 
 def compare(got: torch.Tensor, want: torch.Tensor, judged_as: torch.dtype | None = None, budgets: float = 1) -> None:
     """Raise WrongResultError unless all of `got` is within this many budgets of `want`, see `error_shares`."""
-    wrong = int((error_shares(got, want, judged_as) > budgets).sum())
+    wrong = int((Result(got, want, judged_as, budgets).shares() > 1).sum())
     if wrong:
         error = (got.detach().double() - want.detach().to(got.device, torch.float64)).abs()
         raise WrongResultError(f"{wrong} of {want.numel()} elements are wrong, the largest error is {error.max():.3g}")

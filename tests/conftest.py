@@ -1,12 +1,15 @@
 """Set before anything imports triton: without a GPU the kernels run in Triton's interpreter, on CPU tensors."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis.internal.conjecture import providers
+
+from tests import headroom
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -40,10 +43,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     _patch_triton_once_a_launch()
 # Two test processes share two cores, and the tensors of tests gain nothing from threads: on a busy machine waiting for
 # them took ten times as long.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _DEVICE_LOST = 9  # an exit code that pytest does not have
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--headroom", metavar="FILE", type=Path, help="write every test's error / budget")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(headroom.Plugin(None if is_worker else config.getoption("--headroom")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,7 +18,7 @@ from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.contest import Contest
 from paged.bench.kernels.cases import CASES, Case
-from paged.bench.kernels.work import Work, tensors
+from paged.bench.kernels.work import Work
 from paged.bench.timing import num_sets
 
 # Largest number of tensor sets that a case rotates through, even if they do not fill the cache.
@@ -27,9 +27,8 @@ MAX_SETS = 512
 
 def check(work: Work) -> None:
     """Raise WrongResultError unless the operation's results equal the float64 reference's."""
-    expected, actual = tensors(work.expected()), tensors(work.call())  # in this order, as operations work in place
-    for want, got in zip(expected, actual, strict=True):
-        compare(got, want)
+    for result in work.results():
+        compare(*result)
 
 
 def measure(case: Case, setting: Setting) -> dict[str, Any]:

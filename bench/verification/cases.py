@@ -1,6 +1,6 @@
 """Checks of `paged verify`: every public kernel at the benchmarks' sizes, then its options and edge cases.
 
-A check yields pairs of tensors: an operation's result, and the float64 reference's or a closed form's.
+A check yields results of operations beside those of the float64 reference or of a closed form.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import paged
 from paged.batch import DecodeInput, UnifiedBatch, UnifiedBatchItem
 from paged.bench.attention.problem import Problem, Solved, solve
 from paged.bench.attention.problems import PROBLEMS
+from paged.bench.check import Result
 from paged.bench.kernels.cases import CASES, Case
 from paged.bench.kernels.work import Draw, lora_work, tensors
 from paged.bench.mla import problem as mla_problem
@@ -35,7 +36,7 @@ from paged.kernels.mla import reference as mla_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.sampling import reference as sampling_reference
 
-Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+Results = Iterator[Result]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 # These two take half of the time in the interpreter.
 _SLOW = ("fused_moe.prefill", "add_lora.prefill")
@@ -56,55 +57,49 @@ _QUICK = (
 
 @dataclass(frozen=True)
 class Check:
-    """One row for every dtype. judged_as: whose budget results have, where not that of their own dtype; budgets: how
-    many of them."""
+    """One row for every dtype."""
 
     name: str
-    pairs: Callable[[torch.device, torch.dtype], Pairs]
-    judged_as: torch.dtype | None = None
-    budgets: int = 1
+    results: Callable[[torch.device, torch.dtype], Results]
     is_quick: bool = True
 
 
-def _benchmarked(case: Case, device: torch.device, dtype: torch.dtype) -> Pairs:
-    work = case.work("check", device, dtype)
-    want = work.expected()  # first, as operations change their tensors
-    yield from _pairs(work.call(), want)
+def _benchmarked(case: Case, device: torch.device, dtype: torch.dtype) -> Results:
+    yield from case.work("check", device, dtype).results()
 
 
-def _attention(problem: Problem, device: torch.device, dtype: torch.dtype) -> Pairs:
+def _attention(problem: Problem, device: torch.device, dtype: torch.dtype) -> Results:
     # Without the log-sum-exp the PyTorch implementation takes another path.
     for return_lse in (True,) if use_triton(torch.empty(0, device=device)) else (True, False):
         yield from _solved(solve(replace(problem, dtype=dtype), device, return_lse=return_lse))
 
 
-def _latent_attention(problem: mla_problem.Problem, device: torch.device, dtype: torch.dtype) -> Pairs:
-    return _solved(mla_problem.solve(replace(problem, dtype=dtype), device))
+def _latent_attention(problem: mla_problem.Problem, device: torch.device, dtype: torch.dtype) -> Results:
+    # Scaled codes of the published fp8 form are rounded to the dtype of q.
+    judged_as = torch.bfloat16 if problem.form == "packed" else None
+    return _solved(mla_problem.solve(replace(problem, dtype=dtype), device), judged_as)
 
 
-def _solved(solved: Solved) -> Pairs:
-    yield solved.out, solved.expected_out
+def _solved(solved: Solved, judged_as: torch.dtype | None = None) -> Results:
+    yield Result(solved.out, solved.expected_out, judged_as)
     if solved.lse is not None:
-        yield solved.lse, solved.expected_lse
+        yield Result(solved.lse, solved.expected_lse, judged_as)
 
 
-def _chosen_keys(is_packed: bool, device: torch.device, dtype: torch.dtype) -> Pairs:
+def _chosen_keys(is_packed: bool, device: torch.device, dtype: torch.dtype) -> Results:
     problem = Problem("", ((1, 300), (3, 3), (9, 40)), (32, 1), 128, padding_rows=1, dtype=dtype)
     given = mla_problem.index_problem(problem, device, is_packed=is_packed)
     for top_k in (16, 2048):
         yield from _both("choose_keys", mla_reference, **given, top_k=top_k)
 
 
-def _both(operation: str, reference: ModuleType, *arguments: Any, **options: Any) -> Pairs:
-    """What an operation gives, and the function of its name in a module of references, for the same arguments."""
-    return _pairs(*(getattr(module, operation)(*arguments, **options) for module in (paged, reference)))
+def _both(operation: str, reference: ModuleType, *arguments: Any, **options: Any) -> Results:
+    """An operation beside the function of its name in a module of references, for the same arguments."""
+    got, want = (tensors(getattr(module, operation)(*arguments, **options)) for module in (paged, reference))
+    yield from map(Result, got, want)
 
 
-def _pairs(got: Any, want: Any) -> Pairs:
-    yield from zip(tensors(got), tensors(want), strict=True)
-
-
-def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> Pairs:
+def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> Results:
     """Interleaved gates, biases, and experts of another rank; one token takes matrix-vector products."""
     for tokens in (1, 12):
         case = MoeCase(MoeModel("", 8, 2, 48, 40, 8), tokens, "balanced")
@@ -121,13 +116,19 @@ def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> P
         yield from _both("fused_moe", moe_reference, x, 4 * w1, *others, **options)
 
 
-def _quantized_moe(layout: str, device: torch.device, dtype: torch.dtype) -> Pairs:
+def _quantized_moe(layout: str, device: torch.device, dtype: torch.dtype) -> Results:
     case = MoeCase(MoeModel("", 3, 2, 192, 96, 3), 5, "balanced", FORMATS[layout])
     layer = case.layer(device, torch.float32)
-    yield from _both("fused_moe", moe_reference, *layer.arguments(case.batch(device, dtype)), **layer.options)
+    results = _both("fused_moe", moe_reference, *layer.arguments(case.batch(device, dtype)), **layer.options)
+    if not layout.startswith("e4m3"):
+        yield from results
+        return
+    # What e4m3 weights multiply is rounded to e4m3: the hidden states, then the activation. Both may tip either way.
+    for result in results:
+        yield result._replace(judged_as=torch.float8_e4m3fn, budgets=2)
 
 
-def _routing(device: torch.device, dtype: torch.dtype) -> Pairs:
+def _routing(device: torch.device, dtype: torch.dtype) -> Results:
     """Groups of experts, a bias as large as the scores, shared experts, and a row that holds NaN."""
     logits = torch.randn(9, 256, device=device, dtype=dtype)
     logits[4, 1] = math.nan
@@ -143,7 +144,7 @@ def _routing(device: torch.device, dtype: torch.dtype) -> Pairs:
         yield from _both("route_tokens", moe_reference, logits, 8, **options)
 
 
-def _argmax(device: torch.device, dtype: torch.dtype) -> Pairs:
+def _argmax(device: torch.device, dtype: torch.dtype) -> Results:
     """Ties, masks, penalties, and a row with no token left."""
     logits = ((torch.randn(6, 5000, device=device) * 4).round() / 2).to(dtype)
     logits[2] = -math.inf
@@ -155,7 +156,7 @@ def _argmax(device: torch.device, dtype: torch.dtype) -> Pairs:
         yield from _both("greedy_argmax", sampling_reference, logits, **options)
 
 
-def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Pairs:
+def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Results:
     """A quarter of the head turns, positions repeat."""
     angles = torch.rand(64, 12, device=device) * 6
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
@@ -164,22 +165,22 @@ def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Pair
     want = [layers_reference.rotate(x, positions, cos_sin, interleaved) for x in (q, k)]
     rotated_q, rotated_k = paged.rotary_embedding(positions, q, k, cos_sin, interleaved=interleaved)
     assert rotated_k is not None
-    yield rotated_q, want[0]
-    yield rotated_k, want[1]
+    yield Result(rotated_q, want[0])
+    yield Result(rotated_k, want[1])
 
 
-def _skipped_slots(device: torch.device, dtype: torch.dtype) -> Pairs:
+def _skipped_slots(device: torch.device, dtype: torch.dtype) -> Results:
     """Negative slots are skipped, in caches where K and V of a block lie side by side, blocks of 24 and odd heads."""
     key, value = (torch.randn(5, 3, 80, device=device, dtype=dtype) for _ in range(2))
     k_cache, v_cache = torch.randn(4, 2, 24, 3, 80, device=device, dtype=dtype).unbind(1)
     slots = torch.tensor([95, -1, 0, 25, -7], device=device)
     want = cache_reference.reshape_and_cache(key.cpu(), value.cpu(), k_cache.cpu(), v_cache.cpu(), slots)
     paged.reshape_and_cache(key, value, k_cache, v_cache, slots)
-    yield k_cache, want[0]
-    yield v_cache, want[1]
+    yield Result(k_cache, want[0])
+    yield Result(v_cache, want[1])
 
 
-def _int8_rows(device: torch.device, dtype: torch.dtype) -> Pairs:
+def _int8_rows(device: torch.device, dtype: torch.dtype) -> Results:
     """Rows of int8 times their scales are the rows, to half a step of their largest magnitude / 127."""
     written = [torch.randn(5, 3, 80, device=device, dtype=dtype) * 10.0**power for power in (-2, 3)]
     caches = torch.zeros(2, 4, 24, 3, 80, dtype=torch.int8, device=device).unbind()
@@ -187,10 +188,10 @@ def _int8_rows(device: torch.device, dtype: torch.dtype) -> Pairs:
     slots = torch.tensor([95, 2, 0, 25, 7], device=device)
     paged.reshape_and_cache(*written, *caches, slots, k_scale=k_scale, v_scale=v_scale)
     for rows, cache, scale in zip(written, caches, (k_scale, v_scale), strict=True):
-        yield (cache * scale.unsqueeze(-1)).flatten(0, 1)[slots], rows
+        yield Result((cache * scale.unsqueeze(-1)).flatten(0, 1)[slots], rows, judged_as=torch.bfloat16)
 
 
-def _empty_states(device: torch.device, dtype: torch.dtype) -> Pairs:
+def _empty_states(device: torch.device, dtype: torch.dtype) -> Results:
     """Rows that saw nothing, in one part or in both."""
     out_a, out_b = (torch.randn(7, 3, 80, device=device, dtype=dtype) for _ in range(2))
     lse_a, lse_b = (torch.randn(3, 7, device=device) * 5 for _ in range(2))
@@ -199,7 +200,7 @@ def _empty_states(device: torch.device, dtype: torch.dtype) -> Pairs:
     yield from _both("merge_attn_states", attention_reference, out_a, lse_a, out_b, lse_b)
 
 
-def _norms(device: torch.device, dtype: torch.dtype) -> Pairs:
+def _norms(device: torch.device, dtype: torch.dtype) -> Results:
     """Sizes that fill no tile, and every activation."""
     x, weight = torch.randn(3, 1025, device=device, dtype=dtype) * 30, torch.randn(1025, device=device, dtype=dtype)
     yield from _both("rms_norm", layers_reference, x, weight, 1e-5)
@@ -208,15 +209,13 @@ def _norms(device: torch.device, dtype: torch.dtype) -> Pairs:
         yield from _both("silu_and_mul", layers_reference, gates, activation=activation)
 
 
-def _ragged_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
+def _ragged_ranks(device: torch.device, dtype: torch.dtype) -> Results:
     """Adapters of different ranks that leave parts alone, beside rows without one."""
     ranks = ((4, 4, 4), (20, 0, 7), (0, 9, 0))
-    work = lora_work(Draw(device, dtype), [1, -1, 0, 2, 2, 1, -1, 0], 48, (40, 24, 24), ranks)
-    want = work.expected()
-    yield work.call(), want
+    yield from lora_work(Draw(device, dtype), [1, -1, 0, 2, 2, 1, -1, 0], 48, (40, 24, 24), ranks).results()
 
 
-def _oracle(heads: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Pairs:
+def _oracle(heads: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Results:
     """One-hot embeddings through cache and attention: chunks beside decode steps, verify rows, a fork, a truncation.
 
     Whatever a wrong block, position or weight does to an answer, it is no longer the histogram of the visible tokens.
@@ -229,11 +228,11 @@ def _oracle(heads: tuple[int, int], device: torch.device, dtype: torch.dtype) ->
     executor = PagedAttentionExecutor(config, manager)
     texts = {name: torch.randint(0, config.vocab_size, (length,)).tolist() for name, length in (("a", 61), ("b", 24))}
 
-    def run(*items: tuple[str, int, int]) -> Pairs:
+    def run(*items: tuple[str, int, int]) -> Results:
         batch = [UnifiedBatchItem(name, texts[name][start:end], pos_offset=start) for name, start, end in items]
         for (name, _, end), row in zip(items, executor.unified_decode(UnifiedBatch(batch)), strict=True):
             assert row is not None
-            yield row.to(dtype), expected_logits(config, texts[name][:end])
+            yield Result(row.to(dtype), expected_logits(config, texts[name][:end]))
 
     yield from run(("a", 0, 17), ("b", 0, 20))
     yield from run(("a", 17, 49), ("b", 20, 21))
@@ -245,7 +244,7 @@ def _oracle(heads: tuple[int, int], device: torch.device, dtype: torch.dtype) ->
     steps = [DecodeInput(torch.tensor([[token]]), fork) for token in texts["b"][5:8]]
     texts["c"] += texts["b"][5:8]
     for count, output in enumerate(executor.forward_verify(steps), 55):
-        yield output.logits[0].to(dtype), expected_logits(config, texts["c"][:count])
+        yield Result(output.logits[0].to(dtype), expected_logits(config, texts["c"][:count]))
     executor.truncate_kv(fork, 9)
     texts["c"] = texts["c"][:9] + texts["b"]
     yield from run(("c", 9, 33), ("a", 50, 61))
@@ -258,11 +257,9 @@ CHECKS = (
         for problem in PROBLEMS
     ),
     *(
-        # Scaled codes of the published fp8 form are rounded to the dtype of q.
         Check(
             f"paged_mla_attention: {problem.name}",
             partial(_latent_attention, problem),
-            judged_as=torch.bfloat16 if problem.form == "packed" else None,
             is_quick=problem.name in ("mixed batch", "chosen keys", "packed"),
         )
         for problem in mla_problem.PROBLEMS
@@ -271,16 +268,7 @@ CHECKS = (
         Check(f"fused_moe: {activation}", partial(_moe_options, activation), is_quick=activation == "swiglu_oai")
         for activation in (*_ACTIVATIONS, "relu2")
     ),
-    *(
-        # Rounding what e4m3 weights multiply, first the hidden states and then the activation, may tip either way.
-        Check(
-            f"fused_moe: {layout}",
-            partial(_quantized_moe, layout),
-            judged_as=torch.float8_e4m3fn if layout.startswith("e4m3") else None,
-            budgets=2 if layout.startswith("e4m3") else 1,
-        )
-        for layout in FORMATS
-    ),
+    *(Check(f"fused_moe: {layout}", partial(_quantized_moe, layout)) for layout in FORMATS),
     Check("choose_keys", partial(_chosen_keys, False)),
     Check("choose_keys: e4m3", partial(_chosen_keys, True)),
     Check("route_tokens: groups, bias, shared experts", _routing),
@@ -288,7 +276,7 @@ CHECKS = (
     Check("rotary_embedding: a quarter of the head", partial(_rotary, False)),
     Check("rotary_embedding: interleaved", partial(_rotary, True)),
     Check("reshape_and_cache: skipped slots", _skipped_slots),
-    Check("reshape_and_cache: int8", _int8_rows, judged_as=torch.bfloat16),
+    Check("reshape_and_cache: int8", _int8_rows),
     Check("merge_attn_states: empty rows", _empty_states),
     Check("rms_norm, silu_and_mul: odd sizes", _norms),
     Check("add_lora: ragged ranks", _ragged_ranks),

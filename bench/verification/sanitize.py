@@ -41,7 +41,7 @@ def compile_cases(setting: Setting) -> None:
     def run() -> None:
         for check in CASES:
             with suppress(Exception):  # its results mean nothing
-                list(check.pairs(setting.device, setting.dtype))
+                list(check.results(setting.device, setting.dtype))
 
     compile_ahead(variants_of(run), math.inf)
 
@@ -50,7 +50,7 @@ def measure(check: Check, setting: Setting) -> dict[str, Any]:
     """The number of results that are right."""
     compile_cases(setting)
     torch.manual_seed(0)
-    pairs = list(check.pairs(setting.device, setting.dtype))
+    pairs = list(check.results(setting.device, setting.dtype))
     for got, want in pairs:
         compare(got, want, check.judged_as, check.budgets)
     return {"name": check.name, "value": len(pairs), "unit": "results"}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Check every kernel against a slow, simple version in float64, and cache and attention together against a model "
-    "with closed-form answers. On a CPU this checks the PyTorch implementations; --backend triton runs the Triton "
-    "kernels in Triton's interpreter. The exit code is 1 if a result is wrong."
+    "with closed-form answers. On a CPU this checks what models run there: numba kernels and PyTorch. --backend triton "
+    "runs the Triton kernels in Triton's interpreter. The exit code is 1 if a result is wrong."
 )
 
 
@@ -43,7 +43,9 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to check, and where."""
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    parser.add_argument("--backend", choices=["triton", "torch"], help="default: triton on a GPU, torch on a CPU")
+    parser.add_argument(
+        "--backend", choices=["triton", "torch", "numba"], help="default: what models run on the device"
+    )
     parser.add_argument("--quick", action="store_true", help="one dtype, and fewer cases")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from paged.kernels.common.compat import HAS_TRITON, interpreting
-    from paged.kernels.common.device import use_triton
+    from paged.kernels.common.device import has_numba, use_triton
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -69,11 +71,19 @@ def run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", "triton"]
         options = [*(f"--{name}" for name in given), "--only", args.only]
         return subprocess.run([*command, *options], env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
-    with mock.patch.dict(os.environ, {} if args.backend is None else {"PAGED_BACKEND": args.backend}):
-        by_triton = use_triton(torch.empty(0, device=device))
+    choice = args.backend or os.environ.get("PAGED_BACKEND", "")
+    can_run_numba = device.type == "cpu" and has_numba()
+    if choice == "numba" and not can_run_numba:
+        raise UnsupportedError(
+            f"numba kernels cannot run on {device}: they need a CPU, numba, and PyTorch's GNU OpenMP"
+        )
+    if not choice and can_run_numba and not interpreting():
+        choice = "numba"
+    with mock.patch.dict(os.environ, {"PAGED_BACKEND": choice}):
+        by_triton = use_triton(device)
         rows = list(_check_all(args, device, interpreted=by_triton and device.type == "cpu"))
     wrong = sum(not row.ok for row in rows)
-    backend = "triton" if by_triton else "torch"
+    backend = "triton" if by_triton else choice or "torch"
     if args.json:
         report = {"device": str(device), "backend": backend, "interpreted": interpreting(), "wrong": wrong}
         print(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1))
@@ -115,14 +125,12 @@ def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: b
 def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
     import torch
 
-    from paged.bench.check import error_shares
-
     torch.manual_seed(0)
     name, start = str(dtype).removeprefix("torch."), time.perf_counter()
     worst, count = 0.0, 0
     try:
-        for got, want in check.pairs(device, dtype):
-            shares = error_shares(got, want, check.judged_as) / check.budgets
+        for result in check.results(device, dtype):
+            shares = result.shares()
             worst = max(worst, float(shares.max()) if shares.numel() else 0.0)
             count += 1
     except Exception as error:  # the other operations still get their rows

@@ -48,13 +48,18 @@ def concat_and_cache_mla(
         if slot < 0:
             continue
         if kv_cache.dtype == torch.uint8:
-            groups = f64(latent[token]).view(4, 128)
-            scales = (groups.abs().amax(1) / 448).float()
-            codes = to_float8(groups / groups.abs().amax(1, keepdim=True) * 448, torch.float8_e4m3fn).flatten()
-            parts = (codes, scales, k_rope[token].cpu().to(torch.bfloat16))
-            row = torch.cat([part.view(torch.uint8) for part in parts])
+            codes, scales, rope = packed_latents(latent[token : token + 1], k_rope[token : token + 1])
+            parts = (to_float8(codes, torch.float8_e4m3fn), scales.float(), rope.to(torch.bfloat16))
+            row = torch.cat([part.view(torch.uint8) for part in parts], 1)[0]
         else:
             row = torch.cat([f64(latent[token]), f64(k_rope[token])]) / (1.0 if scale is None else f64(scale))
             row = to_float8(row, kv_cache.dtype) if kv_cache.element_size() == 1 else row
         copy[slot // block_size, slot % block_size] = row.to(copy)
     return copy
+
+
+def packed_latents(latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parts of rows of 656 bytes before they are rounded: codes [n, 512], scales [n, 4], rotated parts [n, 64]."""
+    groups = f64(latent).unflatten(1, (4, 128))
+    largest = groups.abs().amax(2, keepdim=True)
+    return (groups / largest * 448).flatten(1), (largest / 448).squeeze(2), f64(k_rope)

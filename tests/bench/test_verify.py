@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from paged.bench.check import WrongResultError, error_shares
 from paged.bench.verification.cases import CHECKS
 from paged.executors import paged_attention_executor
 from paged.executors.command_line import cli
+from paged.kernels.common import compat, device
+from tests.backends import BACKENDS
 from tests.operations import OPERATIONS
 
 NAN, INF = float("nan"), float("inf")
@@ -48,6 +51,27 @@ def test_quick_checks_pass_and_say_how_closely(verify: Verify, capsys: pytest.Ca
     assert found.out.count(" ok\n") == 6, "two cases in three dtypes"
     assert "PAGED_BACKEND" not in os.environ
     assert verify("no such case")[0] == 1, "nothing was checked"
+
+
+# Rounding to e4m3 takes up to 1/16 of a number, of a budget of 7/100.
+ROUNDED = {"reshape_and_cache.fp8", "qk_norm_rope_and_cache.fp8", "concat_and_cache_mla.packed"}
+
+
+@pytest.mark.long
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_row_is_right(backend: str) -> None:
+    """The whole command, as whoever installs the library runs it, with half of every budget to spare."""
+    command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", backend, "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout, run.stderr
+    report = json.loads(run.stdout)
+    rows = report["rows"]
+    assert [row for row in rows if not row["ok"]] == []
+    assert (run.returncode, report["wrong"], report["backend"]) == (0, 0, backend)
+    dtypes = 2 if backend == "triton" else 3
+    assert len(rows) == dtypes * len(CHECKS)
+    assert {row["case"] for row in rows if row["worst"] > 0.5} <= ROUNDED
 
 
 def test_every_public_kernel_is_checked() -> None:
@@ -138,6 +162,21 @@ def test_triton_on_a_cpu_runs_in_the_interpreter(
     (((command,), options),) = begun
     assert sorted(command[1:]) == sorted(["-m", "paged", *arguments])
     assert options["env"]["TRITON_INTERPRET"] == "1"
+
+
+def test_by_default_what_models_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba kernels on a CPU that has them, named below the rows; asked for where they cannot run, they are refused."""
+    for module in (compat, device):
+        monkeypatch.setattr(module, "interpreting", lambda: False)
+    arguments = ["verify", "--device", "cpu", "--quick", "--only", "rms_norm"]
+    assert cli.main(arguments) == 0
+    expected = "numba" if device.has_numba() else "torch"
+    assert f"right, by {expected} on cpu" in capsys.readouterr().out
+    monkeypatch.setattr(device, "has_numba", lambda: False)
+    assert cli.main(arguments) == 0
+    assert "right, by torch on cpu" in capsys.readouterr().out
+    assert cli.main([*arguments, "--backend", "numba"]) == 1
+    assert "numba kernels cannot run on cpu" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

@@ -19,6 +19,7 @@ from paged.models.registry import _load, load_model
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
+from tests.tolerance import assert_within
 
 SIZES: dict[str, Any] = {"device": "cuda", "block_size": 4, "num_blocks": 16, "max_seq_len": 32}
 LENGTHS = (7, 3)
@@ -130,7 +131,7 @@ def test_a_rank_of_two_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pairs = [(mine.cpu(), theirs.cpu()) for mine, theirs in zip(found, steps(), strict=True)]
         assert ours.num_graph_replays == 2
     for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert_within(mine, theirs, 1e-4 * theirs.abs().max())
 
 
 def test_larger_and_smaller_batches_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from paged.bench.moe.formats import quantize as quantize_experts
 from paged.kernels.quantization.quantize import quantize
 from tests.fuzz.kernels.kernel_calls import CALLS, in_dataclasses
 from tests.operations import OPERATIONS
+from tests.tolerance import assert_within
 
 Arguments = dict[str, Any]
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -147,9 +148,10 @@ def test_compiled_call_is_one_op_and_equals_the_plain_one(
 
     compiled = torch.compile(getattr(paged, name), fullgraph=True, backend=backend_fn)
     # The op asks for the log-sum-exp, and without it the PyTorch implementation takes another, fused product.
-    tolerance = 1e-6 if (name, kernels) == ("paged_attention", "torch") else 0.0
+    tolerance = 1e-5 if (name, kernels) == ("paged_attention", "torch") else 0.0
     for variant in _variants(name, device):
         found, expected = _called(compiled, variant), _called(getattr(paged, name), variant)
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        for result, plain in zip(found, expected, strict=True):
+            assert_within(result, plain, tolerance * (1 + plain.double().abs()))
         targets = [str(node.target) for node in graphs[-1].graph.nodes if node.op == "call_function"]
         assert sum(target.startswith("paged.") for target in targets) == 1, targets

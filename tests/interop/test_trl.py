@@ -10,6 +10,7 @@ import torch
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.interop.trl import RolloutError, RolloutFunction
 from tests.models.families import FAMILIES, logits_of, save_checkpoint, tokens
+from tests.tolerance import assert_logprobs
 
 pytestmark = pytest.mark.thorough  # imports transformers
 ARGS = {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
@@ -46,7 +47,7 @@ def test_completions_of_the_newest_weights(name: str, tmp_path: Path) -> None:
         for prompt, ids, logprobs in zip(*found.values(), strict=True):
             rows = (logits_of(theirs, prompt + ids)[len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
             own = rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(logprobs, dtype=own.dtype), own, atol=1e-5, rtol=0)
+            assert_logprobs(logprobs, own)
     assert engine.metrics.requests == 6
 
 

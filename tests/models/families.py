@@ -13,6 +13,7 @@ import torch
 from paged.batch import UnifiedBatchItem
 from paged.models.paged_lm import PagedCausalLM
 from tests.models.edits import Tensors, edit_tensors
+from tests.tolerance import assert_within
 
 VOCAB_SIZE = 128
 WINDOW = 8
@@ -384,9 +385,28 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def assert_same_logits(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
-    """Equal within 1e-4 of the largest logit: float32 rounding through two layers gives below 1e-6."""
+    """Equal within 1e-4 of the largest logit: float32 rounding through two layers gives below 1e-5."""
     assert actual is not None
     assert actual.dtype == torch.float32
-    assert actual.shape == expected.shape
-    error = float((actual.cpu() - expected.cpu()).abs().max() / expected.abs().max())
-    assert error < 1e-4, f"largest error {error:.1e} of the largest logit"
+    assert_within(actual, expected, 1e-4 * expected.abs().max())
+
+
+def assert_logits_of(actual: torch.Tensor, theirs: Any, tokens: list[int]) -> None:
+    """Within 8 times what float32 costs transformers' own forward, whose error against float64 is measured.
+
+    Latent attention of random weights has scores of 40 and more, which magnify the rounding: its forwards are off by up
+    to 1e-4 of the largest logit in transformers, and by 3 times as much where the latents are multiplied first. Other
+    models are off by 1e-6 to 1e-5.
+    """
+    rounded = logits_of(theirs, tokens)
+    exact = logits_of(as_float64(theirs), tokens)
+    assert actual.dtype == torch.float32
+    assert_within(actual, exact, 8 * (rounded - exact).abs().max() + 1e-5 * exact.abs().max())
+
+
+def as_float64(theirs: Any) -> Any:
+    """transformers' model in float64, for which it has no grouped products of experts."""
+    exact = deepcopy(theirs).double()
+    if hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")
+    return exact

@@ -17,6 +17,7 @@ from paged.models.step_graphs import DEFAULT_SIZES, GraphShape, graph_recorder, 
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 from tests.models.stepping import assert_same_results, begin, decode, go_back, make, next_items
+from tests.tolerance import assert_within
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +250,7 @@ def test_graphs_are_captured_for_real(family: str, dtype: torch.dtype, tmp_path:
             graphs, model.graphs._replays = model.graphs._replays, {}
             eager = decode(model, names, number)
             model.graphs._replays = graphs
-            assert float((replayed - eager).abs().max() / eager.abs().max()) < tolerance
+            assert_within(replayed, eager, tolerance * eager.abs().max())
 
     check()
     old = [parameter.data for parameter in model.network.parameters()]

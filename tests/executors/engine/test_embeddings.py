@@ -23,6 +23,7 @@ from paged import (
 from tests.executors.engine_cases import check_empty, check_pool_empty, spy
 from tests.executors.oracle import make_executor
 from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.tolerance import assert_within
 
 PROMPTS = [tokens(count, seed=count) for count in (5, 1, 30, 17, 30, 2)]
 
@@ -55,10 +56,10 @@ def test_same_as_transformers(checkpoint: tuple[Any, Path], pooling: Any, token_
     executor.warmup()
     engine = Engine(executor, EngineConfig(token_budget=token_budget))
     found = engine.embed(PROMPTS, pooling=pooling)
-    torch.testing.assert_close(found, expected(theirs, pooling), atol=1e-4, rtol=0)
+    assert_within(found, expected(theirs, pooling), 1e-5)
     plain = engine.embed(PROMPTS[2:3], pooling=pooling, normalize=False)
     assert abs(float(plain.norm()) - 1) > 0.1
-    torch.testing.assert_close(functional.normalize(plain, dim=-1), found[2:3], atol=1e-6, rtol=0)
+    assert_within(functional.normalize(plain, dim=-1), found[2:3], 1e-5)
     check_empty(engine)
     assert not executor.kv_manager.cached_blocks(), "nothing is published"
     assert engine.embed([]).shape == (0, 64)
@@ -84,7 +85,7 @@ def test_beside_requests_in_a_full_cache(checkpoint: tuple[Any, Path], monkeypat
             assert not any(output.finished for output in begun)
             return pooled
 
-    torch.testing.assert_close(asyncio.run(both()), expected(theirs, "last"), atol=1e-4, rtol=0)
+    assert_within(asyncio.run(both()), expected(theirs, "last"), 1e-5)
     assert engine.metrics.preempted
     check_empty(engine)
     holder = engine.executor.kv_manager.allocate("holder", 60)

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams, UnsupportedError, VerifyLogits
 from paged.executors.engine import core
 from tests.executors.engine_cases import check_empty, run_to_end, spy
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.models.families import FAMILIES, VOCAB_SIZE, logits_of, save_checkpoint, tokens
+from tests.tolerance import assert_logprobs
 
 PROMPTS = [tokens(count, seed=count) for count in (1, 5, 17, 30, 23, 30)]
 TIGHT = {"num_blocks": 23, "num_swap_blocks": 64}
@@ -45,7 +45,7 @@ def check(output: RequestOutput, theirs: Any, count: int) -> None:
         best = row.topk(count)
         assert table is not None
         assert list(table) == list(dict.fromkeys([token, *best.indices.tolist()]))
-        torch.testing.assert_close(torch.tensor(list(table.values())), row[list(table)], atol=1e-4, rtol=0)
+        assert_logprobs(list(table.values()), row[list(table)])
 
 
 @pytest.mark.parametrize("way", WAYS)

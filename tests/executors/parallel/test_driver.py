@@ -22,7 +22,7 @@ from paged.executors.parallel.messages import Channel, Kind
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import step_bytes
 from tests.executors.parallel.followers import Followers
-from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
 OPTIONS: dict[str, Any] = {"block_size": 8, "num_blocks": 64}
@@ -35,7 +35,7 @@ def _run(executor: LlmExecutor, seq_id: str, ids: list[int], start: int = 0, **f
 
 
 def _assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_same_logits(found, expected)
 
 
 @pytest.fixture(scope="module")

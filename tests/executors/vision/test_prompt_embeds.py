@@ -24,6 +24,7 @@ from tests.executors.engine_cases import check_empty, run_to_end, tokens_of
 from tests.executors.oracle import make_executor
 from tests.executors.vision.towers import Prompt, Tower
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
+from tests.tolerance import assert_logprobs
 
 SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 96, "num_swap_blocks": 96, "progress": False}
 TEN = SamplingParams(temperature=0, max_tokens=10)
@@ -128,7 +129,7 @@ def test_forks_drafts_and_prompt_logprobs(tower: MakeTower, name: str) -> None:
     assert table is not None
     found = [row[token] for row, token in zip(table[1:], prompt.ids[1:], strict=True) if row is not None]
     wanted = scores[range(len(prompt.ids) - 1), prompt.ids[1:]]
-    assert torch.allclose(torch.tensor(found), wanted, atol=1e-3)
+    assert_logprobs(found, wanted)
 
 
 def test_a_span_runs_in_one_step(tower: MakeTower) -> None:

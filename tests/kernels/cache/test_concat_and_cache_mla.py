@@ -13,7 +13,7 @@ from paged.kernels.layers import reference as layers_reference
 from paged.kernels.mla.reference import numbers
 from tests.kernels.faulty import planted
 from tests.kernels.refusals import assert_refuses
-from tests.tolerance import assert_close
+from tests.tolerance import assert_close, assert_within
 
 operations = paged.kernels.cache.concat_and_cache_mla
 FORMS = ("", "e4m3", "packed", "no rotation")
@@ -43,7 +43,7 @@ def _assert_same_numbers(form: str, cache: torch.Tensor, expected: torch.Tensor)
     """Where float32 rounds before a code is chosen, its neighbour may be the nearest."""
     got, want = numbers(cache), numbers(expected)
     step = {"": 1e-5, "no rotation": 0.0}.get(form, 2**-3)
-    assert bool(((got - want).abs() <= step * want.abs() + 1e-5).all())
+    assert_within(got, want, step * want.abs() + 1e-5, is_exact=step == 2**-3)
     assert float((got - want).abs().gt(1e-4 * want.abs() + 1e-5).double().mean()) < 0.01
 
 

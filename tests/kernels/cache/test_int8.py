@@ -12,7 +12,7 @@ from paged import qk_norm_rope_and_cache
 from tests.kernels.cache.test_qk_norm_rope_and_cache import make_inputs, rotated
 from tests.kernels.faulty import planted
 from tests.kernels.refusals import assert_refuses
-from tests.tolerance import dtypes
+from tests.tolerance import assert_within, dtypes
 
 operation = paged.kernels.cache.reshape_and_cache
 MODULES = (paged.kernels.common.cache_kinds, paged.kernels.cache.write, operation)
@@ -68,9 +68,9 @@ def _assert_holds(
     rows, cache, scale = rows[slots >= 0].double(), cache[place].double(), scale[place].double()
     largest, is_finite = rows.abs().amax(-1), rows.isfinite().all(-1)
     assert torch.equal(scale.isnan(), ~is_finite)
-    torch.testing.assert_close(scale[is_finite], largest[is_finite] / 127, rtol=slack, atol=0)
-    off = (cache * scale.unsqueeze(-1) - rows).abs()
-    assert (off[is_finite] <= ((0.5 + 127 * slack) * scale).unsqueeze(-1)[is_finite]).all()
+    assert_within(scale[is_finite], largest[is_finite] / 127, slack * largest[is_finite] / 127)
+    step = scale[is_finite].unsqueeze(-1)
+    assert_within(cache[is_finite] * step, rows[is_finite], 127 * slack * step, rounding=step / 2)
     assert (cache.abs().amax(-1)[is_finite] == 127 * (largest[is_finite] > 0)).all()
 
 

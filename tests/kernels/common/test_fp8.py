@@ -9,6 +9,7 @@ from paged.kernels.common.checks import check_scale, scale_strides
 from paged.kernels.common.compat import HAS_TRITON, tl, triton
 from paged.kernels.common.fp8 import decode_e4m3, decode_e5m2, encode_e4m3, encode_e5m2, has_native_e4m3
 from tests.kernels.refusals import assert_refuses
+from tests.tolerance import assert_within
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="the codec is for Triton kernels")
@@ -46,7 +47,7 @@ def test_every_code(dtype: torch.dtype, native: bool, device: torch.device) -> N
     decoded = _run(codes, torch.float16, dtype, native)
     expected = codes.view(dtype).to(torch.float16)
     assert int(expected.isnan().sum()) == (2 if dtype == torch.float8_e4m3fn else 6)
-    torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+    assert_within(decoded, expected, 0.0, is_exact=True)
     assert torch.equal(decoded.signbit()[[0, 128]].cpu(), torch.tensor([False, True]))
 
 

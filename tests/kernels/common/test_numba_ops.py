@@ -28,7 +28,7 @@ from tests.kernels.attention.problem import check
 from tests.kernels.cache import test_qk_norm_rope_and_cache as cache
 from tests.kernels.layers import test_layers as layers
 from tests.kernels.moe import test_fused_moe as experts
-from tests.tolerance import assert_close
+from tests.tolerance import assert_close, assert_within
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16])
@@ -81,7 +81,7 @@ class TestTypes:
         parts, combined = torch.tensor([[nan, inf, -inf, 1.00390625]]), torch.empty(1, 4, dtype=BF16)
         combine = import_module("paged.kernels.moe.numba_ops.fused_moe").combine_parts
         combine(parts, torch.arange(1), torch.ones(1, 1), combined)
-        torch.testing.assert_close(combined, parts.bfloat16(), rtol=0, atol=0, equal_nan=True)
+        assert_within(combined, parts.bfloat16(), 0.0, is_exact=True)
 
 
 def _prompts(seed: int, dtype: torch.dtype) -> Problem:

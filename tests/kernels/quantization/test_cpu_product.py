@@ -12,7 +12,7 @@ from paged.kernels.quantization import cpu_product, reference
 from paged.kernels.quantization.cpu_product import Cpu, CpuProduct, choose_product, this_cpu
 from tests.backends import needs_numba
 from tests.kernels.quantization.test_quantized_linear import FORMATS, Problem
-from tests.tolerance import assert_close
+from tests.tolerance import assert_close, assert_within
 
 FULL = Cpu("AVX512", multiplies_int8=True, multiplies_bf16=True)
 AVX2, DEFAULT = (Cpu(name, multiplies_int8=False, multiplies_bf16=False) for name in ("AVX2", "DEFAULT"))
@@ -65,8 +65,8 @@ def test_every_format(name: str, backend: str, dtype: torch.dtype, monkeypatch: 
                 continue
             # A weight, as a scale, an int4 zero point and an activation, is off by 2^-9 of itself.
             size_of = x.double().abs() @ (reference.dequantize(weight).abs() + 8 * _step(weight)).T
-            assert ((got - want).abs() < (size_of + want.abs()) * 2**-7).all()
-            assert (got - want).abs().mean() < 2**-9 * size_of.mean()
+            assert_within(got, want, (size_of + want.abs()) * 2**-7)
+            assert_within((got - want).abs().mean(), 0.0, 2**-9 * size_of.mean())
 
 
 def _step(weight: cpu_product.QuantizedWeight) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_input_scale_and_order(name: str, rounds_input: bool) -> None:
     weight = dataclasses.replace(weight, input_order=torch.randperm(384).int(), **changes)
     problem.x[:] = problem.x.bfloat16()
     got, want = CpuProduct(weight, torch.float32)(problem.x), reference.quantized_linear(problem.x, weight)
-    assert (got - want).abs().max() < 0.02 * want.abs().max()
+    assert_within(got, want, 0.02 * want.abs().max())
 
 
 @needs_numba

@@ -12,7 +12,7 @@ from paged.kernels.sampling import sample_tokens as module
 from paged.kernels.sampling.sample_tokens import filter_logits
 from paged.kernels.sampling.torch_ops.sample_tokens import apply_penalties
 from tests.kernels.faulty import planted
-from tests.tolerance import dtypes
+from tests.tolerance import assert_close, dtypes
 
 NAN, INF = float("nan"), float("inf")
 FILTERS = ("top_k", "top_p", "min_p")
@@ -171,7 +171,7 @@ def test_filtered_logits_are_those_of_the_reference(device: torch.device) -> Non
             assert scores.tolist() == best
             continue
         expected = reference.kept_scores(logits[row].tolist(), temperature, int(filters[0]), *filters[1:])
-        torch.testing.assert_close(scores, torch.tensor(expected).double(), rtol=1e-5, atol=1e-5)
+        assert_close(scores.float(), torch.tensor(expected).double())
 
 
 @pytest.mark.usefixtures("backend")

@@ -16,6 +16,7 @@ from paged.models.registry import ARCHITECTURES, load_model, model_config
 from tests.models.edits import edit_config
 from tests.models.families import FAMILIES, assert_same_logits, forward, logits_of, save_checkpoint, tokens
 from tests.models.published import published
+from tests.tolerance import assert_within
 
 PROMPT = tokens(40)
 
@@ -91,7 +92,7 @@ def test_cached_keys_are_rounded_in_16_bits(checkpoint: tuple[Path, Any], chosen
         index_keys(one.key_cache, 32)[model.kv_manager.get_handle("a").blocks[one.table]]  # positions 0 to 7
         for one, model in zip(indexers, models, strict=True)
     )
-    assert (exact - rounded).abs().max() <= (2**-4 + 2**-6) * exact.abs().max()
+    assert_within(rounded, exact, (2**-4 + 2**-6) * exact.abs().max(), is_exact=True)
     assert not torch.equal(exact, rounded)
     shared = [len({*one} & {*other}) for one, other in zip(*(chosen[at][-8:].tolist() for at in (0, 4)), strict=True)]
     assert sum(shared) > 0.8 * 8 * 5

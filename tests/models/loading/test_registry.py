@@ -12,6 +12,7 @@ from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.models.registry import load_model
 from tests.models.edits import assert_refused, edit_config
 from tests.models.families import FAMILIES, assert_same_logits, logits_of, options, save_checkpoint, tokens
+from tests.tolerance import assert_within
 
 PROMPT = tokens(40)
 _FREQUENCIES = {"low_freq_factor": 5.0, "high_freq_factor": 4.0}
@@ -37,7 +38,7 @@ def test_dtype_is_the_checkpoints_unless_given(folder: Path) -> None:
     assert narrow.kv_manager.k_cache(0).dtype == torch.bfloat16
     assert logits.dtype == torch.float32
     # bfloat16 keeps 8 bits; a factor of 10 for two layers of roundings.
-    assert float((logits - wide).abs().max() / wide.abs().max()) < 10 * 2**-8
+    assert_within(logits, wide, 10 * 2**-8 * wide.abs().max())
     edit_config(folder, "dtype", torch_dtype="float16")
     model = load_model(folder, dtype="auto", kv_cache_dtype="auto")
     assert model.dtype == model.kv_manager.k_cache(0).dtype == load_model(folder).dtype == torch.float16

@@ -12,12 +12,13 @@ from paged.errors import CheckpointError, InvalidInputError, PagedError, Unsuppo
 from paged.executors.command_line import cli
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.kernels.quantization import cpu_product
+from paged.kernels.quantization.cpu_product import CpuProduct
 from paged.models import quantized_writer
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.quantization.packed_weights import PackedWeights
+from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
 from paged.models.quantized_writer import quantize_checkpoint, round_weight
 from tests.models.edits import WEIGHTS
-from tests.models.families import PACKABLE, save_checkpoint
+from tests.models.families import PACKABLE, assert_same_logits, save_checkpoint
 from tests.models.quantization.checkpoints import PROMPT, Folders, assert_as_unpacked, load, packed_weights
 
 # The names that other tests have for them.
@@ -29,6 +30,12 @@ def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
     save_checkpoint(PACKABLE["llama"], folder)
     return folder
+
+
+def _products(model: PagedCausalLM) -> dict[str, tuple[CpuProduct, ...]]:
+    """By the paths of their modules."""
+    modules = model.network.named_modules()
+    return {path: module.products for path, module in modules if isinstance(module, CpuProducts)}
 
 
 def assert_alike(model: PagedCausalLM, plain: PagedCausalLM) -> None:
@@ -158,7 +165,14 @@ def test_rounding_while_loading(form: str, name: str, tmp_path: Path, monkeypatc
     quantize_checkpoint(base, tmp_path / "out", form)
     written = load(tmp_path / "out")
     written.pack()
-    assert torch.equal(written.prefill("written", PROMPT), model.prefill("written", PROMPT))
+    model.pack()
+    stored, rounded = (_products(one) for one in (written, model))
+    assert stored.keys() == rounded.keys()
+    for path, products in stored.items():
+        for mine, theirs in zip(products, rounded[path], strict=True):
+            rows = torch.randn(3, mine.columns)
+            assert torch.equal(mine(rows), theirs(rows)), path  # one product of the same codes
+    assert_same_logits(written.prefill("written", PROMPT), model.prefill("written", PROMPT))
     head_bytes = 2 * plain.network.embed_tokens.nbytes
     if cpu_product.this_cpu().multiplies_int8:
         assert model.parameter_bytes() - head_bytes < 0.4 * (plain.parameter_bytes() - head_bytes)
