@@ -3,8 +3,8 @@
     python -m tests.cpus [--only NAME] [--tests FILE] [PYTEST ARGUMENTS]
 
 Prints a table of seconds and failures; the exit code is 1 if a test fails somewhere. --tests: a file that --headroom
-wrote, to run only the tests that compare numbers or are marked `by_cpu`. Every run notes its own headroom in
-build/headroom.
+wrote, to run only the tests that compare numbers or are marked `by_cpu`; without such a file all run. Every run notes
+its own headroom in build/headroom.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     args, arguments = parser.parse_known_args(argv)
     _WITHOUT_NUMBA.mkdir(parents=True, exist_ok=True)
     (_WITHOUT_NUMBA / "numba.py").write_text("raise ImportError('hidden')")
-    if args.tests is not None:
+    if args.tests is not None and args.tests.exists():
         listed = _ROOT / "build" / "numeric-tests.txt"
         listed.write_text("\n".join(json.loads(args.tests.read_text())))
         arguments.append(f"@{listed}")
