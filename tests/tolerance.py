@@ -29,23 +29,27 @@ def assert_close(
 ) -> None:
     """Assert that `actual` is `expected` (float64) up to what its dtype allows.
 
-    float32: |actual - expected| <= float32 * max(1, |expected|). 16-bit types: one unit in the last place of the result
-    (eps * |expected|) plus a hundredth of eps of the largest value for float32 accumulation order; where intermediates
-    are rounded to 16 bits, `rounded` is the same computation with those roundings, and twice its error is added.
-    8-bit floats: a rounding of a value that is within the budget of float32.
+    float32: |actual - expected| <= float32 * max(1, |expected|, the root mean square of its row, the last dimension),
+    as a small sum may be of large terms. 16-bit types: one unit in the last place of the result (eps * |expected|) plus
+    a hundredth of eps of the largest value for float32 accumulation order; where intermediates are rounded to 16 bits,
+    `rounded` is the same computation with those roundings, and four times its error is added. 8-bit floats: a rounding
+    of a value that is within the budget of float32.
     """
     wide = expected.detach().cpu().double()
     is_float8 = actual.dtype in _FLOAT8
     rounding: torch.Tensor | float = 0.0
     if actual.dtype == torch.float32 or is_float8:
-        budget = float32 * wide.abs().clamp(min=1.0)
+        sizes = wide.where(wide.isfinite(), 0.0)
+        if wide.dim() > 0:
+            sizes = sizes.square().mean(-1, keepdim=True).sqrt().maximum(sizes.abs())
+        budget = float32 * sizes.abs().clamp(min=1.0)
     else:
         eps = torch.finfo(actual.dtype).eps
         largest = wide[wide.isfinite()].abs().max() if wide.isfinite().any() else torch.tensor(0.0)
         rounding = 0.5 * eps * wide.abs()
         budget = 0.5 * eps * wide.abs() + 0.01 * eps * largest
     if rounded is not None:
-        budget = budget + 2 * (rounded.detach().cpu().double() - wide).abs().max()
+        budget = budget + 4 * (rounded.detach().cpu().double() - wide).abs().max()
     if is_float8:
         _assert_float8(actual, wide, budget)
     else:
