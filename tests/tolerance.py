@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.reference import to_float8
 from tests.headroom import note
 
@@ -46,7 +47,9 @@ def assert_close(
     else:
         eps = torch.finfo(actual.dtype).eps
         largest = wide[wide.isfinite()].abs().max() if wide.isfinite().any() else torch.tensor(0.0)
-        rounding = 0.5 * eps * wide.abs()
+        # Triton's interpreter cuts off what bfloat16 does not hold.
+        is_cut = actual.dtype == torch.bfloat16 and actual.is_cpu and use_triton(actual.device)
+        rounding = (1.0 if is_cut else 0.5) * eps * wide.abs()
         budget = 0.5 * eps * wide.abs() + 0.01 * eps * largest
     if rounded is not None:
         budget = budget + 4 * (rounded.detach().cpu().double() - wide).abs().max()

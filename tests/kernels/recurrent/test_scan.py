@@ -177,7 +177,7 @@ def test_one_text_by_any_steps(operation: str, device: torch.device) -> None:
     steps.step(6, write=3, kept=0)
     steps.step(6, write=3)
     steps.step(75, write=1)
-    assert_close(torch.cat(steps.outs), whole.double(), float32=1e-5 * max(1.0, float(whole.abs().max())))
+    assert_close(torch.cat(steps.outs), whole.double(), float32=2e-5)
 
 
 @pytest.mark.thorough
@@ -197,7 +197,7 @@ def test_ten_thousand_tokens_by_scans_and_by_decodes(operation: str, backend: st
         fits = by_rows.slot >= 0 and by_rows.cursor + tokens <= 16
         by_rows.step(tokens, write=by_rows.slot if fits else 3 - max(by_rows.slot, 1))
     scanned, appended = (torch.cat(steps.outs) for steps in (by_scans, by_rows))
-    assert_close(appended, scanned.double(), float32=2e-5 * max(1.0, float(scanned.abs().max())))
+    assert_close(appended, scanned.double(), float32=4e-5)
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
