@@ -13,6 +13,7 @@ from paged import BlockRemoved, BlocksStored, CacheCleared, PagedKvCacheManager
 from paged.cache.events import CacheEvent, MemoryPressure
 from paged.cache.prefix.index import PrefixIndex
 from tests.cache.prefix_cache import BLOCK, Cache, Mirror
+from tests.deadline import HANG_S
 
 LOW, HIGH, CRITICAL = MemoryPressure.LOW, MemoryPressure.HIGH, MemoryPressure.CRITICAL
 
@@ -58,7 +59,7 @@ def test_callbacks_run_outside_of_the_lock(cache: Cache) -> None:
     def call_from_another_thread(_: object) -> None:
         thread = threading.Thread(target=lambda: answers.append(cache.manager.stats()), daemon=True)
         thread.start()
-        thread.join(5)
+        thread.join(HANG_S)
         answers.append(thread.is_alive())
 
     cache.manager.subscribe(call_from_another_thread)

@@ -11,6 +11,7 @@ from paged.batch import PrefillInput, PrefillOutput
 from paged.errors import UnsupportedError
 from paged.executors.async_executor import AsyncModelExecutor
 from paged.executors.model_executor import ModelExecutor
+from tests.deadline import HANG_S
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.executors.oracle import batch, prompt, step
 from tests.executors.parrot import parrot_logits
@@ -30,7 +31,7 @@ class SlowExecutor(MinimalExecutor):
     def prefill(self, inputs: PrefillInput) -> PrefillOutput:
         self.running += 1
         assert self.running == 1
-        assert self.gate.wait(10)
+        assert self.gate.wait(HANG_S)
         self.log.append(int(inputs.input_ids[0, 0]))
         self.running -= 1
         return super().prefill(inputs)

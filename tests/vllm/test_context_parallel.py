@@ -12,6 +12,7 @@ import torch
 from paged import UnsupportedError
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention import reference
+from tests.deadline import HANG_S
 from tests.tolerance import assert_close
 
 pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
@@ -36,9 +37,9 @@ class Group:
 
     def _exchanged(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._shared[self.rank_in_group] = tensor
-        self._barrier.wait(60)
+        self._barrier.wait(HANG_S)
         tensors = list(self._shared)
-        self._barrier.wait(60)
+        self._barrier.wait(HANG_S)
         return tensors
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:

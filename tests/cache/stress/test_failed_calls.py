@@ -18,6 +18,7 @@ from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, UnifiedBatch, 
 from paged.forward_step import forward_step
 from tests.cache.prefix_cache import Cache
 from tests.cache.snapshot import snapshot
+from tests.deadline import HANG_S
 from tests.failure import Failure
 
 CACHE = Path(paged.cache.manager.__file__).parent
@@ -168,7 +169,7 @@ def _check_lock(manager: PagedKvCacheManager) -> None:
     """Another thread gets it."""
     other = threading.Thread(target=manager.stats, daemon=True)
     other.start()
-    other.join(20)
+    other.join(HANG_S)
     assert not other.is_alive()
 
 
@@ -225,14 +226,14 @@ def test_a_forked_process_has_a_lock_of_its_own(cache: Cache) -> None:
         with manager._guard:
             manager.allocate("half done", 9)
             amid.set()
-            goes_on.wait(20)
+            goes_on.wait(HANG_S)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    amid.wait(20)
+    amid.wait(HANG_S)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(int(HANG_S))
         os._exit(not (snapshot(manager) == before and manager.allocate("child", 9).is_valid))
     assert os.waitpid(child, 0)[1] == 0
     goes_on.set()
@@ -251,7 +252,7 @@ def test_a_call_within_a_call_fails_alone(outer: str, cache: Cache) -> None:
     def calls_back(item: Any) -> Any:
         other = threading.Thread(target=manager.stats, daemon=True)
         other.start()
-        other.join(20)
+        other.join(HANG_S)
         threads.append(not other.is_alive())
         before = snapshot(manager)
         with pytest.MonkeyPatch.context() as patch:

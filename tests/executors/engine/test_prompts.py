@@ -9,6 +9,7 @@ import pytest
 from paged import AsyncEngine, ChatTokenizer, Engine, InvalidInputError, LlmExecutor, SamplingParams
 from paged.executors.command_line.cli import RECALL
 from paged.executors.text.chat_template import ChatTemplate
+from tests.deadline import HANG_S
 from tests.executors.engine_cases import TOKENIZER, check_empty, recall_prompts, tokens_of
 from tests.executors.text.checkpoints import tokenizer_of_bytes
 
@@ -75,7 +76,7 @@ def test_encoding_holds_up_neither_steps_nor_the_event_loop(
 
     def slowly(self: ChatTokenizer, text: str) -> list[int]:
         asked.set()
-        assert may_go.wait(20)
+        assert may_go.wait(HANG_S)
         return encode(self, text)
 
     monkeypatch.setattr(ChatTokenizer, "encode", slowly)
@@ -83,7 +84,7 @@ def test_encoding_holds_up_neither_steps_nor_the_event_loop(
     async def main() -> None:
         async with AsyncEngine(engine) as server:
             late = asyncio.ensure_future(_run(server, "otter: kite; otter:"))
-            await asyncio.to_thread(asked.wait, 20)
+            await asyncio.to_thread(asked.wait, HANG_S)
             early = await _run(server, [5, 6, 7])
             assert not late.done()
             left = asyncio.ensure_future(server.embed(["otter"]))

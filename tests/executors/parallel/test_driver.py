@@ -21,12 +21,12 @@ from paged.errors import PagedError, UnsupportedError
 from paged.executors.parallel.messages import Channel, Kind
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import step_bytes
+from tests.deadline import HANG_S
 from tests.executors.parallel.followers import Followers
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
 OPTIONS: dict[str, Any] = {"block_size": 8, "num_blocks": 64}
-LIMIT_S = 60.0
 
 
 def _run(executor: LlmExecutor, seq_id: str, ids: list[int], start: int = 0, **fields: Any) -> torch.Tensor:
@@ -224,7 +224,7 @@ def test_threads_that_run_steps_move_blocks_load_adapters_and_warm_up(mortals: F
     """None waits for another, and all processes do everything in one order."""
     options = {"block_size": 4, "num_blocks": 96, "num_swap_blocks": 32, "max_loras": 1, "max_lora_rank": 4}
     alone = LlmExecutor.from_pretrained(llama, **options)
-    spread = mortals.order(llama, 2, {"timeout_s": LIMIT_S}, options)
+    spread = mortals.order(llama, 2, {"timeout_s": HANG_S}, options)
     for executor in (alone, spread):
         _run(executor, "moved", tokens(22))
     manager = spread.kv_manager
@@ -261,7 +261,7 @@ def test_threads_that_run_steps_move_blocks_load_adapters_and_warm_up(mortals: F
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LIMIT_S)
+        thread.join(HANG_S)
     assert not failures
     assert not any(thread.is_alive() for thread in threads), "they wait for one another"
     adapted = {"metadata": {"lora_adapter": "adapter2"}}

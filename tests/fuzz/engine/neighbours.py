@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paged import AsyncEngine, Engine, EngineConfig, PagedAttentionExecutor, RequestOutput, SamplingParams
+from tests.deadline import HANG_S
 from tests.executors.engine_cases import check_empty
 from tests.executors.oracle import make_executor
 
@@ -18,8 +19,6 @@ NEIGHBOURS: tuple[tuple[tuple[int, ...], SamplingParams], ...] = (
 )
 # Far more than any request here takes: 100 tokens, one a step, and some steps in the queue.
 MOST_STEPS = 400
-# Far more than anything here takes: a reader that waits longer waits for ever.
-WAIT_S = 30
 
 
 class Letters:
@@ -84,7 +83,7 @@ def stream_beside(engine: Engine, scenario: Callable[[AsyncEngine], Awaitable[No
         async with AsyncEngine(engine) as server:
             neighbours = [asyncio.create_task(tokens_of(server, index)) for index in range(len(NEIGHBOURS))]
             await scenario(server)
-            assert [await asyncio.wait_for(task, WAIT_S) for task in neighbours] == list(map(alone, range(3)))
+            assert [await asyncio.wait_for(task, HANG_S) for task in neighbours] == list(map(alone, range(3)))
 
     asyncio.run(main())
     check_empty(engine)

@@ -17,10 +17,10 @@ from paged import (
     RequestOutput,
     SamplingParams,
 )
+from tests.deadline import HANG_S
 from tests.executors.engine_cases import check_empty
 from tests.fuzz.engine.neighbours import (
     NEIGHBOURS,
-    WAIT_S,
     alone,
     run_to_end,
     small_engine,
@@ -68,9 +68,9 @@ def test_cancelled_calls(case: list[tuple[str, int]]) -> None:
                 await asyncio.sleep(0.001)
         await server.resume()
         async with server:
-            reasons = await asyncio.wait_for(asyncio.gather(*readers), WAIT_S)
+            reasons = await asyncio.wait_for(asyncio.gather(*readers), HANG_S)
             assert set(reasons) <= {"length", "abort"}
-            assert await asyncio.wait_for(tokens_of(server, 0), WAIT_S) == alone(0)
+            assert await asyncio.wait_for(tokens_of(server, 0), HANG_S) == alone(0)
 
     asyncio.run(scenario())
     check_empty(engine)
@@ -86,12 +86,12 @@ def test_one_loop_after_another() -> None:
         asyncio.create_task(tokens_of(server, 1))  # noqa: RUF006
         await asyncio.sleep(0.01)
         with pytest.raises(InvalidInputError):
-            await asyncio.to_thread(lambda: asyncio.run(asyncio.wait_for(tokens_of(server, 0), WAIT_S)))
+            await asyncio.to_thread(lambda: asyncio.run(asyncio.wait_for(tokens_of(server, 0), HANG_S)))
 
     async def second() -> None:
         async with server:
             await server.resume()
-            assert await asyncio.wait_for(tokens_of(server, 0), WAIT_S) == alone(0)
+            assert await asyncio.wait_for(tokens_of(server, 0), HANG_S) == alone(0)
 
     asyncio.run(first())
     asyncio.run(second())
@@ -115,7 +115,7 @@ def test_every_error_arrives(error: type[BaseException], monkeypatch: pytest.Mon
             server.engine.executor = executor
             for call in (own.prefill(None), server.load_lora("a", "b")):  # type: ignore[arg-type]
                 with pytest.raises((PagedError, RuntimeError), match="a fault"):
-                    await asyncio.wait_for(call, WAIT_S)
+                    await asyncio.wait_for(call, HANG_S)
 
     asyncio.run(scenario())
 
@@ -252,7 +252,7 @@ def test_scripts_of_readers(case: dict[str, Any]) -> None:
             await server.shutdown()
         for reader in readers:
             with suppress(asyncio.CancelledError):
-                await asyncio.wait_for(reader, WAIT_S)
+                await asyncio.wait_for(reader, HANG_S)
         for call in (server.status(), server.abort("x"), server.pause(), server.resume(), server.prometheus_text()):
             with pytest.raises(EngineStoppedError):
                 await call

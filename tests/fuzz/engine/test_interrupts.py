@@ -13,10 +13,10 @@ import pytest
 
 import paged
 from paged import AsyncEngine, Engine, EngineStoppedError, InvalidInputError, PagedError, PromptLookup, SamplingParams
+from tests.deadline import HANG_S
 from tests.executors.engine_cases import check_empty
 from tests.failure import Failure
 from tests.fuzz.engine.neighbours import (
-    WAIT_S,
     add_neighbours,
     alone,
     check_neighbours,
@@ -126,9 +126,9 @@ def test_a_closed_loop_is_a_client_that_has_gone(pauses: bool) -> None:
     async def second() -> None:
         if pauses:
             await server.resume()
-        assert await asyncio.wait_for(tokens_of(server, 0), WAIT_S) == alone(0)
+        assert await asyncio.wait_for(tokens_of(server, 0), HANG_S) == alone(0)
         with pytest.raises(EngineStoppedError, match="event loop"):
-            await asyncio.wait_for(anext(stale[0]), WAIT_S)
+            await asyncio.wait_for(anext(stale[0]), HANG_S)
         assert (await server.status()).decoding == engine.num_unfinished == 0
         await server.shutdown()
 
@@ -149,7 +149,7 @@ def test_calls_from_another_loop_are_refused_or_hold() -> None:
         for call in (server.pause, server.resume, server.shutdown, server.status, lambda: server.abort("a")):
             with pytest.raises(InvalidInputError, match="another event loop"):
                 await asyncio.to_thread(lambda call=call: asyncio.run(call()))
-        assert await asyncio.wait_for(own, WAIT_S) == alone(0)
+        assert await asyncio.wait_for(own, HANG_S) == alone(0)
         await server.shutdown()
 
     asyncio.run(scenario())
@@ -191,7 +191,7 @@ def test_many_requests_under_all_of_it_leave_nothing(num_requests: int) -> None:
         nonlocal done
         tasks = [asyncio.create_task(read(done + index)) for index in range(50)]
         done += len(tasks)
-        await asyncio.wait(tasks, timeout=chance.choice([0.01, 0.05, WAIT_S]))
+        await asyncio.wait(tasks, timeout=chance.choice([0.01, 0.05, HANG_S]))
 
     while done < num_requests:
         loop = asyncio.new_event_loop()

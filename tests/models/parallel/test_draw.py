@@ -14,6 +14,7 @@ from paged.models.logits_policy import Draws
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
+from tests.deadline import HANG_S
 
 
 class _Together(Ranks):
@@ -27,9 +28,9 @@ class _Together(Ranks):
         self.num_sent.append(x.shape[1])
         self._sent[self.rank] = x
         self._turn.release()
-        self._barrier.wait(60)
+        self._barrier.wait(HANG_S)
         found = torch.cat(self._sent, -1)
-        self._barrier.wait(60)
+        self._barrier.wait(HANG_S)
         self._turn.acquire()
         return found
 
