@@ -1,7 +1,6 @@
 """KV events over ZeroMQ: replayed from the first, they rebuild the set of cached blocks."""
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 
 from paged import InvalidInputError, PagedKvCacheConfig, PagedKvCacheManager
+from tests.deadline import HANG_S
 
 msgspec, zmq = (pytest.importorskip(name, reason="needs the extra serve") for name in ("msgspec", "zmq"))
 
@@ -38,15 +38,18 @@ def replayed(manager: PagedKvCacheManager, count: int) -> Iterator[list[tuple[in
     subscriber = context.socket(zmq.SUB)
     subscriber.setsockopt(zmq.SUBSCRIBE, b"kv")
     subscriber.connect(addresses[0])
-    time.sleep(0.1)
+    told: list[tuple[int, bytes]] = []
+    num_told_of = 0  # events
+    heard: list[Any] = []
+    manager.subscribe(heard.append)
     try:
         for step in range(5):
             exercise(manager, count // 5 + step)
-            time.sleep(0.06)
-        told = []
-        while subscriber.poll(200):
-            _, number, batch = subscriber.recv_multipart()
-            told.append((int.from_bytes(number, "big"), batch))
+            while num_told_of < len(heard):
+                assert subscriber.poll(1000 * HANG_S)
+                _, number, batch = subscriber.recv_multipart()
+                told.append((int.from_bytes(number, "big"), batch))
+                num_told_of += len(msgspec.msgpack.decode(batch)[1])
         assert [number for number, _ in told] == list(range(len(told)))
         assert len(told) >= 5
         for first in (2, 0):

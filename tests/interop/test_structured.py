@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-import time
+import threading
 from typing import Any, Literal
 
 import pytest
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paged import InvalidInputError
 from paged.interop.structured import GrammarCompiler
+from tests.deadline import HANG_S
 
 pytest.importorskip("xgrammar", reason="needs the extra serve")
 
@@ -74,7 +75,7 @@ def test_ways_through_a_grammar(backend: Any, kind: Any, grammar: Any, is_right:
     tokenizer = byte_tokenizer()
     compiler = GrammarCompiler(tokenizer, VOCABULARY, [END], backend=backend)
     for seed in range(5):
-        tokens = sample(asyncio.run(compiler.compile(kind, grammar)), seed)
+        tokens = sample(asyncio.run(compiler.compile(kind, grammar, seconds=HANG_S)), seed)
         assert tokens[-1] == END
         assert is_right(tokenizer.decode(tokens)), tokenizer.decode(tokens)
 
@@ -87,7 +88,7 @@ def test_masks_are_xgrammars_own() -> None:
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     info = xgrammar.TokenizerInfo.from_huggingface(theirs, vocab_size=VOCABULARY, stop_token_ids=[END])
     grammar = 'root ::= "a" [b-d]* ("\\n" | root)'
-    own = asyncio.run(GrammarCompiler(tokenizer, VOCABULARY, [END]).compile("grammar", grammar))
+    own = asyncio.run(GrammarCompiler(tokenizer, VOCABULARY, [END]).compile("grammar", grammar, seconds=HANG_S))
     other = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_grammar(grammar))
     rng = random.Random(1)
     for _ in range(50):
@@ -125,29 +126,32 @@ for _ in range(70):
 def test_malformed_grammars_are_refused(kind: Any, grammar: Any, backend: Any) -> None:
     compiler = GrammarCompiler(byte_tokenizer(), VOCABULARY, [END], backend=backend)
     with pytest.raises(InvalidInputError, match=kind):
-        asyncio.run(compiler.compile(kind, grammar))
+        asyncio.run(compiler.compile(kind, grammar, seconds=HANG_S))
 
 
 def test_compiled_grammars_are_kept_and_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(byte_tokenizer(), VOCABULARY, [END], max_cached=2)
     compiled: list[str] = []
+    may_end = threading.Event()
     original = compiler._compiled
 
     def count(kind: str, text: str) -> Any:
         compiled.append(text)
-        time.sleep(0.5 * (text == "slow"))
+        if text == "slow":
+            assert may_end.wait(HANG_S)
         return original(kind, text)
 
     monkeypatch.setattr(compiler, "_compiled", count)
 
     async def run() -> None:
-        both = await asyncio.gather(compiler.compile("regex", "a"), compiler.compile("regex", "a"))
+        both = await asyncio.gather(*(compiler.compile("regex", "a", seconds=HANG_S) for _ in range(2)))
         assert both[0] is not both[1]
         for text in ("b", "a", "c", "a", "b"):
-            await compiler.compile("regex", text)
+            await compiler.compile("regex", text, seconds=HANG_S)
         with pytest.raises(InvalidInputError, match=r"within 0\.1 s"):
             await compiler.compile("regex", "slow", seconds=0.1)
-        assert await compiler.compile("regex", "slow") is not None
+        may_end.set()
+        assert await compiler.compile("regex", "slow", seconds=HANG_S) is not None
 
     asyncio.run(run())
     assert compiled == ["a", "b", "c", "b", "slow"]

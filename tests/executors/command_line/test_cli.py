@@ -10,8 +10,28 @@ from typing import Any
 import pytest
 
 import paged
+from tests.deadline import HANG_S
 
 PAGED = (sys.executable, "-m", "paged")
+# Runs a command that takes minutes, and says so as soon as it has its first handler of interrupts.
+INTERRUPTED = """
+import signal, sys
+import paged.__main__ as entry
+
+install = signal.signal
+
+
+def say(*arguments):
+    signal.signal = install
+    handler = install(*arguments)
+    print("here", flush=True)
+    return handler
+
+
+signal.signal = say
+sys.argv = ["paged", "generate", "--count", "99999"]
+sys.exit(entry.main())
+"""
 
 
 def run_process(*command: str, stdout: Any = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -34,16 +54,12 @@ def test_help_and_version_take_no_torch() -> None:
     "wait_s", [0.0, 0.2, *(pytest.param(wait_s, marks=pytest.mark.thorough) for wait_s in (0.05, 0.5, 1.0, 2.0))]
 )
 def test_an_interrupt_at_any_moment(wait_s: float) -> None:
-    """From the first import of ours on: before it Python itself starts."""
-    code = (
-        "import sys, paged.__main__ as entry; print('here', flush=True); "
-        "sys.argv = ['paged', 'generate', '--count', '99999']; sys.exit(entry.main())"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) as process:
+    """From the moment on when our handler of interrupts is there: before it Python itself starts."""
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline() == "here\n"
-        time.sleep(0.02 + wait_s)
+        time.sleep(wait_s)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(HANG_S) == 130
         assert "Traceback" not in process.stderr.read()
 
 
