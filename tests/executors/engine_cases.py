@@ -1,7 +1,9 @@
 """Engines over the bundled checkpoint, tiny random ones and the oracle, and what they must answer."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.model_executor import ModelExecutor
 from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.recall.task import RecallPrompt, sample_prompts
+from tests.deadline import HANG_S
 from tests.executors.oracle import make_executor
 
+T = TypeVar("T")
 TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))
 EOS = read_eos_token_ids(RECALL)
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 5 * i)] for i in range(5)]
@@ -84,6 +88,37 @@ def spy(monkeypatch: pytest.MonkeyPatch, executor: Any, before: Callable[[Unifie
         return forward(batch)
 
     monkeypatch.setattr(executor, "unified_decode", unified_decode)
+
+
+class StepGate:
+    """Holds the forwards of an `AsyncEngine`, whose worker else runs on while the event loop's thread has no turn: what
+    comes between two steps of a test would depend on how busy the machine is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, executor: Any) -> None:
+        self._is_open = False
+        self._is_waiting, self._permits = threading.Event(), threading.Semaphore(0)
+        spy(monkeypatch, executor, self._wait)
+
+    def _wait(self, _: UnifiedBatch) -> None:
+        if not self._is_open:
+            self._is_waiting.set()
+            assert self._permits.acquire(timeout=HANG_S)
+
+    async def during(self, awaitable: Awaitable[T]) -> T:
+        """Wait for it, which has its first turn before a forward runs; then one runs for every turn of the loop."""
+        task = asyncio.ensure_future(awaitable)
+        while True:
+            await asyncio.sleep(0.001)
+            if task.done():
+                return await task
+            if self._is_waiting.is_set():
+                self._is_waiting.clear()
+                self._permits.release()
+
+    def open(self) -> None:
+        """Hold no forward any more."""
+        self._is_open = True
+        self._permits.release()
 
 
 def run_to_end(engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """Adapters through executors, engines and their fronts for coroutines: they come and go beside sequences that run."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from paged import AsyncEngine, AsyncModelExecutor, Engine, EngineConfig, LlmExec
 from paged.batch import UnifiedBatchItem
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.executors.model_executor import ExecutorShutDownError
+from tests.executors.engine_cases import StepGate
 from tests.executors.oracle import forward, item, make_executor, prompt, step
 from tests.executors.parrot import Parrot, other_executor
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
@@ -118,12 +119,18 @@ def test_requests_of_an_engine(executor: LlmExecutor, load: Load, folders: dict[
     assert run() == [expected[1]] * 2
 
 
-def test_async_engine_loads_while_requests_stream(executor: LlmExecutor, load: Load, folders: dict[str, Path]) -> None:
+def test_async_engine_loads_while_requests_stream(
+    executor: LlmExecutor, load: Load, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream that began before goes on as if alone; unloading waits for those that run, and for those that queue."""
     parser = pytest.importorskip("prometheus_client.parser")
     params = SamplingParams(temperature=0.0, max_tokens=6)
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected, base_tokens = generated(load("merged"), params), generated(load("base"), long)
+    gate = StepGate(monkeypatch, executor)
+
+    async def rest(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+        return [output async for output in stream]
 
     async def samples(engine: AsyncEngine) -> dict[tuple[str, ...], float]:
         families = parser.text_string_to_metric_families(await engine.prometheus_text())
@@ -133,19 +140,20 @@ def test_async_engine_loads_while_requests_stream(executor: LlmExecutor, load: L
         engine = AsyncEngine(Engine(executor, EngineConfig(max_num_seqs=2)))
         assert ("paged_lora_adapter_tokens_total", "french") not in await samples(engine)
         first = engine.generate(IDS, long)
-        await anext(first)
-        await engine.load_lora("french", folders["french"])
-        assert await engine.list_loras() == ("french",)
+        await gate.during(anext(first))
+        await gate.during(engine.load_lora("french", folders["french"]))
+        assert await gate.during(engine.list_loras()) == ("french",)
         streams = [engine.generate(IDS, params, metadata=NAMED, request_id=name) for name in ("runs", "queues")]
-        outputs: list[list[RequestOutput]] = [[await anext(streams[0])], []]
+        outputs: list[list[RequestOutput]] = [[await gate.during(anext(streams[0]))], []]
         queued = asyncio.create_task(anext(streams[1]))
         await asyncio.sleep(0)
         with pytest.raises(InvalidInputError, match="'french': 2 requests name it, first 'runs'"):
-            await engine.unload_lora("french")
-        outputs[0] += [output async for output in streams[0]]
+            await gate.during(engine.unload_lora("french"))
+        outputs[0] += await gate.during(rest(streams[0]))
         with pytest.raises(InvalidInputError, match="'french': 1 requests name it, first 'queues'"):
-            await engine.unload_lora("french")
-        outputs[1] = [await queued] + [output async for output in streams[1]]
+            await gate.during(engine.unload_lora("french"))
+        gate.open()
+        outputs[1] = [await queued, *await rest(streams[1])]
         assert [one[-1].outputs[0].token_ids for one in outputs] == [expected] * 2
 
         status, page = await engine.status(), await samples(engine)
@@ -158,7 +166,7 @@ def test_async_engine_loads_while_requests_stream(executor: LlmExecutor, load: L
         await engine.unload_lora("french")
         assert await engine.list_loras() == ()
         assert ("paged_lora_adapter_rank", "french") not in await samples(engine)
-        assert [output async for output in first][-1].outputs[0].token_ids == base_tokens
+        assert (await rest(first))[-1].outputs[0].token_ids == base_tokens
         await engine.shutdown()
 
     asyncio.run(scenario())

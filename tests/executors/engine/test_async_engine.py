@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,8 +11,9 @@ import torch
 
 from paged import AsyncEngine, Engine, InvalidInputError, RequestOutput, SamplingParams
 from paged.executors.engine.async_engine import EngineStoppedError
+from tests.deadline import HANG_S
 from tests.executors.engine.answers import ANSWERS
-from tests.executors.engine_cases import PROMPTS, TEN, check_empty, spy
+from tests.executors.engine_cases import PROMPTS, TEN, StepGate, check_empty, spy
 from tests.executors.oracle import make_executor
 
 
@@ -54,7 +54,7 @@ async def test_the_loop_runs_while_a_step_does(device: torch.device, monkeypatch
 
     def wait(batch: Any) -> None:
         begun.set()
-        waits.append(goes_on.wait(20))
+        waits.append(goes_on.wait(HANG_S))
 
     spy(monkeypatch, executor, wait)
     engine = AsyncEngine(Engine(executor))
@@ -73,19 +73,20 @@ async def test_errors_arrive_where_they_belong(
     shut_down: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = make_executor(device)
-    spy(monkeypatch, executor, lambda batch: time.sleep(0.05))  # 200 tokens outlast the stalls of a busy machine
+    gate = StepGate(monkeypatch, executor)
     engine = AsyncEngine(Engine(executor))
     with pytest.raises(InvalidInputError, match="empty prompt"):
         await collect(engine, [])
     running = asyncio.create_task(collect(engine, [1], SamplingParams(max_tokens=200), request_id="a"))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     with pytest.raises(InvalidInputError, match="in use"):
-        await collect(engine, [1], TEN, request_id="a")
+        await gate.during(collect(engine, [1], TEN, request_id="a"))
     assert not running.done()
     if shut_down == "executor":
         executor.shutdown()
     else:
-        await engine.shutdown()
+        await gate.during(engine.shutdown())
+    gate.open()
     with pytest.raises(EngineStoppedError, match=f"the {shut_down} was shut down"):
         await running
     await engine.shutdown()

@@ -20,7 +20,7 @@ from paged import (
     UnifiedBatchItem,
     UnsupportedError,
 )
-from tests.executors.engine_cases import check_empty, check_pool_empty, spy
+from tests.executors.engine_cases import StepGate, check_empty, check_pool_empty, spy
 from tests.executors.oracle import make_executor
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.tolerance import assert_within
@@ -74,13 +74,15 @@ def test_beside_requests_in_a_full_cache(checkpoint: tuple[Any, Path], monkeypat
         for output in Engine(load(folder), eos_token_ids=()).generate(PROMPTS, params, progress=False)
     ]
     engine = Engine(load(folder, num_blocks=22), EngineConfig(overlap=True, admission_tokens=0), eos_token_ids=())
+    gate = StepGate(monkeypatch, engine.executor)
 
     async def both() -> torch.Tensor:
         async with AsyncEngine(engine) as server:
             streams = [server.generate(prompt, params) for prompt in PROMPTS]
-            begun = [await anext(stream) for stream in streams[:2]]
+            begun = [await gate.during(anext(stream)) for stream in streams[:2]]
             ends = [asyncio.ensure_future(_last(stream)) for stream in streams]
-            pooled = await server.embed(PROMPTS)
+            pooled = await gate.during(server.embed(PROMPTS))
+            gate.open()
             assert [output.outputs[0].token_ids for output in await asyncio.gather(*ends)] == answers
             assert not any(output.finished for output in begun)
             return pooled
