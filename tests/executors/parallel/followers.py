@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from paged.executors.llm_executor import LlmExecutor
 from paged.models.parallel.ranks import ParallelConfig
+from tests.deadline import HANG_S
 
 # One server imports torch, which takes seconds, and the others are forked from it.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -39,7 +40,7 @@ class Followers:
     @contextmanager
     def load(self, folder: Path, size: int, *, expert_parallel: bool = False, **options: Any) -> Iterator[LlmExecutor]:
         """An executor over `size` processes, which is shut down in the end; then the others have ended well."""
-        executor = self.order(folder, size, {"expert_parallel": expert_parallel, "timeout_s": 20.0}, options)
+        executor = self.order(folder, size, {"expert_parallel": expert_parallel, "timeout_s": HANG_S}, options)
         try:
             yield executor
         finally:

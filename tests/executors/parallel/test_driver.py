@@ -142,10 +142,11 @@ def test_every_so_many_steps_all_have_been_told_the_same(followers: Followers, l
 @pytest.mark.parametrize(
     ("sign", "timeout_s"),
     # One that stalls is noticed by its silence: seconds, which a busy machine must not take for a step.
-    [(signal.SIGKILL, 60.0), pytest.param(signal.SIGSTOP, 4.0, marks=pytest.mark.thorough)],
+    [(signal.SIGKILL, 2 * HANG_S), pytest.param(signal.SIGSTOP, 8.0, marks=pytest.mark.thorough)],
 )
 def test_a_process_that_is_lost(mortals: Followers, odd: Path, sign: signal.Signals, timeout_s: float) -> None:
-    """Three processes, of which the last is lost in the middle of the engine's work."""
+    """Three processes, of which the last is lost in the middle of the engine's work. One that has ended is noticed long
+    before the timeout."""
     executor = mortals.order(odd, 3, {"timeout_s": timeout_s}, OPTIONS)
     engine = Engine(executor, eos_token_ids=())
     outputs = [engine.add_request(tokens(9, seed), SamplingParams(max_tokens=100)) for seed in range(4)]
@@ -157,19 +158,19 @@ def test_a_process_that_is_lost(mortals: Followers, odd: Path, sign: signal.Sign
     with pytest.raises(RankFailedError, match="rank 0 of 3 cannot go on: another rank has ended, or did not answer"):
         list(iter(engine.step, []))
     assert mortals.answers(2)[0].startswith("RankFailedError: rank 1 of 3 cannot go on")
-    assert monotonic() - lost < 15
+    assert sign is signal.SIGSTOP or monotonic() - lost < timeout_s / 2
     assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 4
     with pytest.raises(RankFailedError):
         executor.load_lora("any", odd)
     executor.shutdown()
     victim.kill()
-    victim.join(5)
+    victim.join(HANG_S)
 
 
 @pytest.mark.thorough  # as it waits longer than a timeout that no busy machine exceeds
 def test_idle_processes_wait_longer_than_the_timeout(followers: Followers, odd: Path) -> None:
-    executor = followers.order(odd, 3, {"timeout_s": 4.0}, OPTIONS)
-    sleep(5)
+    executor = followers.order(odd, 3, {"timeout_s": 8.0}, OPTIONS)
+    sleep(10)
     _run(executor, "a", tokens(5))
     executor.shutdown()
     executor.shutdown()

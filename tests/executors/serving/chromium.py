@@ -8,9 +8,12 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import aiohttp
+
+from tests.deadline import HANG_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -26,7 +29,7 @@ class Tab:
         self._number += 1
         await self._socket.send_json({"id": self._number, "method": method, "params": params})
         while True:
-            told = json.loads((await self._socket.receive(timeout=30)).data)
+            told = json.loads((await self._socket.receive(timeout=HANG_S)).data)
             if told.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 self.problems.append(json.dumps(told["params"])[:500])
             if told.get("id") == self._number:
@@ -39,7 +42,8 @@ class Tab:
 
     async def until(self, script: str) -> Any:
         """Wait for a script to be true."""
-        for _ in range(200):
+        end = monotonic() + HANG_S
+        while monotonic() < end:
             if value := await self.evaluate(script):
                 return value
             await asyncio.sleep(0.1)

@@ -21,6 +21,7 @@ from paged.executors.serving.protocol import Server, run
 from paged.executors.serving.service import Service
 from paged.executors.serving.tool_formats import MarkedTokenizer
 from paged.executors.vision.vision_model import VisionModel
+from tests.deadline import HANG_S
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -39,10 +40,10 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(HANG_S)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=HANG_S)
 
 
 @contextlib.contextmanager
@@ -79,12 +80,12 @@ def serving(
 
     thread = threading.Thread(target=run, args=(serve(),))
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(HANG_S)
     try:
         yield found[0]
     finally:
         found[0].server.should_exit = True
-        thread.join(60)
+        thread.join(HANG_S)
     assert not thread.is_alive()
     assert engine.num_unfinished == 0
     assert executor.kv_manager.stats().num_sequences == 0

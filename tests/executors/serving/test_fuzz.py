@@ -9,6 +9,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 
+from tests.deadline import HANG_S
 from tests.executors.serving.conftest import Served
 from tests.executors.serving.test_openai import check_idle
 
@@ -22,7 +23,7 @@ def test_no_call_is_the_servers_fault(served: Served) -> None:
     statuses: list[int] = []
 
     def call(case: Any) -> None:
-        answer = case.call(base_url=served.url, timeout=60)
+        answer = case.call(base_url=served.url, timeout=HANG_S)
         statuses.append(answer.status_code)
         assert answer.status_code < 500 or answer.json()["error"]["code"] == "timeout", answer.text
 

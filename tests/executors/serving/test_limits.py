@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from paged import EngineConfig
+from tests.deadline import HANG_S
 from tests.executors.serving.conftest import Served, serving
 from tests.executors.serving.test_openai import PROMPT, check_idle
 
@@ -24,7 +25,7 @@ JSON = {"content-type": "application/json"}
 
 def ask(served: Served, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
     """Status, headers and body of an answer; a body that is bytes goes as it is."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_S)
     data = body if isinstance(body, bytes | None) else json.dumps(body)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request("GET" if body is None else "POST", path, data, JSON | named)
@@ -100,9 +101,7 @@ def test_slow_and_half_requests_end(chat_folder: Path, records: list[str]) -> No
         ]:
             with served.connect() as connection:
                 connection.sendall(sent)
-                begun = time.monotonic()
                 assert read_all(connection)[9:12] == expected, sent[:100]
-                assert time.monotonic() - begun < 5
         open_ones = [served.connect() for _ in range(5)]
         assert open_ones[-1].recv(1) == b""
         for one in open_ones:
@@ -120,7 +119,7 @@ def test_clients_that_stop_reading_are_aborted(chat_folder: Path, records: list[
             f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_S
         while not any("end=slow" in line for line in records):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -169,6 +168,18 @@ async def openapi(served: Served) -> Any:
     return served.app.openapi()
 
 
+def wait_until_refused(port: int) -> None:
+    """Until nothing listens any more."""
+    deadline = time.monotonic() + HANG_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"port {port} accepts connections after SIGTERM")
+
+
 @pytest.mark.thorough  # starts processes
 @pytest.mark.parametrize("signals", [1, 2])
 def test_drain(signals: int, tmp_path: Path) -> None:
@@ -178,6 +189,7 @@ def test_drain(signals: int, tmp_path: Path) -> None:
     """
     events = zmq.Context.instance().socket(zmq.SUB)
     events.setsockopt(zmq.SUBSCRIBE, b"kv@")
+    is_connected = events.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     events.connect(f"ipc://{tmp_path}/events")
     command = [sys.executable, "-m", "paged", "serve", "--port", "0", "--num-blocks", "256", "--log-format", "json"]
     command += ["--drain-seconds", "300"]  # a busy machine needs more than the default for 900 tokens
@@ -188,26 +200,26 @@ def test_drain(signals: int, tmp_path: Path) -> None:
     line = process.stdout.readline()
     found = re.match(r"paged: http://127.0.0.1:(\d+) \(this machine only.*4,096 tokens of cache free, backend", line)
     assert found is not None, line
-    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+    assert is_connected.poll(1000 * HANG_S)
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=HANG_S)
     body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), JSON)
     answer = connection.getresponse()
     answer.readline()
+    assert events.poll(1000 * HANG_S)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(found[1])))
+    wait_until_refused(int(found[1]))
     if signals == 2:
         process.send_signal(signal.SIGTERM)
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             answer.read()
     else:
         assert answer.read().endswith(b"data: [DONE]\n\n")
-    assert process.wait(30) == 0
-    assert events.poll(1000)
+    assert process.wait(HANG_S) == 0
     topic, number = events.recv_multipart()[:2]  # the first ones may come before it listens
     assert topic == b"kv@10.0.0.7:8000@recall"
     assert len(number) == 8
+    events.disable_monitor()
     events.close(linger=0)
     lines = process.stderr.read().splitlines()
     assert lines[0].startswith("paged: loading "), "off a terminal too"

@@ -15,6 +15,7 @@ import pytest
 
 from paged import RequestOutput, SamplingParams
 from paged.models.recall.task import sample_prompts
+from tests.deadline import HANG_S
 from tests.executors.serving.conftest import Served
 from tests.tolerance import assert_logprobs
 
@@ -179,7 +180,7 @@ async def texts(stream: Any) -> AsyncIterator[str]:
 async def _crowd(served: Served, count: int) -> None:
     """A third is honest, a third leaves, a third is wrong; a quarter of each uses each of four clients."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(count))
-    options: Any = {"api_key": "none", "max_retries": 0, "timeout": 60}
+    options: Any = {"api_key": "none", "max_retries": 0, "timeout": HANG_S}
     openais = [kind(base_url=f"{served.url}/v1", **options) for kind in (openai.AsyncOpenAI, openai.OpenAI)]
     others = [kind(base_url=served.url, **options) for kind in (anthropic.AsyncAnthropic, anthropic.Anthropic)]
     clients: list[Any] = [*openais, *others]
@@ -212,7 +213,7 @@ async def _crowd(served: Served, count: int) -> None:
 
 def check_idle(served: Served) -> None:
     """Nothing runs soon after the last client has left."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while served.engine.num_unfinished and time.monotonic() < deadline:
         time.sleep(0.01)
     assert served.engine.num_unfinished == 0
@@ -223,4 +224,4 @@ def check_idle(served: Served) -> None:
 def test_crowd_of_64_leaves_nothing(served: Served) -> None:
     asyncio.run(_crowd(served, 64))
     check_idle(served)
-    assert served.engine.metrics.finished["abort"] > 5
+    assert served.engine.metrics.finished["abort"] > 0  # of 21 who leave, as many as come before their answers' end
