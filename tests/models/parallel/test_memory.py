@@ -1,17 +1,16 @@
 """What a rank takes of memory while it loads its part: that part, and little beside it for a moment."""
 
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.models.loading import tensor_file
 from paged.models.parallel.share import Part, Share
 from paged.models.quantization import packed_weights
+from tests.models.allocations import recorded
 from tests.models.families import FAMILIES, PACKABLE, save_checkpoint
 from tests.models.parallel.parts import load_part
 from tests.models.quantization.checkpoints import write
@@ -37,14 +36,12 @@ def _checkpoint(name: str, folder: Path) -> Path:
 
 def _is_little(folder: Path, share: Share, beside: int = 0) -> bool:
     """Whether tensors take no more than what it holds, one tensor that is read and the one before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with recorded() as allocations:
         network = load_part(folder, share)
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    peak = max(accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())))
     held = sum(parameter.nbytes for parameter in network.parameters())
-    assert peak >= held
+    assert allocations.most >= held
     largest = max(slot.shape.numel() * slot.dtype.itemsize for slot in network.weight_slots().values())
-    return peak <= held + 2 * largest + beside
+    return allocations.most <= held + 2 * largest + beside
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *EIGHT_BIT])
