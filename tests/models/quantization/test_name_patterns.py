@@ -1,8 +1,11 @@
 """Patterns of names match as `re.match` does, in bounded time, or are refused by name."""
 
 import re
-import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.models.loading.hf_config import HfConfig
+from paged.models.quantization import name_patterns
 from paged.models.quantization.name_patterns import NamePattern
 from paged.models.quantization.read import read_quantization
 from tests.models.quantization.packers import FORMATS
@@ -48,16 +52,38 @@ def _configurations(expression: str) -> list[dict[str, object]]:
     ]
 
 
+def _matched_within(limit: int, match: Callable[[], object]) -> int:
+    """How many sets of positions a call computes; it is ended at the limit, as one that takes 2^60 would not end."""
+    num_sets, ends = 0, name_patterns._ends
+
+    def counted(*args: Any) -> int:
+        nonlocal num_sets
+        num_sets += 1
+        assert num_sets <= limit
+        return ends(*args)
+
+    with mock.patch.object(name_patterns, "_ends", counted):
+        match()
+    return num_sets
+
+
 @pytest.mark.parametrize("expression", _HARD)
 def test_none_takes_long(expression: str) -> None:
-    """Through every key that holds some: milliseconds a name, or refused by name."""
-    start = time.perf_counter()
+    """Through every key that holds some: few steps a name, or refused by name. Its cost is the most that a name of 63
+    characters takes, and what all patterns of a configuration may cost has a limit."""
     for config in _configurations(expression):
         with suppress(UnsupportedError):
             quantization = read_quantization(HfConfig({"quantization_config": config}, "config.json"))
             assert quantization is not None
-            quantization.layout("a" * 100)
-    assert time.perf_counter() - start < 2
+            assert _matched_within(name_patterns._MAX_COST, partial(quantization.layout, "a" * 63)) > 0
+    pattern = NamePattern(expression)
+    assert _matched_within(pattern.cost, partial(pattern.match, "a" * 63)) > 0
+
+
+@given(st.lists(st.sampled_from(_PIECES), max_size=6).map("".join), st.text("ab.1x ", max_size=63))
+def test_a_cost_is_the_most_that_a_match_takes(expression: str, name: str) -> None:
+    pattern = NamePattern(expression)
+    assert _matched_within(pattern.cost + 1, partial(pattern.match, name)) > 0
 
 
 @pytest.mark.parametrize("expression", [r"(a)\1", "(?i:a)", "(?>a)", "a*+", "(((a*b)*c)*d)*" * 9])
