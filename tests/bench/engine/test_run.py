@@ -23,18 +23,19 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward that sleeps 20 ms does not count."""
+    """A forward that sleeps does not count: all else takes a small part of its time."""
+    slept_s = 0.1
     forward = bench_engine.PagedAttentionExecutor.unified_decode
 
     def slow(self: object, batch: object) -> object:
-        time.sleep(0.02)
+        time.sleep(slept_s)
         return forward(self, batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(bench_engine.PagedAttentionExecutor, "unified_decode", slow)
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)
     row = bench_engine.overhead("x", params, CPU, 5)
     assert 0 < row["detail"]["lowest_us"] <= row["value"] < row["detail"]["with_sampling_us"]
-    assert row["detail"]["lowest_us"] < 20_000
+    assert row["detail"]["lowest_us"] < slept_s * 1e6 / 2
     assert row["goals"][0]["met"] == (row["value"] <= 300)
 
 

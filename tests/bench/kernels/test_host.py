@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("triton", reason="it counts launches")
 
-# A tenth more than there are. Plain calls, with checks, tile choice and Triton's binder, take 580 and 876.
-MOST_CALLS = {"dense": 100, "MoE": 191}
+# A layer known makes less than half of the calls of plain operations, which check arguments, choose tiles and go
+# through Triton's binder: 97 of 573 and 191 of 868 by Triton 3.7.
+MOST_CALLS = 0.5
 LAUNCHES = {"dense": 6, "MoE": 9}
 
 _SCRIPT = """
@@ -21,12 +22,18 @@ from paged.kernels.common.compilation import serving_begins
 
 host.pretend_gpu()
 found = {}
-for name, layer in (("dense", host.dense_layer()), ("MoE", host.moe_layer())):
-    calls = sum(host.python_calls(call) for call in layer.values())
+def count(layer):
+    return sum(host.python_calls(call) for call in layer.values())
+
+
+for name, layer_of in (("dense", host.dense_layer), ("MoE", host.moe_layer)):
+    layer = layer_of()
+    calls = count(layer)
     before = host._Compiled.num_launches
     for call in layer.values():
         call()
-    found[name] = calls, host._Compiled.num_launches - before
+    launches = host._Compiled.num_launches - before
+    found[name] = calls, count(layer_of(num_tokens=4 * host.NUM_TOKENS)), count(layer_of(lambda plain: plain)), launches
     del layer, call
 gc.collect()
 found["tensors"] = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
@@ -52,8 +59,9 @@ def test_a_layer_known_is_few_calls_and_launches_and_keeps_no_tensor() -> None:
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     for name in ("dense", "MoE"):
-        calls, launches = found[name]
-        assert calls <= MOST_CALLS[name]
+        calls, calls_of_more_tokens, plain_calls, launches = found[name]
+        assert 0 < calls < MOST_CALLS * plain_calls
+        assert calls_of_more_tokens == calls
         assert launches == LAUNCHES[name]
     assert found["tensors"] == 0
     assert "_rms_norm_kernel" in found["refused"]
