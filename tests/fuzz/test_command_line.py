@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paged.executors.command_line.cli import main
 from paged.printable import one_line, printable, xml_text
-from tests.fuzz.children import call_in_child
+from tests.fuzz.children import MOST_LOOPS, call_in_child
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import STEERING
 
@@ -44,7 +44,7 @@ def arguments(draw: st.DrawFn) -> list[str]:
 
 def run(*argv: str) -> tuple[int, str, str]:
     """Exit status, output and errors of a command line, in a child."""
-    return call_in_child(_run, argv, seconds=40, megabytes=1500, wall_s=120).result  # type: ignore[no-any-return]
+    return call_in_child(_run, argv, loops=20 * MOST_LOOPS, megabytes=1500).result  # type: ignore[no-any-return]
 
 
 def _run(argv: Sequence[str]) -> tuple[int, str, str]:

@@ -115,7 +115,7 @@ def test_files_without_end(tmp_path: Path) -> None:
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 1 << 40)
     for path in (Path("/dev/zero"), tmp_path / "sparse"):
-        assert re.fullmatch(r".*: more than 16777216 bytes.*", call_in_child(_error_of, path, seconds=5).result)
+        assert re.fullmatch(r".*: more than 16777216 bytes.*", call_in_child(_error_of, path).result)
     assert "cannot be read" in _error_of(tmp_path / "absent")
 
 

@@ -69,7 +69,7 @@ def render_several(templates: list[str]) -> list[str | None]:
     for number in range(len(BOMBS))
 ])  # fmt: skip
 def test_templates_that_explode(number: int) -> None:
-    outcome = call_in_child(render, BOMBS[number], wall_s=30)
+    outcome = call_in_child(render, BOMBS[number])
     assert 0 < len(outcome.error) < 3000
 
 
@@ -79,7 +79,7 @@ def test_the_process_of_a_bomb_is_replaced() -> None:
     wanted = ["hello", None, "hello", None, "hello", "<bos>" * 1000]
     plain = "{{ messages[0].content }}"
     templates = [plain, "{{ 'a' * 10**9 }}", plain, BOMBS[8], plain, "{{ bos_token * 1000 }}"]
-    assert call_in_child(render_several, templates, wall_s=30).result == wanted
+    assert call_in_child(render_several, templates).result == wanted
     assert render(plain) == "hello"
     receiver, sender = os.pipe()
     if (child := os.fork()) == 0:
