@@ -22,7 +22,7 @@ _BYTES_PER_MB = 1 << 20
 # What a call takes at most, in times of a loop of Python on the same machine: about two seconds. No call of the
 # tests takes more than a tenth of it.
 MOST_LOOPS = 40
-# Four to nine times what calls take; what explodes takes gigabytes.
+# Nine times what any call takes; what explodes takes gigabytes.
 _MOST_MEGABYTES = 400.0
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.deadline import HANG_S
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SWITCHES = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -43,7 +45,7 @@ def _opened(page: Path, profile: Path, width: int) -> tuple[str, list[str]]:
     """The page's title once its scripts ran, and what it said on the console."""
     assert CHROMIUM
     command = [CHROMIUM, *SWITCHES, f"--user-data-dir={profile}", f"--window-size={width},900", "--dump-dom"]
-    run = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=HANG_S, check=True)
     (title,) = re.findall(r"<title>(.*?)</title>", run.stdout.partition("</head>")[0])
     return title, [line for line in run.stderr.splitlines() if ":CONSOLE" in line]
 

@@ -96,4 +96,5 @@ def test_page(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with serving(chat_folder) as served:
         asyncio.run(use(served.url))
         check_idle(served)
-        assert served.engine.metrics.finished["abort"] == 4
+        # The one that was stopped, and as many of the three others as had not ended when the browser was closed.
+        assert 1 <= served.engine.metrics.finished["abort"] <= 4
