@@ -29,11 +29,17 @@ class ServeConfig:
     max_new_tokens: int = _option(1 << 16, "most of prompts x n x max_tokens of a request", metavar="N")
     max_choices: int = _option(256, "most of prompts x n of a request", metavar="N")
     max_waiting: int = _option(1024, "completions in the queue, beyond which requests get 429", metavar="N")
-    max_connections: int = _option(512, "open connections, beyond which new ones are closed", metavar="N")
+    max_connections: int = _option(
+        512, "open connections, beyond which the one that is idle the longest is closed", metavar="N"
+    )
     request_seconds: float = _option(600.0, "longest time of a request from its arrival", metavar="S")
-    idle_seconds: float = _option(30.0, "longest wait for the body, or for a client that does not read", metavar="S")
-    header_seconds: float = _option(10.0, "longest time from a connection to its headers", metavar="S")
-    keep_alive_seconds: float = _option(30.0, "time that an idle connection stays open", metavar="S")
+    idle_seconds: float = _option(
+        30.0, "longest wait for the body, or until the client has read what was sent", metavar="S"
+    )
+    header_seconds: float = _option(
+        10.0, "longest time from a connection, or the beginning of a request, to its whole headers", metavar="S"
+    )
+    keep_alive_seconds: float = _option(30.0, "time that a connection without a new request stays open", metavar="S")
     drain_seconds: float = _option(30.0, "time that requests have to end after SIGTERM", metavar="S")
     compile_seconds: float = _option(10.0, "longest time to compile a response_format", metavar="S")
     allow_adapters: Path | None = _option(  # noqa: RUF009

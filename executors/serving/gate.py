@@ -1,4 +1,4 @@
-"""What stands before the routes: the key, the limits on body and time, clients that leave, and the log."""
+"""What stands before the routes: the key, limits on the body, clients that leave, and the log."""
 
 from __future__ import annotations
 
@@ -63,21 +63,17 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         record = Record(f"req-{secrets.token_hex(12)}", scope["method"], scope["path"])
-        state = scope.setdefault("state", {})  # other servers than ours have none, and no abort
-        abort = state.get("abort", lambda: None)
+        state = scope.setdefault("state", {})
+        connection = state.get("connection")  # None behind other servers than ours
         state |= {"record": record, "began": time.time()}
         begun = time.perf_counter()
-        sending: Message | None = None
 
         async def send_on(message: Message) -> None:
-            nonlocal sending
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 more = [(b"x-request-id", record.id.encode()), (b"x-content-type-options", b"nosniff")]
                 message["headers"] = [*message.get("headers", ()), *more]
-            sending = message
             await send(message)
-            sending = None
 
         try:
             try:
@@ -87,38 +83,18 @@ class Gate:
                 record.end = error.message
                 error.headers["connection"] = "close"  # there may be more of the body to come
                 await error.response()(scope, receive, send_on)
-                return None
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive_body() -> Message:  # nothing after it: the end of the client ends the app
-                return messages.pop() if messages else await asyncio.get_running_loop().create_future()
-
-            run = asyncio.ensure_future(self.app(scope, receive_body, send_on))
-            watch = asyncio.ensure_future(_wait_for_end(receive))
-            try:
-                done: set[asyncio.Future[None]] = set()
-                while not done:
-                    before = sending
-                    done, _ = await asyncio.wait(
-                        (run, watch), timeout=self.config.idle_seconds, return_when="FIRST_COMPLETED"
-                    )
-                    if not done and sending is not None and sending is before:  # it does not read
-                        record.end = "slow"
-                        abort()
-                        break
-            finally:
-                is_done = run.done()
-                run.cancel()
-                watch.cancel()
-                await asyncio.gather(run, watch, return_exceptions=True)
-            if not is_done:
-                raise ConnectionError
-            run.result()
+            else:
+                await self._run(scope, body, receive, send_on)
+            if connection is not None:  # an answer is done when the client has taken it
+                await connection.flow.drain()
+                if connection.is_slow:
+                    raise ConnectionError
         except ConnectionError:
-            record.end = record.end or "left"
+            record.end = "slow" if connection is not None and connection.is_slow else record.end or "left"
         except asyncio.CancelledError:
             record.end = "shutdown"
-            abort()
+            if connection is not None:
+                connection.transport.abort()
         except Exception:
             if not record.end:  # else it was logged where it was answered
                 record.end = "error"
@@ -127,6 +103,26 @@ class Gate:
             record.seconds = time.perf_counter() - begun
             self._on_end(record)
             LOG.info("%s", record.line(self.config.log_format))
+
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Run the app for a whole body; raise ConnectionError if the client leaves first."""
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_body() -> Message:  # nothing after it: the end of the client ends the app
+            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+        run = asyncio.ensure_future(self.app(scope, receive_body, send))
+        watch = asyncio.ensure_future(_wait_for_end(receive))
+        try:
+            await asyncio.wait((run, watch), return_when="FIRST_COMPLETED")
+        finally:
+            is_done = run.done()
+            run.cancel()
+            watch.cancel()
+            await asyncio.gather(run, watch, return_exceptions=True)
+        if not is_done:
+            raise ConnectionError
+        run.result()
 
     def _check_key(self, scope: Scope) -> None:
         """Take the key as OpenAI's clients send it, as Anthropic's do, or as the password that a browser asks for."""

@@ -91,13 +91,16 @@ def test_slow_and_half_requests_end(chat_folder: Path, records: list[str]) -> No
     with serving(chat_folder, **limits) as served:
         for sent, expected in [
             (b"", b""),
-            (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n", b""),
+            (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n", b""),
             (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, b""),
-            (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{", b"408"),
-            (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1001\r\n\r\n{", b"413"),
-            (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n{", b"400"),
+            (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{", b"408"),
+            (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1001\r\n\r\n{", b"413"),
+            (
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n{",
+                b"400",
+            ),
             (b"\x16\x03\x01garbage\r\n\r\n" * 1000, b"400"),
-            (b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" * 50 + b"GARBAGE\r\n\r\n", b"400"),
+            (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50 + b"GARBAGE\r\n\r\n", b"400"),
         ]:
             with served.connect() as connection:
                 connection.sendall(sent)
@@ -115,10 +118,8 @@ def test_clients_that_stop_reading_are_aborted(chat_folder: Path, records: list[
         # Logprobs make more text than the buffers of both sides take.
         given = {"prompt": [PROMPT] * 64, "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 20}
         body = json.dumps(given).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         deadline = time.monotonic() + HANG_S
         while not any("end=slow" in line for line in records):
             assert time.monotonic() < deadline
