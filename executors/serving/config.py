@@ -20,6 +20,12 @@ class ServeConfig:
 
     host: str = _option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: int = _option(8000, "0 for a free one", metavar="N")
+    allowed_hosts: str = _option(
+        "",
+        "names of this server besides localhost and the address, with commas, as NAME or NAME:PORT; Host and Origin of "
+        "requests must be among them if it listens on the loopback or this is given; * for any",
+        metavar="NAMES",
+    )
     model_name: str = _option("", "name in the API; default: that of the checkpoint", metavar="NAME")
     api_key: str | None = _option(None, "key that all routes but /health ask for; default: $PAGED_API_KEY")
     max_body_bytes: int = _option(

@@ -1,4 +1,4 @@
-"""What stands before the routes: the key, limits on the body, clients that leave, and the log."""
+"""What stands before the routes: allowed hosts, the key, limits on the body, clients that leave, and the log."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged.executors.serving.config import ServeConfig
 from paged.executors.serving.errors import ApiError
+from paged.executors.serving.hosts import HostRules
 from paged.printable import one_line
 
 LOG = logging.getLogger("paged.serve")
@@ -58,6 +59,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, config: ServeConfig, on_end: Callable[[Record], None]) -> None:
         self.app, self.config, self._on_end = app, config, on_end
+        self._hosts = HostRules(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,6 +79,7 @@ class Gate:
 
         try:
             try:
+                self._hosts.check(scope)
                 self._check_key(scope)
                 body = await self._body(scope, receive)
             except ApiError as error:
