@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from paged.errors import InvalidInputError, PagedError
+from paged.executors.engine.config import QueueFullError
 from paged.executors.engine.embedding import Pooling
 from paged.executors.engine.engine import Engine, Prompt, is_text
 from paged.executors.engine.metrics import EngineStatus, prometheus_text
@@ -57,6 +59,34 @@ class _Stream:
         return self.newest.pop()
 
 
+class _EmbeddingLine:
+    """Lets embedding requests run one after another, so that a step waits for one forward of them at most."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.num_waiting = 0  # prompts of the requests that do not run
+
+    @asynccontextmanager
+    async def held(self, num_prompts: int, max_waiting: int | None) -> AsyncIterator[None]:
+        """Wait for the turn, and keep it inside.
+
+        Raises:
+            QueueFullError: there is a wait, and more than `max_waiting` prompts would wait.
+        """
+        num_waiting = self.num_waiting + num_prompts
+        if self.turn.locked() and max_waiting is not None and num_waiting > max_waiting:
+            raise QueueFullError(f"{self.num_waiting} prompts wait for embeddings, max_waiting is {max_waiting}")
+        self.num_waiting += num_prompts
+        try:
+            await self.turn.acquire()
+        finally:
+            self.num_waiting -= num_prompts
+        try:
+            yield
+        finally:
+            self.turn.release()
+
+
 class AsyncEngine:
     """Streams the outputs of a synchronous `Engine` without blocking the event loop.
 
@@ -78,6 +108,7 @@ class AsyncEngine:
         self._is_accepting = True
         self._is_stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._embeddings = _EmbeddingLine()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -128,7 +159,11 @@ class AsyncEngine:
     async def embed(
         self, prompts: Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True
     ) -> torch.Tensor:
-        """Return embeddings, as `Engine.embed`; steps of requests run between its forwards."""
+        """Return embeddings, as `Engine.embed`; a step of requests runs between any two forwards of all calls.
+
+        Raises:
+            QueueFullError: another call runs, and `EngineConfig.max_waiting` prompts wait for it.
+        """
         ids = [await self._encoded(prompt) for prompt in prompts]
         steps = await self._call(self.engine.embedding_steps, ids, pooling=pooling, normalize=normalize)
 
@@ -136,14 +171,15 @@ class AsyncEngine:
             steps.close()
             self._publish(self.engine.drain())  # of requests that it has preempted
 
-        try:
-            while (pooled := await self._call(next, steps)) is None:
-                while self._is_paused:
-                    await asyncio.sleep(0.01)
-            return pooled
-        finally:
-            if not self._is_stopped:
-                self._worker.submit(finish)
+        async with self._embeddings.held(len(ids), self.engine.config.max_waiting):
+            try:
+                while (pooled := await self._call(next, steps)) is None:
+                    while self._is_paused:
+                        await asyncio.sleep(0.01)
+                return pooled
+            finally:
+                if not self._is_stopped:
+                    self._worker.submit(finish)
 
     async def abort(self, request_id: SeqId) -> bool:
         """End a request, even if this call is cancelled; return False if no unfinished request has this id.
@@ -299,7 +335,7 @@ class AsyncEngine:
             if self._loop is not None and not self._loop.is_closed():
                 raise InvalidInputError("AsyncEngine: called from another event loop than before, which is not closed")
             gone, self._streams = self._streams, {}
-            self._loop = loop
+            self._loop, self._embeddings = loop, _EmbeddingLine()
             if not self._is_stopped:
                 self._worker.submit(self._discard, gone)  # behind those that are still being added to it
 

@@ -83,13 +83,20 @@ async def embed(body: EmbeddingsBody, request: Request) -> Response:
         raise ApiError(400, "model: embeddings take no adapter", "model")
     given = _several(body.input)
     service.check_choices(len(given), 1)
-    prompts = await service.encoded(given)
-    if any(not 0 < len(prompt) <= service.longest for prompt in prompts):
-        raise ApiError(400, f"input: expected 1 to {service.longest} tokens each", "input", "context_length_exceeded")
-    count = request.state.record.prompt_tokens = sum(map(len, prompts))
-    rows = (await service.engine.embed(prompts)).cpu().numpy()
-    is_text = body.encoding_format == "base64"
-    values = [base64.b64encode(row.tobytes()).decode() if is_text else row.tolist() for row in rows]
-    data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
-    usage = {"prompt_tokens": count, "total_tokens": count}
-    return reply({"object": "list", "data": data, "model": body.model or service.config.model_name, "usage": usage})
+    longest = min(service.longest, service.config.max_prompt_tokens or service.longest)
+    async with service.in_time(request):
+        prompts = await service.encoded(given)
+        if any(not 0 < len(prompt) <= longest for prompt in prompts):
+            raise ApiError(400, f"input: expected 1 to {longest} tokens each", "input", "context_length_exceeded")
+        count = request.state.record.prompt_tokens = sum(map(len, prompts))
+        rows = (await service.engine.embed(prompts)).cpu().numpy()
+
+    def answer() -> Response:
+        is_text = body.encoding_format == "base64"
+        values = [base64.b64encode(row.tobytes()).decode() if is_text else row.tolist() for row in rows]
+        data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        model = body.model or service.config.model_name
+        return reply({"object": "list", "data": data, "model": model, "usage": usage})
+
+    return await service.in_thread(answer)

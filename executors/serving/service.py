@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -157,6 +157,16 @@ class Service:
             message = f"max_tokens: {n} x {params.max_tokens}, expected at most {config.max_new_tokens} in all"
             raise ApiError(400, message, "max_tokens")
         return params
+
+    @asynccontextmanager
+    async def in_time(self, request: Request) -> AsyncIterator[None]:
+        """Raise ApiError with 504 if what is inside takes longer than the request may, from its arrival."""
+        seconds = self.config.request_seconds
+        try:
+            async with asyncio.timeout(request.state.began + seconds - time.time()):
+                yield
+        except TimeoutError:
+            raise ApiError(504, f"not done within {seconds} s", code="timeout") from None
 
     def token_text(self, token: int) -> str:
         return str(self.tokenizer.tokenizer.decode([token], skip_special_tokens=False))

@@ -15,6 +15,7 @@ from paged import (
     InvalidInputError,
     LlmExecutor,
     OutOfBlocksError,
+    QueueFullError,
     SamplingParams,
     UnifiedBatch,
     UnifiedBatchItem,
@@ -98,6 +99,49 @@ def test_beside_requests_in_a_full_cache(checkpoint: tuple[Any, Path], monkeypat
     with pytest.raises(RuntimeError, match="later"):
         Engine(engine.executor, EngineConfig(token_budget=8)).embed(PROMPTS)
     check_pool_empty(engine.executor)
+
+
+def test_many_at_once_delay_a_step_by_one_forward(
+    checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as a request runs, no two forwards of embeddings come without a step between; all are right."""
+    theirs, folder = checkpoint
+    engine = Engine(load(folder), EngineConfig(token_budget=8, max_waiting=60), eos_token_ids=())
+    events: list[str] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: (events.append("step"), step())[1])
+
+    def note(batch: UnifiedBatch) -> None:
+        if batch.returns_hidden:
+            events.append("embed")
+
+    spy(monkeypatch, engine.executor, note)
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as server:
+            stream = server.generate(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
+            await anext(stream)
+            calls = [asyncio.ensure_future(server.embed(PROMPTS)) for _ in range(12)]
+            await asyncio.sleep(0)
+            left = asyncio.ensure_future(server.embed(PROMPTS[:1]))
+            await asyncio.sleep(0.01)
+            left.cancel()
+            last = await _last(stream)
+            assert len(last.outputs[0].token_ids) == 60
+            num_events = len(events)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            pooled = [result for result in results if isinstance(result, torch.Tensor)]
+            refused = [result for result in results if not isinstance(result, torch.Tensor)]
+            for rows in pooled:
+                torch.testing.assert_close(rows, expected(theirs, "last"), atol=1e-4, rtol=0)
+            assert len(pooled) == 11, "one runs, and 10 of 6 prompts wait"
+            assert [type(error) for error in refused] == [QueueFullError]
+            meanwhile = "".join(event[0] for event in events[:num_events])
+            assert "ses" in meanwhile
+            assert "ee" not in meanwhile
+
+    asyncio.run(run())
+    check_empty(engine)
 
 
 async def _last(stream: Any) -> Any:

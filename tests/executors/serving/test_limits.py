@@ -229,6 +229,44 @@ def test_drain(signals: int, tmp_path: Path) -> None:
     assert record["new_tokens"] == 900 or signals == 2
 
 
+STUCK = """
+import sys, time
+from paged.executors.command_line import cli
+from paged.executors.engine.engine import Engine
+from paged.executors.text.chat_tokenizer import ChatTokenizer
+
+def stuck(*args, **options):
+    print("stuck", flush=True)
+    time.sleep(1e6)
+
+{method} = stuck
+sys.exit(cli.main(["serve", "--port", "0", "--num-blocks", "256", "--no-warmup", "--drain-seconds", "0.5"]))
+"""
+
+
+@pytest.mark.thorough  # starts processes
+@pytest.mark.parametrize(
+    ("method", "path", "signals"), [("ChatTokenizer.encode", "/tokenize", 1), ("Engine.step", "/v1/completions", 2)]
+)
+def test_threads_that_never_end_do_not_hold_the_process(method: str, path: str, signals: int) -> None:
+    command = [sys.executable, "-c", STUCK.format(method=method)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = re.match(r"paged: http://127.0.0.1:(\d+)", process.stdout.readline())
+        assert port is not None
+        connection = http.client.HTTPConnection("127.0.0.1", int(port[1]), timeout=60)
+        connection.request("POST", path, json.dumps({"prompt": [5, 17, 3] if "Engine" in method else "kite"}), JSON)
+        assert process.stdout.readline() == "stuck\n"
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        connection.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_models_without_images_refuse_them(served: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     status, _, found = ask(served, "/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})

@@ -2,6 +2,7 @@
 
 import base64
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from paged import EngineConfig
 from paged.executors.command_line.cli import RECALL
 from tests.executors.serving.conftest import Served, serving
 from tests.executors.serving.test_limits import ask
-from tests.executors.serving.test_openai import PROMPT
+from tests.executors.serving.test_openai import PROMPT, check_idle
 from tests.models.lora.folders import Adapter
 from tests.tolerance import assert_within
 
@@ -121,3 +123,21 @@ def test_embeddings(served: Served) -> None:
     assert_within(one, expected[0], 1e-5)
     for wrong in ("", [], [[]], [5] * 10_000):
         assert ask(served, "/v1/embeddings", {"input": wrong})[0] == 400
+
+
+def test_limits_of_embeddings(chat_folder: Path) -> None:
+    """They know the queue, the time and the length of prompts."""
+    texts = {"input": [PROMPT] * 16}
+    with serving(chat_folder, EngineConfig(max_waiting=40, token_budget=16), max_prompt_tokens=20) as served:
+        with ThreadPoolExecutor(12) as threads:
+            answers = list(threads.map(lambda _: ask(served, "/v1/embeddings", texts), range(12)))
+        statuses = sorted(status for status, _, _ in answers)
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 3, "one runs, and two of 16 prompts wait"
+        assert ask(served, "/v1/embeddings", {"input": PROMPT * 3})[0] == 400
+        assert ask(served, "/v1/embeddings", texts)[0] == 200
+    with serving(chat_folder, request_seconds=0.0) as served:
+        status, _, body = ask(served, "/v1/embeddings", texts)
+        assert (status, body["error"]["code"]) == (504, "timeout")
+        assert ask(served, "/v1/embeddings", {"input": [[]]})[0] in (400, 504)
+        check_idle(served)
