@@ -53,6 +53,12 @@ class ServeConfig:
     )
     max_images: int = _option(8, "most images of a request; 0 loads no vision tower", metavar="N")
     max_image_pixels: int = _option(32 << 20, "most pixels of an image", metavar="N")
+    max_image_bytes: int = _option(
+        256 << 20, "decoded bytes of all images of a request, 4 a pixel, else 400", metavar="N"
+    )
+    max_server_image_bytes: int = _option(
+        512 << 20, "decoded bytes of the images of all requests; those beyond wait", metavar="N"
+    )
     allow_http_images: bool = _option(
         False,
         "fetch http: and https: URLs of images; clients can then make this machine call any address",
@@ -78,6 +84,7 @@ class ServeConfig:
         return ImageRules(
             max_images=self.max_images,
             max_pixels=self.max_image_pixels,
+            max_decoded_bytes=min(self.max_image_bytes, self.max_server_image_bytes),
             allow_http=self.allow_http_images,
             folder=self.image_folder,
         )

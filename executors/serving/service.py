@@ -24,6 +24,7 @@ from paged.executors.serving.metrics import ServerMetrics
 from paged.executors.serving.schemas import OpenAiSampling, Sampling
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 from paged.executors.text.chat_tokenizer import ChatTokenizer
+from paged.executors.vision.images import ByteBudget
 from paged.executors.vision.vision_model import VisionModel
 from paged.interop.kv_events import KvEventPublisher
 from paged.interop.structured import GrammarCompiler, Kind
@@ -81,8 +82,8 @@ class Service:
         self.grammars = GrammarCompiler(tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids)
         # Two: one long text, or one template that takes its whole time, leaves the other.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="paged-text")
-        # One: at a time, the images of one request are in memory.
-        self._image_thread = ThreadPoolExecutor(1, thread_name_prefix="paged-images")
+        self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-images")
+        self.image_bytes = ByteBudget(config.max_server_image_bytes)
 
     async def in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
@@ -108,10 +109,10 @@ class Service:
         longest = min(self.longest, self.config.max_prompt_tokens or self.longest)
 
         def encode() -> tuple[list[int], PromptEmbeds | None]:
-            images = self.config.image_rules.load_all(urls)
-            return vision.encode_chat(messages, images, longest=longest, **variables)
+            with self.config.image_rules.loaded(urls, self.image_bytes) as images:
+                return vision.encode_chat(messages, images, longest=longest, **variables)
 
-        return await asyncio.get_running_loop().run_in_executor(self._image_thread if urls else self._threads, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._image_threads if urls else self._threads, encode)
 
     async def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Return token ids of prompts that are texts or token ids."""

@@ -5,6 +5,8 @@ import base64
 import io
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ from PIL import Image
 from paged import ChatTokenizer
 from paged.executors.command_line import cli
 from paged.executors.command_line.serve import vision_of
+from paged.executors.vision.vision_model import VisionModel
 from tests.executors.serving.conftest import serving
+from tests.executors.serving.test_connections import request_bytes
 from tests.executors.serving.test_limits import ask
+from tests.executors.serving.test_openai import check_idle
 from tests.executors.vision.test_vision_model import IMAGES
 from tests.executors.vision.towers import IMAGE, Tower
 
@@ -127,3 +132,42 @@ def test_chats(tower: MakeTower, tmp_path: Path) -> None:
         status, error = answer(text, chat_template_kwargs={"longest": 1})
         assert (status, error["param"]) == (400, "chat_template_kwargs")
         assert answer(text)[0] == 200
+
+
+def test_pixels_in_all_are_bounded(tower: MakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request beyond its budget is refused; the server's is whole again after answers, errors and lost clients."""
+    made = tower("qwen3_vl")
+    made.save_processor()
+    parts = list(map(as_part, IMAGES))
+    num_bytes = sum(4 * image.width * image.height for image in IMAGES)
+    with serving(made.folder, max_image_bytes=num_bytes, max_server_image_bytes=2 * num_bytes) as served:
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+        assert ask(served, "/v1/chat/completions", body)[0] == 200
+        more = {**body, "messages": [{"role": "user", "content": [*parts, parts[0]]}]}
+        status, _, answer = ask(served, "/v1/chat/completions", more)
+        assert (status, answer["error"]["param"]) == (400, "image_url")
+        budget, encode = served.service.image_bytes, VisionModel.encode_chat
+        assert budget.num_left == 2 * num_bytes
+        begun, ending = threading.Semaphore(0), threading.Event()
+
+        def slow(*args: Any, **options: Any) -> Any:
+            begun.release()
+            assert ending.wait(60)
+            return encode(*args, **options)
+
+        monkeypatch.setattr(VisionModel, "encode_chat", slow)
+        clients = [served.connect() for _ in range(6)]
+        for client in clients:
+            client.sendall(request_bytes("/v1/chat/completions", body))
+        for _ in range(2):
+            assert begun.acquire(timeout=60)
+        assert budget.num_left == 0
+        for client in clients:
+            client.close()
+        check_idle(served)
+        ending.set()
+        assert ask(served, "/v1/chat/completions", body)[0] == 200
+        deadline = time.monotonic() + 60
+        while budget.num_left != 2 * num_bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -4,17 +4,20 @@ import base64
 import contextlib
 import http.server
 import io
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from paged import InvalidInputError
-from paged.executors.vision.images import FORMATS, ImageRules
+from paged.executors.vision.images import FORMATS, ByteBudget, ImageRules
 from tests.deadline import HANG_S
 
 RULES = ImageRules(max_bytes=1 << 14, max_pixels=400, timeout_s=HANG_S)
@@ -120,3 +123,66 @@ def test_the_network_only_if_allowed(address: str) -> None:
             rules.load(f"{address}/{page}")
     with pytest.raises(InvalidInputError, match=r"not done after 0\.5 s|timed out"):
         replace(rules, timeout_s=0.5).load(f"{address}/slow")
+
+
+def test_decoded_bytes_are_bounded() -> None:
+    """Random requests in threads, some of whose images or users fail: never more is decoded than the budget allows."""
+    rules = replace(RULES, max_pixels=1000, max_decoded_bytes=3000)
+    budget, lock = ByteBudget(5000), threading.Lock()
+    held: dict[int, int] = {}  # decoded bytes of each thread
+    totals = [0]
+
+    def note(number: int, num_bytes: int) -> None:
+        with lock:
+            held[number] = num_bytes
+            totals.append(sum(held.values()))
+
+    def outcome_of(urls: list[str], sizes: list[tuple[int, int]], number: int, is_failing: bool) -> str:
+        try:
+            with rules.loaded(urls, budget) as images:
+                assert [image.size for image in images] == sizes
+                note(number, sum(4 * image.width * image.height for image in images))
+                time.sleep(0.001)
+                note(number, 0)
+                if is_failing:
+                    raise RuntimeError("the model")
+                return "used"
+        except RuntimeError:
+            return "failed"
+        except InvalidInputError as error:
+            return "large" if "images are too large" in str(error) else "unreadable"
+
+    def use(number: int) -> Counter[str]:
+        choices, outcomes = random.Random(number), Counter[str]()
+        for _ in range(12):
+            sizes = [(choices.randrange(1, 26), choices.randrange(1, 26)) for _ in range(choices.randrange(1, 4))]
+            data = [encoded(size, choices.choice(["PNG", "BMP"]), choices.choice(["RGB", "L"])) for size in sizes]
+            is_cut, is_failing = choices.random() < 0.2, choices.random() < 0.2
+            if is_cut:
+                data[-1] = data[-1][:60]
+            outcome = outcome_of(list(map(as_url, data)), sizes, number, is_failing)
+            outcomes[outcome] += 1
+            if not is_cut:
+                is_large = sum(4 * width * height for width, height in sizes) > rules.max_decoded_bytes
+                assert outcome == ("large" if is_large else "failed" if is_failing else "used")
+        return outcomes
+
+    with ThreadPoolExecutor(8) as threads:
+        outcomes = sum(threads.map(use, range(8)), Counter[str]())
+    assert budget.num_left == 5000
+    assert 3000 < max(totals) <= 5000
+    assert set(outcomes) == {"used", "failed", "large", "unreadable"}
+
+
+def test_nothing_is_decoded_of_too_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are read from headers, of every format."""
+    rules = ImageRules(max_pixels=1 << 20, max_decoded_bytes=3 << 20)
+    urls = [as_url(encoded((512, 512), kind)) for kind in FORMATS]
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    for kind in FORMATS:
+        context = rules.loaded([as_url(encoded((512, 512), kind))] * 4, ByteBudget(1 << 30))
+        with pytest.raises(InvalidInputError, match="expected at most 3145728 bytes of pixels"), context:
+            pass
+    context = replace(rules, max_images=4).loaded(urls, ByteBudget(1 << 30))
+    with pytest.raises(InvalidInputError, match="5 images, expected at most 4"), context:
+        pass
