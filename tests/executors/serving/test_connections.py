@@ -34,13 +34,15 @@ def unfinished_bytes(choices: random.Random) -> Iterator[bytes]:
     """Parts of a schedule that never completes the headers of a request after the last whole one, and no end."""
     for _ in range(choices.randrange(3)):
         yield GET * choices.randrange(1, 4)
-    kind = choices.choice(["breaks", "line", "header", "nothing", "pipelined", "body", "trailer"])
+    kind = choices.choice(["breaks", "line", "header", "nothing", "pipelined", "body", "trailer", "upgrade"])
     if kind == "pipelined":
         yield GET + GET[: choices.randrange(1, len(GET))]
     elif kind == "body":
         yield POST + b"content-length: 1000\r\n\r\n{"
     elif kind == "trailer":
         yield POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    elif kind == "upgrade":
+        yield GET[:-2] + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n"
     elif kind == "header":
         yield GET[:-2]
     filler = {"breaks": [b"\r\n", b"\r", b"\n"], "header": [b"x: y\r\n"], "trailer": [b"x: y\r\n"]}
@@ -78,7 +80,7 @@ def test_no_schedule_of_bytes_holds_a_connection(chat_folder: Path, loop_kind: N
     limits: dict[str, Any] = {"header_seconds": 0.5, "keep_alive_seconds": 0.5, "idle_seconds": 0.5}
     with serving(chat_folder, **limits) as served:
         closed: dict[int, bool] = {}
-        seeds = range(40)
+        seeds = range(48)
         threads = [
             threading.Thread(target=lambda seed=seed: closed.update({seed: is_closed_while_sent(served, seed)}))
             for seed in seeds
