@@ -22,8 +22,8 @@ class EngineConfig:
         token_budget: tokens of a step. Decodes come first, prompt chunks take the rest.
         chunk_size: tokens of one prompt in a step; None for the rest of the budget.
         max_num_seqs: sequences that hold cache at the same time. A request with more completions runs alone.
-        max_waiting: completions in the queue, preempted ones included, before `add_request` raises QueueFullError; None
-            for no limit.
+        max_waiting: completions in the queue, preempted ones included, before `add_request` raises QueueFullError; also
+            prompts that wait in `AsyncEngine.embed`. None for no limit.
         preemption: if the cache is full, "recompute" frees K/V and computes them again later; "swap" moves them to host
             memory if they fit. The newest sequence of the lowest priority is preempted.
         admission_tokens: a prompt starts if the cache can hold it and this many more tokens of it and of every running

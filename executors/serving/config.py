@@ -34,7 +34,11 @@ class ServeConfig:
     max_prompt_tokens: int | None = _option(None, "longest prompt; default: as the model allows", metavar="N")
     max_new_tokens: int = _option(1 << 16, "most of prompts x n x max_tokens of a request", metavar="N")
     max_choices: int = _option(256, "most of prompts x n of a request", metavar="N")
-    max_waiting: int = _option(1024, "completions in the queue, beyond which requests get 429", metavar="N")
+    max_waiting: int = _option(
+        1024,
+        "completions in the queue, and prompts that wait for embeddings, beyond which requests get 429",
+        metavar="N",
+    )
     max_connections: int = _option(
         512, "open connections, beyond which the one that is idle the longest is closed", metavar="N"
     )

@@ -47,16 +47,15 @@ class _Protocol(HttpToolsProtocol):
             idle: list[Any] = [connection for connection in self.connections if connection.is_idle]  # type: ignore[union-attr]
             longest_idle = min(idle, key=attrgetter("idle_since"))  # itself if all others have requests
             self.connections.discard(longest_idle)
-            longest_idle.transport.abort()
+            longest_idle.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_idling()
         self.resume_writing()
-        if (
-            self._running is not None and not self._running.response_complete
-        ):  # uvicorn ends only the last of a pipeline
-            self._running.disconnected = True
-            self._running.message_event.set()
+        running = self._running
+        if running is not None and not running.response_complete:  # uvicorn tells only the last of a pipeline
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
