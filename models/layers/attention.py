@@ -31,21 +31,28 @@ class HeldCaches:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._caches: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+        # Keys say which memory a tensor sees: its address, shape, strides and dtype.
+        self._slots: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._caches: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def of(self, cache: torch.Tensor) -> torch.Tensor:
         """Return the tensor to hold for a layer's cache."""
-        length, offset = cache.shape[0] * cache.stride(0), int(cache.storage_offset())
-        start = offset - offset % length
-        place = start, cache.dtype
+        place = cache.data_ptr(), cache.shape, cache.stride(), cache.dtype
+        if place not in self._caches:
+            length = cache.shape[0] * cache.stride(0)
+            offset = int(cache.storage_offset()) % length
+            slot = self._slot(cache, offset, length)
+            self._caches[place] = slot.as_strided(cache.shape, cache.stride(), slot.storage_offset() + offset)
+        return self._caches[place]
+
+    def _slot(self, cache: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+        """Return the slot of `length` elements in which the cache begins at `offset`, as a storage of its own."""
+        place = cache.data_ptr() - offset * cache.itemsize, length, cache.dtype
         if place not in self._slots:
-            whole = cache.as_strided((length,), (1,), start)
+            slot = cache.as_strided((length,), (1,), cache.storage_offset() - offset)
             # As bytes: some DLPack versions lack 8-bit floats.
-            self._slots[place] = from_dlpack(whole.view(torch.uint8)).view(cache.dtype)
-        slot = self._slots[place]
-        view = slot.as_strided(cache.shape, cache.stride(), slot.storage_offset() + offset - start)
-        return self._caches.setdefault((offset, cache.shape, cache.dtype), view)
+            self._slots[place] = from_dlpack(slot.view(torch.uint8)).view(cache.dtype)
+        return self._slots[place]
 
 
 class Attention(nn.Module):

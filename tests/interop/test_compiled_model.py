@@ -1,5 +1,6 @@
 """Our models through torch.compile: the whole forward is one graph, and gives the logits of the plain one."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from paged.batch import UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
+from paged.models.layers.attention import HeldCaches
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
@@ -61,3 +63,27 @@ def test_layers_hold_whole_storages(dtype: torch.dtype | None, tmp_path: Path) -
             assert (held.data_ptr(), held.shape, held.stride()) == (given.data_ptr(), given.shape, given.stride())
             assert held.untyped_storage().nbytes() == held.nbytes
             assert given.untyped_storage().nbytes() > given.nbytes
+
+
+def test_a_held_cache_is_the_memory_that_was_given() -> None:
+    """Views that coincide in each subset of storage, offset, shape, strides and dtype: one tensor only if all do."""
+    dtypes = (torch.float32, torch.int32, torch.float16)
+    storages = [torch.zeros(2, 4, 48).to(dtype) for dtype in dtypes for _ in range(2)]  # 2 slots of 4 blocks
+    offsets, shapes = (0, 8, 4 * 48, 4 * 48 + 8), ((4, 2, 1, 4), (4, 2, 1, 6), (4, 2, 2, 4))
+    strides = ((48, 8, 8, 1), (48, 16, 8, 1), (48, 8, 4, 1))
+    views = [
+        storage.as_strided(shape, stride, offset)
+        for storage, offset, shape, stride in product(storages, offsets, shapes, strides)
+    ]
+    caches = HeldCaches()
+    held = [caches.of(view) for view in views]
+    for cache, view in zip(held, views, strict=True):
+        for name in ("data_ptr", "size", "stride"):
+            assert getattr(cache, name)() == getattr(view, name)()
+        assert cache.dtype == view.dtype
+    assert len({*map(id, held)}) == len(views)
+    # Views of one slot share a storage of its own; seen again, a view is the same tensor.
+    slots = {(cache.untyped_storage().data_ptr(), cache.untyped_storage().nbytes()) for cache in held}
+    assert slots == {(slot.data_ptr(), slot.nbytes) for storage in storages for slot in storage}
+    for cache, view in zip(held, views, strict=True):
+        assert caches.of(view.detach()) is cache
