@@ -17,7 +17,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.layers.draft_head import DraftHead
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import StoredTensors, Track, check_weights, load_weights, read_headers, untracked
-from paged.models.network_loader import our_name, with_stored_experts
+from paged.models.network_loader import our_name, with_stored_layout
 from paged.models.quantization.read import without_zero_biases
 
 # The option `draft` for the head in the target's own checkpoint.
@@ -91,7 +91,7 @@ def _multi_token_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTen
         intermediate_size=(*config.intermediate_size, config.intermediate_size[-1]),
     )
     as_layer = f"{prefix}{names.layer}".removesuffix("."), f"model.layers.{config.num_layers - 1}"
-    config = with_stored_experts(config, {name.replace(*as_layer): tensor for name, tensor in stored.items()})
+    config = with_stored_layout(config, {name.replace(*as_layer): tensor for name, tensor in stored.items()})
     head = MultiTokenHead(target, config, names)
     _share_copies(head, stored, f"{prefix}{names.embedding}.weight", f"{prefix}{names.lm_head}.weight")
     return head, stored

@@ -14,6 +14,7 @@ from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.models.families.llama import Llama, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
+from paged.models.layers.recurrent_config import GatedDeltaConfig, RecurrentConfig
 from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.weights import (
     Read,
@@ -37,7 +38,8 @@ _log = logging.getLogger(__name__)
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _KV = re.compile(r"self_attn\.[kv]_")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\.")
-_STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.gate_up_proj")
+_STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(?:gate_)?up_proj")
+_WHOLE_CONV = re.compile(r"model\.layers\.\d{1,9}\.linear_attn\.conv1d\.weight")
 # Prefixes of a multimodal model's text part, as published and as transformers 5 writes them, and of its other parts.
 _TEXT_PART = re.compile(r"^(?:model\.language_model\.|language_model\.(?=lm_head\.)|language_model\.model\.)")
 _OTHER_PARTS = (
@@ -71,7 +73,7 @@ def load_network(
     """
     share = ranks.share
     stored = _tensors_of(network_class, config, folder, draft_prefix)
-    config = replace(with_stored_experts(config, stored), quantization=as_stored(config.quantization, stored))
+    config = replace(with_stored_layout(config, stored), quantization=as_stored(config.quantization, stored))
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights decide, as in transformers
@@ -91,9 +93,12 @@ def load_network(
     return network
 
 
-def with_stored_experts(config: DecoderConfig, stored: StoredTensors) -> DecoderConfig:
-    """Return the configuration with each layer's experts separate or stacked, as in these tensors, by the family's
-    names (see `our_name`); experts with biases are always stacked."""
+def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderConfig:
+    """Return the configuration with the layout of these tensors, by the family's names (see `our_name`).
+
+    Each layer's experts are separate or stacked; those with biases are always stacked. Convolutions of q, k and v are
+    three tensors or one. Without tensors, the layout is the published one.
+    """
     stacked = {int(match[1]): stored[match[0]].shape for match in map(_STACKED.fullmatch, stored) if match}
 
     def moe(layer: int, one: MoeConfig) -> MoeConfig:
@@ -101,7 +106,17 @@ def with_stored_experts(config: DecoderConfig, stored: StoredTensors) -> Decoder
         transposed = stacked.get(layer) != rows_first if one.transposed is None else one.transposed
         return replace(one, stacked=one.bias or layer in stacked, transposed=transposed)
 
-    return replace(config, moe=tuple(one and moe(layer, one) for layer, one in enumerate(config.moe)))
+    def recurrent(layer: RecurrentConfig) -> RecurrentConfig:
+        if isinstance(layer, GatedDeltaConfig) and layer.splits_qkv:
+            return replace(layer, splits_conv=splits_conv)
+        return layer
+
+    splits_conv = not any(map(_WHOLE_CONV.fullmatch, stored))
+    return replace(
+        config,
+        moe=tuple(one and moe(layer, one) for layer, one in enumerate(config.moe)),
+        recurrent=tuple(one and recurrent(one) for one in config.recurrent),
+    )
 
 
 def our_name(network_class: type[Llama], name: str) -> str:

@@ -17,7 +17,7 @@ from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, StoredTensors, Track, read_headers, read_tensor, untracked
-from paged.models.network_loader import meta_network, our_name, with_stored_experts
+from paged.models.network_loader import meta_network, our_name, with_stored_layout
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.quantization.rounding import nearest_codes
 from paged.models.registry import model_config
@@ -28,6 +28,7 @@ _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _NOT_COPIED = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
 _STORED = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
+_STACKED = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 _HEAD = "lm_head.weight"
 _DTYPES = {"int4": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -141,8 +142,8 @@ def _projections(hf: HfConfig, stored: StoredTensors) -> set[str]:
     """Return the stored weights that a network with this quantization_config reads packed."""
     network_class, config = model_config(hf)
     named = {our_name(network_class, name): one for name, one in stored.items()}
-    config = with_stored_experts(config, named)
-    stacked = frozenset(name for name in named if name.endswith(("experts.gate_up_proj", "experts.down_proj")))
+    config = with_stored_layout(config, named)
+    stacked = frozenset(name for name in named if name.endswith(_STACKED))
     quantization = as_stored(config.quantization, {})
     assert quantization is not None
     config = replace(config, quantization=replace(quantization, plain=stacked))

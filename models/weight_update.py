@@ -18,7 +18,7 @@ from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.load_options import as_folder
 from paged.models.loading.weights import PackedModule
-from paged.models.network_loader import load_network
+from paged.models.network_loader import load_network, with_stored_layout
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import read_model_config
 
@@ -50,9 +50,11 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
         has_fp8_cache=False,
         ranks=model.ranks,
     )
-    if type(new) is not type(old) or new.config != old.config:
+    # The same weights may be stored in another layout.
+    new_config, old_config = (with_stored_layout(network.config, {}) for network in (new, old))
+    if type(new) is not type(old) or new_config != old_config:
         names = [
-            one.name for one in fields(old.config) if getattr(new.config, one.name) != getattr(old.config, one.name)
+            one.name for one in fields(old_config) if getattr(new_config, one.name) != getattr(old_config, one.name)
         ]
         raise CheckpointError(f"{given}: {', '.join(names) or type(new).__name__} differ from the model's")
     if check_finite:

@@ -18,7 +18,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.loading.checkpoint_folder import missing_files
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import StoredTensors, num_weights, read_header
-from paged.models.network_loader import meta_network, our_name, rank_network, with_stored_experts
+from paged.models.network_loader import meta_network, our_name, rank_network, with_stored_layout
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import GPU_FRACTION, cache_config, model_config
@@ -93,7 +93,7 @@ def summarize(
         network_class, config = model_config(hf)
         if stored:
             named = {our_name(network_class, name): tensor for name, tensor in stored.items()}
-            config = with_stored_experts(replace(config, quantization=as_stored(config.quantization, named)), named)
+            config = with_stored_layout(replace(config, quantization=as_stored(config.quantization, named)), named)
         if config.quantization is not None:
             meta_network(network_class, config, config.dtype)  # raises if a layer's sizes cannot be packed this way
     except PagedError as error:

@@ -37,6 +37,7 @@ GRANITE_RENAMES = {
     r"\.shared_mlp\.input_linear\.": ".mlp.shared_experts.gate_up_proj.",
     r"\.shared_mlp\.output_linear\.": ".mlp.shared_experts.down_proj.",
 }
+_ERNIE_RENAMES = {r"\.gate\.moe_statics\.": ".moe_statics."}
 _MIXTRAL_RENAMES = {r"\.block_sparse_moe\.": ".mlp."}
 _MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
@@ -303,7 +304,7 @@ def qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
 # Keys are names in `architectures` of config.json.
 EXPERTS = {
     "Dots1ForCausalLM": family("dots1", _dots1),
-    "Ernie4_5_MoeForCausalLM": family("ernie4_5_moe", _ernie_moe),
+    "Ernie4_5_MoeForCausalLM": family("ernie4_5_moe", _ernie_moe, _ERNIE_RENAMES),
     "Glm4MoeForCausalLM": family("glm4_moe", _glm4_moe),
     "GptOssForCausalLM": family("gpt_oss", _gpt_oss),
     "GraniteMoeForCausalLM": family("granitemoe", granite_moe, GRANITE_RENAMES),

@@ -169,6 +169,7 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
         key_dim=key_dim,
         conv_width=hf.integer("linear_conv_kernel_dim", least=2),
         splits_qkv=True,
+        splits_conv=True,
         beta_scale=2.0 if hf.flag("linear_allow_neg_eigval", True) else 1.0,
         eps=1e-5,  # whatever rms_norm_eps says, in the authors' code and in transformers
     )

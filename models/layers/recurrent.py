@@ -195,7 +195,7 @@ class GatedDeltaNet(RecurrentLayer):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = {**super().weight_slots(prefix), f"{prefix}.norm.weight": self.norm_weight}
-        if self.config.splits_qkv:
+        if self.config.splits_conv:
             sizes = self.config.key_size, self.config.key_size, self.config.value_size
             del slots[f"{prefix}.conv1d.weight"]
             parts = zip("qkv", self.conv_weight[:, None].split(sizes), strict=True)

@@ -49,7 +49,8 @@ class GatedDeltaConfig(RecurrentConfig):
     Attributes:
         by_head: whether a checkpoint stores all parts of a key head together: q, k, v and z in one tensor, b and a in
             another; else each part is whole.
-        splits_qkv: whether it stores q, k and v as three tensors.
+        splits_qkv, splits_conv: whether it stores the projections of q, k and v, and their convolutions, as three
+            tensors.
         beta_scale: as in `gated_delta_rule`.
         eps: of the gated norm.
         gate: activation of the gate, "silu" or "sigmoid".
@@ -57,6 +58,7 @@ class GatedDeltaConfig(RecurrentConfig):
 
     by_head: bool = False
     splits_qkv: bool = False
+    splits_conv: bool = False
     beta_scale: float = 1.0
     eps: float
     gate: str = "silu"

@@ -33,7 +33,8 @@ from paged.models.quantization.rounding import as_products
 class SparseMoe(nn.Module):
     """A router that sends each token to a few MLPs, and optionally one shared MLP for all tokens.
 
-    Only the shared MLP takes adapters. inputs: checkpoint names of an expert's projections of x.
+    Only the shared MLP takes adapters. inputs: checkpoint names of an expert's projections of x. stacked_names: names of
+    tensors that hold a weight of all experts.
     """
 
     routing: Routing
@@ -49,6 +50,7 @@ class SparseMoe(nn.Module):
         super().__init__()
         self.config, self.activation, self.is_gated = moe, config.activation, config.gated
         self.inputs = (moe.gate_name, moe.up_name) if config.gated else (moe.up_name,)
+        self.stacked_names = {"w1": "gate_up_proj" if config.gated else "up_proj", "w2": "down_proj"}
         self.route_tokens, self.route_and_align = Bound(route_tokens), Bound(route_and_align)
         self.fused_moe = Bound(fused_moe)
         hidden_size, num_experts, size = config.hidden_size, moe.num_experts, moe.intermediate_size
@@ -89,7 +91,7 @@ class SparseMoe(nn.Module):
                 continue
             if moe.stacked:
                 # A parameter belongs to no module class of the configuration, unless its tensor is stored packed.
-                stacked = f"{prefix}.experts.{'gate_up_proj' if attribute == 'w1' else 'down_proj'}"
+                stacked = f"{prefix}.experts.{self.stacked_names[attribute]}"
                 if quantization.plain is None or stacked in quantization.plain:
                     continue
                 raise UnsupportedError(f"{prefix}.experts: quantised in one tensor, supported is one per projection")
@@ -256,8 +258,8 @@ class SparseMoe(nn.Module):
 
     def _stacked_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, WeightSlots()
-        for name, weight, bias in (("gate_up_proj", self.w1, self.w1_bias), ("down_proj", self.w2, self.w2_bias)):
-            name = f"{prefix}.experts.{name}"
+        for attribute, weight, bias in (("w1", self.w1, self.w1_bias), ("w2", self.w2, self.w2_bias)):
+            name = f"{prefix}.experts.{self.stacked_names[attribute]}"
             if isinstance(weight, Mxfp4Experts):
                 slots |= weight.weight_slots(name)
             else:

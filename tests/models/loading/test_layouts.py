@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 
 from paged.errors import UnsupportedError
 from paged.models.loading.hf_config import HfConfig
+from paged.models.parallel.share import Share
 from paged.models.registry import load_model, model_config
 from tests.models.edits import WEIGHTS, assert_refused, edit_tensors
 from tests.models.families import (
     FAMILIES,
     PARTS,
+    VARIANTS,
     VISION,
     assert_same_logits,
     logits_of,
@@ -24,6 +26,7 @@ from tests.models.families import (
     tokens,
     with_pictures,
 )
+from tests.models.parallel.parts import load_part
 
 PROMPT = tokens(30)
 
@@ -35,15 +38,36 @@ def assert_unexpected(folder: Path, *names: str) -> None:
         assert_refused(folder, rf"{name}: unexpected tensor")
 
 
-@pytest.mark.parametrize("family", "glm4_moe granite_moe_shared minimax_m2 mixtral qwen2_moe qwen3_moe".split())
-def test_experts_as_transformers_holds_them(family: str, tmp_path: Path) -> None:
-    theirs = save_checkpoint(FAMILIES[family], tmp_path / "published")
-    theirs.save_pretrained(tmp_path / "packed", save_original_format=False)
-    names = [set(load_file(tmp_path / one / WEIGHTS)) for one in ("published", "packed")]
-    assert names[0] != names[1]
-    assert any(name.endswith(".experts.gate_up_proj") for name in names[1])
-    logits = [load_model(tmp_path / one).prefill("a", PROMPT) for one in ("published", "packed")]
-    assert_same_logits(*logits)
+# Families whose names in files differ from those of transformers' own parameters.
+RENAMED = (
+    *("ernie4_5_moe", "glm4_moe", "granite_moe_shared", "minimax_m2", "mixtral", "nemotron_h", "olmo_hybrid"),
+    *("qwen2_moe", "qwen3_moe"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *RENAMED,
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in sorted({*FAMILIES, *VARIANTS} - {*RENAMED})),
+    ],
+)
+def test_names_of_transformers_own_parameters(name: str, tmp_path: Path) -> None:
+    """The model has the same weights as by published names, and so has each of two ranks."""
+    folders = published, own = tmp_path / "published", tmp_path / "own"
+    theirs = save_checkpoint((FAMILIES | VARIANTS)[name], published)
+    theirs.save_pretrained(own, save_original_format=False)
+    assert name not in RENAMED or load_file(published / WEIGHTS).keys() != load_file(own / WEIGHTS).keys()
+    assert_same_logits(*(load_model(folder).prefill("a", PROMPT) for folder in folders))
+    for rank in range(2):
+        try:
+            parts = [load_part(folder, Share(rank, 2)).state_dict() for folder in folders]
+        except UnsupportedError:
+            assert name not in RENAMED
+            continue
+        assert parts[0].keys() == parts[1].keys()
+        for parameter, weight in parts[0].items():
+            assert torch.equal(weight, parts[1][parameter]), parameter
 
 
 LAYERS = "model.layers."

@@ -83,6 +83,25 @@ def test_the_model_becomes_the_one_that_loads_them(name: str, packable: Path, tm
     assert_same_logits(_logits(running), before)
 
 
+@pytest.mark.parametrize(
+    "name", [*("ernie4_5_moe", "mixtral", "olmo_hybrid"), pytest.param("nemotron_h", marks=pytest.mark.thorough)]
+)
+def test_weights_in_another_layout(name: str, tmp_path: Path) -> None:
+    """Those of a model that transformers holds, by its own names, for one that was loaded by the published names."""
+    theirs = save_checkpoint(FAMILIES[name], tmp_path / "published")
+    theirs.save_pretrained(tmp_path / "own", save_original_format=False)
+    tensors = load_file(tmp_path / "own" / WEIGHTS)
+    assert tensors.keys() != load_file(tmp_path / "published" / WEIGHTS).keys()
+    for first, second in (("published", "own"), ("own", "published")):
+        running = _load(_changed(tmp_path / first, tmp_path / f"{first}_changed"))
+        expected = _logits(_load(tmp_path / "published"))
+        assert not torch.allclose(_logits(running), expected, atol=0.01)
+        running.update_weights(tmp_path / second)
+        assert_same_logits(_logits(running), expected)
+    running.update_weights(tensors.items())
+    assert_same_logits(_logits(running), expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"quantization": "int4"}], ids=str)
 def test_weights_in_the_order_of_a_cpu(
     options: dict[str, str], packable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
