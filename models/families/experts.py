@@ -184,6 +184,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
     """Llama 4 (Meta, 2025), text only: each token takes one expert; Llama Guard 4 has no experts.
 
     Layers that rotate see only their chunk and normalise heads without weights. In the other layers queries grow.
+    Norms follow the rotation. They give the same before it, in fewer launches, unless it also scales heads.
     """
     rotates, rope = rotating_layers(hf), rope_config(hf, interleaved=True)
     growth = QueryGrowth(hf.number("attn_scale"), hf.integer("floor_scale"), offset=1)
@@ -216,6 +217,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
         "moe": tuple(moe if layer in sparse else None for layer in layers),
         "rope": tuple(rope if one else None for one in rotates),
         "qk_norm": tuple(norm if one else None for one in rotates),
+        "norm_after_rope": tuple(bool(one) and norm is not None and rope.attention_factor != 1 for one in rotates),
         "query_growth": tuple(None if one else growth_elsewhere for one in rotates),
         "chunk_size": chunks if size < most else None,
     }
