@@ -96,12 +96,12 @@ def summarize(
             config = with_stored_layout(replace(config, quantization=as_stored(config.quantization, named)), named)
         if config.quantization is not None:
             meta_network(network_class, config, config.dtype)  # raises if a layer's sizes cannot be packed this way
+        dtype = config.dtype if dtype is None else dtype
+        cache_dtype = kv_cache_dtype or dtype
+        needs = partial(_needs, network_class, config, dtype, cache_dtype, block_size, device_bytes)
+        summary |= zip(_NEEDS, needs(Share()), strict=True)
     except PagedError as error:
         return summary | {"supported": False, "reason": str(error).removeprefix(f"{hf.source}: ")}
-    dtype = config.dtype if dtype is None else dtype
-    cache_dtype = kv_cache_dtype or dtype
-    needs = partial(_needs, network_class, config, dtype, cache_dtype, block_size, device_bytes)
-    summary |= zip(_NEEDS, needs(Share()), strict=True)
     summary |= {name: getattr(config, name) for name in _SIZES}
     return summary | {
         "dtype": _name(dtype),

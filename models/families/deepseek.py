@@ -105,6 +105,8 @@ def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
         raise UnsupportedError(f"{hf.source}: layer type {min(kinds)!r}, known is 'indexed_attention'")
     num_heads, head_dim, top_k = (hf.integer(key) for key in ("index_n_heads", "index_head_dim", "index_topk"))
     index, fields = IndexConfig(num_heads, head_dim, top_k, interleaved), _latent_attention(hf)
+    if head_dim < fields["latent"].rope_dim:
+        raise CheckpointError(f"{hf.source}: index_head_dim {head_dim} is less than qk_rope_head_dim")
     latent = replace(fields["latent"], q_rank=hf.integer("q_lora_rank"), index=index)
     return {**fields, "latent": latent, "rope": rope_config(hf, interleaved=True), "moe": _by_mlp_layer_types(hf)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from paged.errors import CheckpointError
 from paged.models.families.llama import family
 from paged.models.layers.config import QueryGrowth
 from paged.models.layers.decoder_config import (
@@ -161,6 +162,10 @@ def hunyuan(hf: HfConfig) -> dict[str, Any]:
     rope, section, size = rope_config(hf), rope_section(hf), read_head_dim(hf)
     is_dynamic = section.text("rope_type", section.text("type", "default")) == "dynamic"
     if is_dynamic and section.value("alpha") is not None:
+        if size == 2:
+            raise CheckpointError(
+                f"{hf.source}: head_dim 2 with alpha, expected more: alpha grows by 1 / (head_dim - 2)"
+            )
         rope = replace(rope, theta=rope.theta * section.number("alpha") ** (size / (size - 2)))
     return {"rope": rope, "qk_norm": "head", "norm_after_rope": True}
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from paged.errors import CheckpointError
 from paged.models.families.dense import NO_BIAS, OLMO
 from paged.models.families.experts import qwen_experts
 from paged.models.families.llama import DecoderLayer, family
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import layer_kinds, moe_config
+from paged.models.layers.decoder_config import CONV_ACTIVATIONS, layer_kinds, moe_config
 from paged.models.layers.recurrent_config import GatedDeltaConfig, ShortConvConfig
 from paged.models.layers.rope import rope_config, rope_section
 from paged.models.loading.hf_config import HfConfig
@@ -32,7 +33,8 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
     interval = hf.integer("full_attention_interval")
     kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[(layer + 1) % interval == 0])
     fraction = hf.number("partial_rotary_factor")
-    recurrent = GatedDeltaConfig(
+    recurrent = _gated_delta(
+        hf,
         num_heads=hf.integer("linear_num_value_heads"),
         head_dim=hf.integer("linear_value_head_dim"),
         num_key_heads=hf.integer("linear_num_key_heads"),
@@ -49,6 +51,18 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
         "output_gate": True,
         "zero_centred": True,
     }
+
+
+def _gated_delta(hf: HfConfig, **fields: Any) -> GatedDeltaConfig:
+    """Return a gated delta net of these fields, whose convolution has the SiLU that `hidden_act` must be."""
+    hf.choice("hidden_act", *CONV_ACTIVATIONS)
+    layer = GatedDeltaConfig(**fields)
+    if layer.num_heads % layer.num_key_heads:
+        raise CheckpointError(
+            f"{hf.source}: linear_num_value_heads {layer.num_heads} is not a multiple of linear_num_key_heads "
+            f"{layer.num_key_heads}"
+        )
+    return layer
 
 
 def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
@@ -86,6 +100,7 @@ def _lfm2_fields(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
     )
     return {
         "recurrent": tuple(conv if one == "conv" else None for one in kinds),
+        "activation": "silu",  # no key says so
         "qk_norm": "head",
         **NO_BIAS,
         "eps": hf.number("norm_eps"),
@@ -162,7 +177,8 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
     heads = hf.integer("num_attention_heads")
     key_heads = hf.integer("linear_num_key_heads", heads)
     key_dim = hf.integer("linear_key_head_dim", int(0.75 * hf.integer("hidden_size") / key_heads))
-    recurrent = GatedDeltaConfig(
+    recurrent = _gated_delta(
+        hf,
         num_heads=hf.integer("linear_num_value_heads", heads),
         head_dim=hf.integer("linear_value_head_dim", 2 * key_dim),
         num_key_heads=key_heads,

@@ -14,7 +14,13 @@ from paged.models.families.dense import granite_fields
 from paged.models.families.experts import GRANITE_RENAMES, granite_moe, sigmoid_experts
 from paged.models.families.llama import DecoderLayer, Llama, family
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import PLAIN_ACTIVATIONS, decoder_config, layer_kinds, read_head_dim
+from paged.models.layers.decoder_config import (
+    CONV_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    decoder_config,
+    layer_kinds,
+    read_head_dim,
+)
 from paged.models.layers.recurrent_config import Mamba2Config
 from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig
@@ -59,6 +65,7 @@ def _dt_limits(hf: HfConfig) -> tuple[float, float] | None:
 
 def _mamba(hf: HfConfig, size: int, *, bias: bool, eps: float | None, **fields: Any) -> Mamba2Config:
     """Read the keys that Granite and Falcon-H1 share. size: elements of all heads."""
+    hf.choice("hidden_act", *CONV_ACTIVATIONS)
     heads = hf.integer("mamba_n_heads")
     is_auto = hf.value("mamba_d_head") == "auto"
     head_dim = max(1, size // heads) if is_auto else hf.integer("mamba_d_head")
@@ -139,7 +146,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     listed = hf.items("layers_block_type", str) or [_PATTERN.get(one, one) for one in pattern]
     hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 leaves it out
     kinds = layer_kinds(hf, _NEMOTRON_KINDS, lambda layer: listed[layer], "layers_block_type")
-    hf.choice("mamba_hidden_act", "silu")
+    hf.choice("mamba_hidden_act", *CONV_ACTIVATIONS)
     hf.choice("moe_latent_size", None)
     # transformers writes the keys for models without experts, too.
     moe = sigmoid_experts(hf, shared_size=hf.integer("moe_shared_expert_intermediate_size"))
@@ -156,6 +163,8 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
         eps=hf.number("layer_norm_epsilon"),
     )
     size = hf.integer("intermediate_size")
+    # `fused_moe` has one activation without a gate.
+    activations = ("relu2",) if "moe" in kinds else ("relu2", "gelu_pytorch_tanh")
     return {
         "recurrent": tuple(mamba if kind == "linear_attention" else None for kind in kinds),
         "attends": tuple(kind == "full_attention" for kind in kinds),
@@ -163,7 +172,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
         "moe": tuple(moe if kind == "moe" else None for kind in kinds),
         "rope": None,
         "gated": False,
-        "activation": PLAIN_ACTIVATIONS[hf.choice("mlp_hidden_act", "relu2", "gelu_pytorch_tanh")],
+        "activation": PLAIN_ACTIVATIONS[hf.choice("mlp_hidden_act", *activations)],
         "mlp_bias": hf.flag("mlp_bias"),
         "eps": hf.number("layer_norm_epsilon"),
         "before_attention": "norm",

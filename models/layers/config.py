@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paged.errors import UnsupportedError
 from paged.kernels.common.attention.latent_cache import INDEX_SCALE_BYTES
 from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.layers.rope import RopeConfig
@@ -42,8 +43,19 @@ class IndexConfig:
     interleaved: bool
 
     def key_size(self, dtype: torch.dtype) -> int:
-        """Return the elements of a key in a cache of `dtype`: float32 as it is, else e4m3 and a float32 scale."""
-        return self.head_dim if dtype.itemsize == 4 else (self.head_dim + INDEX_SCALE_BYTES) // dtype.itemsize
+        """Return the elements of a key in a cache of `dtype`: float32 as it is, else e4m3 and a float32 scale.
+
+        Raises:
+            UnsupportedError: keys of this size would not be aligned as their scales must be.
+        """
+        if dtype.itemsize == 4:
+            return self.head_dim
+        if self.head_dim % INDEX_SCALE_BYTES:
+            raise UnsupportedError(
+                f"index_head_dim {self.head_dim} with a KV cache of {dtype}, supported are multiples of "
+                f"{INDEX_SCALE_BYTES}"
+            )
+        return (self.head_dim + INDEX_SCALE_BYTES) // dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

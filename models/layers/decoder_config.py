@@ -22,6 +22,8 @@ from paged.models.quantization.read import read_quantization
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Those of MLPs without a gate -> those of `PlainMlp`.
 PLAIN_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2", "xielu": "xielu"}
+# Names of the activation after the convolution of a recurrent layer, which has no other.
+CONV_ACTIVATIONS = ("silu", "swish")
 _RENAMED_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 # The deepest published model has 126 layers. float32 counts positions exactly up to 2^24.
 _MAX_LAYERS = 10_000

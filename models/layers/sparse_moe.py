@@ -33,8 +33,8 @@ from paged.models.quantization.rounding import as_products
 class SparseMoe(nn.Module):
     """A router that sends each token to a few MLPs, and optionally one shared MLP for all tokens.
 
-    Only the shared MLP takes adapters. inputs: checkpoint names of an expert's projections of x. stacked_names: names of
-    tensors that hold a weight of all experts.
+    Only the shared MLP takes adapters. inputs: checkpoint names of an expert's projections of x. stacked_names: those
+    of tensors with a weight of all experts.
     """
 
     routing: Routing

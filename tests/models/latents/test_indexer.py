@@ -13,7 +13,7 @@ from paged.kernels.common.attention.latent_cache import index_keys
 from paged.models.layers.indexer import Indexer
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, load_model, model_config
-from tests.models.edits import edit_config
+from tests.models.edits import assert_refused, edit_config
 from tests.models.families import FAMILIES, assert_same_logits, forward, logits_of, save_checkpoint, tokens
 from tests.models.published import published
 from tests.tolerance import assert_within
@@ -114,6 +114,21 @@ def test_bytes_a_token_by_inspect(name: str, bytes_a_token: int, tmp_path: Path)
     summary = summarize(tmp_path)
     assert summary["reason"] is None
     assert summary["kv_bytes_per_token"] == bytes_a_token == {"deepseek-ai/DeepSeek-V3": 70_272}.get(name, 82_944)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_keys_whose_scales_would_not_be_aligned_are_refused(dtype: str, tmp_path: Path) -> None:
+    """By loading and by inspect; in float32 keys have no scales."""
+    config = FAMILIES["deepseek_v32"]
+    config.index_head_dim = 30
+    theirs = save_checkpoint(config, tmp_path)
+    message = f"index_head_dim 30 with a KV cache of torch.{dtype}, supported are multiples of 4"
+    options = {"block_size": 8, "num_blocks": 16}
+    narrow = {"kv_cache_dtype": dtype, "dtype": torch.bfloat16}
+    assert_refused(tmp_path, message, UnsupportedError, **options, **narrow)
+    assert summarize(tmp_path, kv_cache_dtype=getattr(torch, dtype))["reason"] == message
+    assert summarize(tmp_path)["supported"]
+    assert_same_logits(load_model(tmp_path, **options).prefill("a", PROMPT), logits_of(theirs, PROMPT)[-1])
 
 
 @pytest.mark.parametrize(
