@@ -13,10 +13,10 @@ from tests.models.families import FAMILIES, VARIANTS, assert_same_logits, logits
 
 PROMPT = tokens(40)
 # What a family's own rotation says beside its kind.
-KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta", "mrope_section")
+KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta", "original_max_position_embeddings")
 FAST = ("llama4",)
-# Those with two rotations, or with none.
-LEFT = ("gemma3", "gemma4_moe", "gemma4_shared_kv", "granite_hybrid", "nemotron_h", "olmo3")
+# Those with two rotations, with none, and with longrope alone in transformers.
+LEFT = ("gemma3", "gemma4_moe", "gemma4_shared_kv", "granite_hybrid", "nemotron_h", "olmo3", "phi3")
 
 
 def _scalings(num_pairs: int) -> dict[str, dict[str, Any]]:
