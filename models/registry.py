@@ -274,12 +274,17 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     return family, config
 
 
+def known_architectures() -> tuple[str, ...]:
+    """Return the names in `architectures` that `model_config` takes."""
+    return *ARCHITECTURES, *ALIASES, *WRAPPERS
+
+
 def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
     known_types = {one.model_type for one in ARCHITECTURES.values()}
     name = next((name for name in (ALIASES.get(name, name) for name in names) if name in ARCHITECTURES), None)
     if name is None:
-        known = ", ".join((*ARCHITECTURES, *ALIASES, *WRAPPERS))
-        raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known are {known}{_lacking(hf)}")
+        hint = "`paged inspect` of the folder lists those that are"
+        raise UnsupportedError(f"{hf.source}: architectures {shown(names)} are not supported{_lacking(hf)}; {hint}")
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")

@@ -34,6 +34,7 @@ _LINES = (
     ("folder", "folder", "{folder}"),
     ("architecture", "classes", "{classes} ({model_type})"),
     ("supported", "verdict", "{verdict}"),
+    ("known are", "known", "{known}"),
     ("missing files", "files", "{files}"),
     ("parameters", "parameters", "{parameters:,}"),
     ("stored", "elements", "{elements}"),
@@ -195,6 +196,7 @@ def _print(summary: dict[str, Any]) -> None:
     values = summary | {
         "classes": ", ".join(summary["architectures"]) or "none",
         "verdict": "yes" if summary["supported"] else f"no: {summary['reason']}",
+        "known": ", ".join(summary["known_architectures"] or ()),
         "files": ", ".join(summary["missing"]),
         "elements": ", ".join(f"{count:,} {dtype}" for dtype, count in summary["tensors"].items()),
         "head_dim": summary["head_dim"] or "unknown size",

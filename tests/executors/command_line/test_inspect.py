@@ -58,7 +58,7 @@ def test_sizes_of_memory(inspect: Inspect) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'], known are "),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'] are not supported; unlike a Llama"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ],
 )
@@ -68,6 +68,9 @@ def test_what_is_not_supported_is_named(values: dict[str, Any], reason: str, ins
     found = inspect(str(copy), "--device-memory", "1GB", code=1)
     assert not found["supported"]
     assert reason in found["reason"]
+    assert len(found["reason"]) < 300
+    has_other_code = "architectures" in values
+    assert ("LlamaForCausalLM" in (found["known_architectures"] or ())) == has_other_code
     assert (found["num_layers"], found["parameters"], found["kv_tokens"]) == (2, PARAMETERS, None)
 
 
