@@ -10,7 +10,9 @@ import torch
 
 from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
+from paged.errors import OutOfBlocksError
 from paged.executors.engine.core import EngineCore
+from paged.executors.unified_executor import Answers
 
 
 class BeamOutput(NamedTuple):
@@ -38,19 +40,14 @@ def search_beams(
     end_token_ids: Collection[int],
 ) -> list[BeamOutput]:
     """Return the best `width` continuations, best first, without their texts; see `Engine.beam_search`."""
-    name, token_budget, release = f"beam-{secrets.token_hex(8)}", core.config.token_budget, core.executor.release_cache
+    name, release = f"beam-{secrets.token_hex(8)}", core.executor.release_cache
     seq_ids, num_made = [f"{name}/0"], 1
     beams: list[tuple[list[int], float]] = [([], 0.0)]  # tokens, and the sum of their log probabilities
     done: list[BeamOutput] = []
     try:
-        for start in range(0, len(prompt), token_budget):
-            chunk = list(prompt[start : start + token_budget])
-            is_final = start + len(chunk) == len(prompt)
-            items = [UnifiedBatchItem(seq_ids[0], chunk, pos_offset=start, is_final_chunk=is_final)]
-            if not is_final:
-                core.run_now(UnifiedBatch(items))
+        answers = _run_prompt(core, seq_ids[0], prompt)
         for length in range(1, max_tokens + 1):
-            logits = torch.stack([row for row in core.run_now(UnifiedBatch(items)) if row is not None])
+            logits = torch.stack([row for row in answers if row is not None])
             totals = torch.tensor([[total] for _, total in beams], device=logits.device) + logits.log_softmax(-1)
             # Even if every beam's best tokens are end tokens, `width` others are among these.
             best = totals.flatten().topk(min((1 + max(len(end_token_ids), 1)) * width, totals.numel()))
@@ -84,7 +81,25 @@ def search_beams(
             seq_ids, position = [seq_ids[place] for place in places], len(prompt) + length - 1
             pairs = zip(seq_ids, beams, strict=True)
             items = [UnifiedBatchItem(seq_id, token_ids[-1:], pos_offset=position) for seq_id, (token_ids, _) in pairs]
+            answers = core.run_now(UnifiedBatch(items))
         return done
     finally:
         for seq_id in seq_ids:
             release(seq_id)
+
+
+def _run_prompt(core: EngineCore, seq_id: str, prompt: Sequence[int]) -> Answers:
+    """Run a prompt in chunks, smaller ones where blocks run out; return the answers of the last."""
+    start, size, answers = 0, core.config.token_budget, list[torch.Tensor | None]()
+    while start < len(prompt):
+        chunk = list(prompt[start : start + size])
+        is_final = start + len(chunk) == len(prompt)
+        try:
+            answers = core.run_now(UnifiedBatch([UnifiedBatchItem(seq_id, chunk, None, start, is_final)]))
+        except OutOfBlocksError:
+            if len(chunk) == 1:
+                raise
+            size = len(chunk) // 2
+            continue
+        start += len(chunk)
+    return answers

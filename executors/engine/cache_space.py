@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.recurrent.boundaries import SCAN_CHUNK
@@ -71,6 +71,12 @@ class BlockSpace:
         may_leave_grid = most < SCAN_CHUNK
         end = self._manager.chunk_end(completion.handle, limit, total, may_leave_grid=may_leave_grid)
         return end - completion.cached
+
+    def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
+        """Return how many of the next `count` prompt tokens have free blocks beside the planned tokens of others."""
+        assert completion.handle is not None
+        others = [(one.handle, num_tokens) for one, num_tokens in planned if one.handle is not None]
+        return self._manager.fitting_tokens(completion.handle, count, others)
 
     def release(self, completion: Completion) -> None:
         """Free what a completion holds, if anything, through the executor, which may hold more for it."""
@@ -145,6 +151,9 @@ class TokenSpace:
         return True
 
     def chunk(self, completion: Completion, count: int, *, most: int) -> int:
+        return count
+
+    def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
         return count
 
     def release(self, completion: Completion) -> None:

@@ -19,7 +19,7 @@ class EngineConfig:
     """Policy of an engine.
 
     Attributes:
-        token_budget: tokens of a step. Decodes come first, prompt chunks take the rest.
+        token_budget: tokens of a step. Decodes come first, prompt chunks take the rest, as far as blocks are free.
         chunk_size: tokens of one prompt in a step; None for the rest of the budget.
         max_num_seqs: sequences that hold cache at the same time. A request with more completions runs alone.
         max_waiting: completions in the queue, preempted ones included, before `add_request` raises QueueFullError; also

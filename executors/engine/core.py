@@ -162,6 +162,10 @@ class EngineCore:
         run then runs once they are.
         """
         started, plan, before = perf_counter(), self._scheduler.plan(), self._launched
+        while before is None and self._scheduler.prefilling and not (plan.decodes or plan.chunks):
+            if not self._make_room(()):
+                break
+            plan = self._scheduler.plan()
         if not (plan.decodes or plan.chunks):
             if before is None and self._scheduler.waiting and self._scheduler.preempt() is None:
                 first = self._scheduler.waiting[0]
@@ -184,6 +188,10 @@ class EngineCore:
             self.metrics.overlapped_steps += bool(calls)
         if not calls:
             return None
+        if drafts is not None:  # without blocks for them, completions ran without drafts
+            ran = [len(one.item.q_tokens) > 1 for one in plan.decodes]
+            kept = [ids if has_run else [] for ids, has_run in zip(drafts.token_ids, ran, strict=True)]
+            drafts = drafts._replace(token_ids=kept)
         prefill_tokens, is_drafted = _num_rows(plan.chunks), drafts is not None
         launched = LaunchedStep(started, bool(plan.decodes), prefill_tokens, is_drafted, batch)
         self._count(calls, launched)

@@ -39,9 +39,10 @@ def embed_prompts(
             try:
                 answers = run(UnifiedBatch(items, returns_hidden=True))
             except OutOfBlocksError:
-                if len(items) == 1:
+                num_tokens = sum(len(item.q_tokens) for item in items)
+                if num_tokens == 1:
                     raise
-                budget = (budget + 1) // 2
+                budget = num_tokens // 2
                 continue
             for item, answer in zip(items, answers, strict=True):
                 start = item.pos_offset + len(item.q_tokens)

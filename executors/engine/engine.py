@@ -25,7 +25,7 @@ from paged.executors.engine.metrics import EngineStatus
 from paged.executors.model_executor import ModelExecutor, check_adapter, check_capture, lora_loader
 from paged.executors.progress import progress_bar
 from paged.executors.requests.output import CompletionOutput, Growth, RequestOutput
-from paged.executors.requests.request import Completion, Request
+from paged.executors.requests.request import Completion, Request, whole_chunks
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
 from paged.executors.requests.token_states import TokenStates
@@ -185,9 +185,10 @@ class Engine(EngineCore):
         if params.prompt_logprobs is not None and not self._is_unified:
             raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
         named = "prompt_token_ids" if request_id is None else f"request {request_id!r}"
-        max_tokens = self._max_tokens(named, ids, params)
         if prompt_embeds is not None:
             self._check_embeds(prompt_embeds, len(ids))
+        chunks = whole_chunks(len(ids), prompt_embeds, is_fixed=self.config.batch_invariant)
+        max_tokens = self._max_tokens(named, ids, params, chunks)
         # Here, as what was given may have added requests when it was read.
         if request_id in self._requests:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
@@ -477,24 +478,32 @@ class Engine(EngineCore):
     def _token_ids(self, prompt: Prompt) -> list[int]:
         return as_token_ids("prompt_token_ids", self.encode_prompt(prompt))
 
-    def _max_tokens(self, name: str, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Check that a request can run; return the number of new tokens it may have."""
+    def _max_tokens(
+        self, name: str, prompt: Sequence[int], params: SamplingParams, chunks: Iterable[tuple[int, int]] = ()
+    ) -> int:
+        """Check that a request can run, alone at least; return the number of new tokens it may have.
+
+        chunks: (start, end) of prompt tokens that must run in one step.
+        """
         if not prompt:
             raise InvalidInputError(f"{name}: an empty prompt, expected at least one token")
         ids = params.token_ids
         self._check_ids(name, [min(prompt), max(prompt), *((min(ids), max(ids)) if ids else ())])
         if params.stop_strings and self._tokenizer is None:
             raise InvalidInputError(f"{name}: stop strings, and the engine has no tokenizer")
+        room, manager = self._room, self.executor.kv_manager
+        if manager is not None:
+            room = min(room, manager.config.longest_with(chunks))
         # The last new token is never run, so it takes no slot.
-        fitting = self._room + 1 - len(prompt)
+        fitting = room + 1 - len(prompt)
         max_tokens = max(fitting, 1) if params.max_tokens is None else params.max_tokens
         longest = len(prompt) + max_tokens - 1
         if longest > self._longest:
             raise SequenceTooLongError(
                 f"{name}: {longest} tokens with what it may generate, the longest sequence is {self._longest}"
             )
-        if longest > self._room:
-            raise InvalidInputError(f"{name}: {longest} tokens with what it may generate, the cache holds {self._room}")
+        if longest > room:
+            raise InvalidInputError(f"{name}: {longest} tokens with what it may generate, the cache holds {room}")
         return max_tokens
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:

@@ -105,7 +105,7 @@ class StepSampler:
                 sampled = SampledOnDevice.of(answers)
             elif answers.shape != (sum(sizes), self._vocab_size):
                 raise WrongResultsError(f"logits {tuple(answers.shape)}, expected {(sum(sizes), self._vocab_size)}")
-            elif drafted is None:
+            elif drafted is None or not any(drafts.token_ids):
                 sampled = self._sampler.sample(answers.float(), completions)
             else:
                 sampled = self._sampler.verify(answers.float(), completions, drafts)

@@ -99,40 +99,56 @@ class Scheduler:
             left = min(left, self.pacer.max_prefill_tokens)
         self._has_begun = False
         chunks: list[Completion] = []
-        index, rows_left, whole = 0, self._prompt_rows, left
+        index, rows_left, most_left = 0, self._prompt_rows, left
         while left > 0 and (index < len(self.prefilling) or self._admit_next(left)):
             if index == len(self.prefilling):  # it came back from the host, and decodes
                 decodes.append(self.decoding[-1])
                 left -= cost
                 continue
             completion = self.prefilling[index]
-            count = min(completion.num_to_prefill, left, config.chunk_size or left)
+            most = min(completion.num_to_prefill, left, config.chunk_size or left)
             index += 1
             if config.batch_invariant:
                 count = completion.fixed_chunk
                 if chunks and (count > left or completion.wants_prompt_rows):
                     break  # the next step begins with it
+                if self._fitting(completion, count, decodes, chunks) < count and self.num_running > 1:
+                    break
                 completion.take_chunk(count)
                 chunks.append(completion)
                 left -= count
                 continue
+            count = fitting = self._fitting(completion, most, decodes, chunks)
+            if not count:
+                break  # others end, or are preempted; meanwhile nothing overtakes it
             if completion.wants_prompt_rows:
                 count = min(count, rows_left)
                 rows_left -= count
             whole = completion.whole_spans(count)
             if whole > count:  # more than was planned for, but not more than a step may run
                 room = config.token_budget - cost * len(decodes) - sum(len(one.item.q_tokens) for one in chunks)
+                if self._fitting(completion, whole, decodes, chunks) < whole and self.num_running > 1:
+                    break
                 count, left = (whole, whole) if whole <= room else (0, 0)
             elif count:
                 count = whole
             if count:
-                most = min(whole, config.chunk_size or whole) if decodes or chunks else 0
-                count = self._space.chunk(completion, count, most=most)
+                # What lacks blocks beside others had better wait than leave the grid.
+                may_wait = bool(decodes or chunks) or (fitting < most and self.num_running > 1)
+                most_here = min(most_left, config.chunk_size or most_left) if may_wait else 0
+                count = self._space.chunk(completion, count, most=most_here)
             if count:
                 completion.take_chunk(count)
                 chunks.append(completion)
                 left -= count
         return Plan(decodes, chunks)
+
+    def _fitting(self, completion: Completion, count: int, decodes: list[Completion], chunks: list[Completion]) -> int:
+        """Return how many of the next `count` prompt tokens have free blocks; at least 1 if nothing else runs."""
+        planned = [(one, self._decode_cost) for one in decodes]
+        planned += [(one, len(one.item.q_tokens)) for one in chunks]
+        fitting = self._space.fitting(completion, count, planned)
+        return max(fitting, 1) if self.num_running == 1 else fitting
 
     def to_decoding(self, completion: Completion) -> None:
         """Start decoding a completion whose prompt is done."""

@@ -114,6 +114,8 @@ class StepRunner:
             try:
                 answers = self._forward(group)
             except OutOfBlocksError as error:
+                if self._drop_drafts(group):
+                    continue
                 self._start_over(group)
                 if not self._make_room([one for call in ran for one in call.completions]):
                     self._fail_all(group, error)
@@ -175,6 +177,15 @@ class StepRunner:
         prefilled = self._executor.prefill(prompt)
         first.handle = prefilled.kv_cache
         return [prefilled.last_token_logits()[0] if item.is_final_chunk else None]
+
+    def _drop_drafts(self, group: Sequence[Completion]) -> bool:
+        """Let completions run without the drafts that the cache has no blocks for; return False if there are none."""
+        drafted = [one for one in group if one.state is State.DECODE and len(one.item.q_tokens) > 1]
+        if self._executor.kv_manager is None:
+            return False
+        for completion in drafted:
+            completion.follow()
+        return bool(drafted)
 
     def _start_over(self, group: Sequence[Completion]) -> None:
         if self._executor.kv_manager is None:

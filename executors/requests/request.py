@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -293,7 +293,7 @@ class Completion:
     def fixed_chunk(self) -> int:
         """Number of tokens to prefill next, by the request alone: output that runs again does so token by token."""
         start, end = self.cached, len(self.request.prompt)
-        return 1 if start >= end else self.whole_spans(min((start // FIXED_CHUNK + 1) * FIXED_CHUNK, end) - start)
+        return 1 if start >= end else _fixed_end(start, end, self.request.embeds) - start
 
     def take_chunk(self, count: int) -> None:
         """Set the item to the next `count` tokens to prefill."""
@@ -342,3 +342,24 @@ class Completion:
             self.output.growth.texts.append(added)
         self.output.stop_reason = found
         return found is not None
+
+
+def _fixed_end(start: int, num_tokens: int, embeds: PromptEmbeds | None) -> int:
+    """Return where the chunk of a prompt of `num_tokens` that begins at `start` ends under batch_invariant."""
+    end = min((start // FIXED_CHUNK + 1) * FIXED_CHUNK, num_tokens)
+    return end if embeds is None else embeds.whole_spans(start, end)
+
+
+def whole_chunks(num_tokens: int, embeds: PromptEmbeds | None, *, is_fixed: bool) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of those tokens of a prompt that have to run in one step.
+
+    is_fixed: whether it runs in fixed chunks; otherwise only its spans are never cut.
+    """
+    if not is_fixed:
+        yield from () if embeds is None else embeds.spans
+        return
+    start = 0
+    while start < num_tokens:
+        end = _fixed_end(start, num_tokens, embeds)
+        yield start, end
+        start = end

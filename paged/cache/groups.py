@@ -87,14 +87,18 @@ class CacheGroup:
         """Number of tokens that a group with a window keeps behind a sequence's end, to allow rollbacks."""
         return ROLLBACK_SLACK + (self.sliding_window or 0) - 1
 
-    def blocks_kept(self, num_tokens: int, block_size: int) -> int:
-        """Return the largest number of blocks that `num_tokens` hold after blocks behind the window are freed."""
+    def blocks_kept(self, num_tokens: int, block_size: int, *, num_new: int = 0) -> int:
+        """Return the blocks that `num_tokens` hold after those behind the window are freed, and `num_new` more take."""
         num_gone = 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
-        return -(-num_tokens // block_size) - num_gone
+        return -(-(num_tokens + num_new) // block_size) - num_gone
 
-    def most_blocks_kept(self, block_size: int) -> int:
-        """Return the largest number of blocks of any sequence, the one being written included; needs a window."""
-        return (ROLLBACK_SLACK + (self.sliding_window or 0)) // block_size + 2
+    def most_blocks_kept(self, num_tokens: int, block_size: int) -> int:
+        """Return the most blocks that a sequence holds until it has `num_tokens`, if they are written one by one."""
+        num_blocks = -(-num_tokens // block_size)
+        if self.sliding_window is None:
+            return num_blocks
+        # While the first token of a block is written, the table holds that block and those that `reach` tokens touch.
+        return min(num_blocks, 1 + -(-self.reach // block_size))
 
 
 def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:

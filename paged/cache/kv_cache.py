@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -138,19 +139,38 @@ class PagedKvCacheConfig:
         return -(-num_tokens // self.block_size) * self.num_whole
 
     def blocks_to_grow(self, num_tokens: int, capacity: int, target: int) -> int:
-        """Return the number of blocks that a sequence lacks for `target` tokens, minus those it frees on the way."""
+        """Return the most blocks that a sequence lacks on its way to `target` tokens, which are written one by one."""
         missing = max(0, -(-target // self.block_size) - capacity // self.block_size) * self.num_whole
         for table in self.tables[self.num_whole :]:
-            kept, now = (table.blocks_kept(length, self.block_size) for length in (target, num_tokens))
-            missing += max(0, kept - now)
+            now = table.blocks_kept(num_tokens, self.block_size)
+            missing += max(0, table.most_blocks_kept(target, self.block_size) - now)
         return missing
+
+    def longest_with(self, chunks: Iterable[tuple[int, int]]) -> int:
+        """Return the length of the longest sequence that runs in an empty pool.
+
+        It has capacity for all of its tokens in the tables of `num_whole` from the start. In others it takes blocks as
+        it writes and frees them behind the window.
+
+        chunks: (start, end) of tokens that must be written in one step; others are written one by one if need be.
+        """
+        size, others = self.block_size, self.tables[self.num_whole :]
+        in_chunks = [
+            sum(table.blocks_kept(start, size, num_new=end - start) for table in others) for start, end in chunks
+        ]
+        least = max(in_chunks, default=0)
+
+        def needed(num_blocks: int) -> int:
+            one_by_one = sum(table.most_blocks_kept(num_blocks * size, size) for table in others)
+            return num_blocks * self.num_whole + max(one_by_one, least)
+
+        counts = range(1, self.num_blocks // self.num_whole + 1)
+        return bisect_right(counts, self.num_blocks, key=needed) * size
 
     @property
     def capacity_tokens(self) -> int:
         """Length of the longest sequence that fits into the pool; it may be longer if every table has a window."""
-        others = sum(table.most_blocks_kept(self.block_size) for table in self.tables[self.num_whole :])
-        whole = max(self.num_blocks // len(self.tables), (self.num_blocks - others) // self.num_whole)
-        return whole * self.block_size
+        return self.longest_with(())
 
     @property
     def longest_sequence(self) -> int | None:

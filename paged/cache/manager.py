@@ -440,6 +440,15 @@ class PagedKvCacheManager(KvInspection):
             state = self._sequences.state(handle)
             return self._recurrent.chunk_end(state, limit, total, may_leave_grid=may_leave_grid)
 
+    def fitting_tokens(self, handle: KvCacheHandle, limit: int, planned: Iterable[tuple[KvCacheHandle, int]]) -> int:
+        """Return how many of the next `limit` tokens of a sequence a step can write.
+
+        planned: other sequences of the step, and the number of new tokens of each.
+        """
+        handles, counts = as_pairs("planned", planned)  # without the lock: it runs caller code
+        with self._guard:
+            return self._slots.fitting(handle, limit, zip(handles, counts, strict=True))
+
     def build_metadata(
         self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
     ) -> AttentionMetadata:

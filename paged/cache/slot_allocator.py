@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -58,6 +59,27 @@ class KvSlotAllocator:
     def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
         """Raise OutOfBlocksError unless every sequence could grow to its target length; takes no blocks."""
         self._pool.require(_blocks_needed(self._needs(_spans(states, targets))))
+
+    def fitting(self, handle: KvCacheHandle, limit: int, planned: Iterable[tuple[KvCacheHandle, int]]) -> int:
+        """Implement `PagedKvCacheManager.fitting_tokens`."""
+        state = self._sequences.state(handle)
+        start, size = state.num_tokens, self._block_size
+
+        def needed(end: int) -> int:
+            return _blocks_needed(self._needs([(state, start, end)]))
+
+        most = needed(start + limit)
+        if not most:
+            return limit
+        others = []
+        for other, count in planned:
+            others.append((self._sequences.state(other), other.num_tokens, other.num_tokens + count))
+        spare = self._pool.num_free - _blocks_needed(self._needs(others))
+        if most <= spare:
+            return limit
+        ends = range((start // size + 1) * size, start + limit, size)  # behind these, more blocks are needed
+        num_fitting = bisect_right(ends, spare, key=needed)
+        return ends[num_fitting - 1] - start if num_fitting else 0
 
     def reserve(
         self, states: Sequence[SequenceState], targets: Sequence[int], needs: Sequence[_Need] | None = None

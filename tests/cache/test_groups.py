@@ -2,11 +2,19 @@
 
 import itertools
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
 
-from paged import CacheGroup, InvalidInputError, KvSlotRequest, PagedKvCacheConfig
+from paged import (
+    CacheGroup,
+    InvalidInputError,
+    KvSlotRequest,
+    OutOfBlocksError,
+    PagedKvCacheConfig,
+    PagedKvCacheManager,
+)
 from paged.cache.groups import split_evenly
 from tests.cache.prefix_cache import BLOCK, Cache
 
@@ -91,6 +99,53 @@ def test_room_is_not_there_before_it_is_asked_for(cache: Cache) -> None:
     cache.manager.build_metadata([(handle, 20)])
     cache.manager.advance(handle, 20)
     assert handle.num_tokens == 20
+
+
+def random_groups(draw: random.Random, num_layers: int) -> list[CacheGroup]:
+    """All layers, in groups with and without windows."""
+    layers, groups = draw.sample(range(num_layers), num_layers), []
+    while layers:
+        count = draw.randint(1, len(layers))
+        groups.append(CacheGroup(tuple(layers[:count]), sliding_window=draw.choice((None, 1, 2, 5, 16, 17, 40, 100))))
+        layers = layers[count:]
+    return groups
+
+
+def write_alone(config: PagedKvCacheConfig, num_tokens: int, chunks: Mapping[int, int] | None = None) -> bool:
+    """Whether a sequence with capacity for so many tokens from the start writes them all, one by one; or with them the
+    chunks that begin and end at these positions."""
+    manager, start = PagedKvCacheManager(config), 0
+    try:
+        handle = manager.allocate("a", num_tokens)
+        while start < num_tokens:
+            end = (chunks or {}).get(start, start + 1)
+            reservation, _ = manager.reserve_step([handle], [end - start])
+            reservation.commit()
+            start = end
+    except OutOfBlocksError:
+        return False
+    manager.check_integrity()
+    return True
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_capacity_is_what_a_sequence_can_have_alone(seed: int, device: torch.device) -> None:
+    """And not a block less; also if parts of it have to be written in one step."""
+    draw = random.Random(seed)
+    size, num_layers = draw.choice((1, 2, 4, 8, 16)), draw.randint(1, 6)
+    groups, num_blocks = random_groups(draw, num_layers), draw.randint(1, 60)
+    options = {"block_size": size, "num_blocks": num_blocks, "groups": groups, "device": device}
+    config = PagedKvCacheConfig(num_layers, 1, 8, **options)
+    capacity = config.capacity_tokens
+    assert write_alone(config, capacity)
+    assert not write_alone(config, capacity + 1)
+    bounds = sorted(draw.sample(range(capacity + 1), min(capacity + 1, 6)))
+    chunks = dict(zip(bounds[::2], bounds[1::2], strict=False))
+    # Only where the first part is written in the longest sequence that is said to fit.
+    longest = config.longest_with(chunks.items())
+    if longest >= max(chunks.values(), default=0):
+        assert write_alone(config, longest, chunks)
+        assert not write_alone(config, longest + 1, chunks)
 
 
 def test_groups_that_are_none() -> None:

@@ -10,13 +10,26 @@ from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
+from paged.forward_step import ForwardStep
 from tests.tolerance import assert_close
 
-_OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "dtype")
+_OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "dtype", "groups")
+
+
+class EchoExecutor(PagedAttentionExecutor):
+    """Writes no K/V and answers with each token's own embedding, so that a random schedule takes milliseconds."""
+
+    def _attend(self, step: ForwardStep) -> torch.Tensor:
+        assert len(step.metadata.slot_mapping) == len(step.input_ids)
+        return self._embed(step.input_ids).flatten(1)
 
 
 def make_executor(
-    device: torch.device, *, states: dict[str, Any] | None = None, **sizes: Any
+    device: torch.device,
+    *,
+    states: dict[str, Any] | None = None,
+    kind: type[PagedAttentionExecutor] = PagedAttentionExecutor,
+    **sizes: Any,
 ) -> PagedAttentionExecutor:
     """An executor over a cache of its own; `sizes` go to the configuration of the one or the other, `states` to that of
     a recurrent layer, if it is given."""
@@ -25,7 +38,7 @@ def make_executor(
     config = PagedExecutorConfig(**sizes, recurrent=states is not None)
     options |= {name: getattr(config, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
     options["recurrent"] = None if states is None else config.recurrent_spec(**states)
-    return PagedAttentionExecutor(config, PagedKvCacheManager(PagedKvCacheConfig(**options, device=device)))
+    return kind(config, PagedKvCacheManager(PagedKvCacheConfig(**options, device=device)))
 
 
 def check_logits(executor: PagedAttentionExecutor, logits: torch.Tensor | None, tokens: Sequence[int]) -> None:

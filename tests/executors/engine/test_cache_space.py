@@ -1,17 +1,43 @@
-"""BlockSpace: preemption where blocks run out, and prefixes that are shared by those alone that may."""
+"""BlockSpace: what is accepted runs, preemption where blocks run out, and prefixes shared by those alone that may."""
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paged import Engine, EngineConfig
+from paged import (
+    Engine,
+    EngineConfig,
+    InvalidInputError,
+    LlmExecutor,
+    PromptEmbeds,
+    RequestOutput,
+    SamplingParams,
+)
+from paged.executors.requests import request
+from paged.executors.speculation.draft_model import DraftModel
+from paged.executors.speculation.prompt_lookup import PromptLookup
 from paged.models.recall.task import sample_pairs
+from paged.prompt_embeds import EmbedsLimits
+from tests.cache.test_groups import random_groups
 from tests.executors.engine.answers import ANSWERS
-from tests.executors.engine_cases import EOS, GREEDY, PROMPTS, TEN, TOKENIZER, recall_engine, run, run_to_end, spy
-from tests.executors.oracle import make_executor
+from tests.executors.engine_cases import (
+    EOS,
+    GREEDY,
+    PROMPTS,
+    TEN,
+    TOKENIZER,
+    check_empty,
+    recall_engine,
+    run,
+    run_to_end,
+    spy,
+)
+from tests.executors.oracle import EchoExecutor, make_executor
+from tests.models.families import FAMILIES, save_checkpoint, tokens
 
 
 @pytest.mark.parametrize(
@@ -92,3 +118,91 @@ def test_adapters_and_salts_part_prefixes(
         cached.append(output.num_cached_tokens)
     assert cached == expected
     assert seen == [one.get("metadata", {}).get("lora_adapter") for one in options]
+
+
+def random_engine(draw: random.Random, device: torch.device) -> Engine:
+    """Over layers with and without windows, in a small cache: every way of running that takes blocks."""
+    size, num_layers = draw.choice((1, 2, 4, 8, 16)), draw.randint(1, 6)
+    options: dict[str, Any] = {"groups": random_groups(draw, num_layers), "num_layers": num_layers, "num_heads": 1}
+    options |= {"num_kv_heads": 1, "max_sequence_length": 10_000, "num_swap_blocks": draw.choice((0, 30))}
+    way = draw.choice(("plain", "plain", "overlap", "invariant", "lookup", "draft", "recurrent"))
+    states = {"num_slots": 16, "num_swap_slots": 8} if way == "recurrent" else None
+    num_blocks = draw.randint(1, 60)
+    executor = make_executor(
+        device, kind=EchoExecutor, num_blocks=num_blocks, block_size=size, states=states, **options
+    )
+    if states is None:  # no model has recurrent layers and spans
+        executor.embeds_limits = EmbedsLimits(8, num_layers, 10_000, False, None)
+    proposer = {"lookup": PromptLookup(3), "draft": DraftModel(executor, 3)}.get(way)
+    config = EngineConfig(
+        token_budget=draw.choice((4, 16, 64, 300, 2048)),
+        chunk_size=draw.choice((None, None, 5)),
+        admission_tokens=draw.choice((0, 5, None)),
+        preemption=draw.choice(("swap", "recompute")),
+        overlap=way == "overlap",
+        batch_invariant=way == "invariant",
+    )
+    return Engine(executor, config, proposer=proposer)
+
+
+def random_request(engine: Engine, draw: random.Random, *, is_longest: bool) -> RequestOutput | None:
+    """A request of what the cache can hold, or of less; None if it is refused."""
+    room = engine.executor.kv_manager.config.capacity_tokens
+    if room == 0:
+        return None
+    max_tokens = min(draw.randint(1, 12), room)
+    length = room - max_tokens + 1
+    if not is_longest:
+        length = draw.randint(1, length)
+    options: dict[str, Any] = {"n": draw.choice((1, 1, 3)), "prompt_logprobs": draw.choice((None, None, 1))}
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **options)
+    begin, embeds = draw.randrange(length), None
+    if draw.random() < 0.3 and engine.executor.embeds_limits is not None:
+        end = draw.randint(begin + 1, min(begin + engine.config.token_budget, length))
+        embeds = PromptEmbeds(range(begin, end), torch.zeros(end - begin, 8), spans=[(begin, end)])
+    try:
+        return engine.add_request([draw.randrange(3)] * length, params, prompt_embeds=embeds)
+    except InvalidInputError:
+        assert embeds is not None or engine.config.batch_invariant, "parts of it may have any size"
+        return None
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(20, 200))]
+)
+def test_what_is_accepted_runs(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, up to the last token that the cache can hold, and beside others, whatever a step may run."""
+    draw = random.Random(seed)
+    monkeypatch.setattr(request, "FIXED_CHUNK", draw.choice((4, 16, 256)))
+    engine = random_engine(draw, device)
+    for is_longest in (True, False):
+        outputs = [random_request(engine, draw, is_longest=is_longest) for _ in range(1 if is_longest else 4)]
+        run_to_end(engine)
+        for output in outputs:
+            assert output is None or output.error is None
+        check_empty(engine)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer with a window and one without."""
+    save_checkpoint(FAMILIES["gemma3"], folder := tmp_path_factory.mktemp("gemma3"))
+    return folder
+
+
+def test_the_longest_prompt_in_any_budget(gemma: Path) -> None:
+    """Same tokens, embeddings and beams as in a cache that lacks no blocks."""
+    small, large = (LlmExecutor.from_pretrained(gemma, block_size=4, num_blocks=count) for count in (20, 400))
+    room = small.kv_capacity()
+    assert room < small.info().max_sequence_length
+    prompt, params = tokens(room - 3, 1), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    roomy = Engine(large, EngineConfig(token_budget=16))
+    expected = run(roomy, [prompt], params)
+    beams = [one.token_ids for one in roomy.beam_search(prompt[:-8], 1, 4)]
+    rows = roomy.embed([prompt, prompt[:9]])
+    for token_budget in (16, 64, 2048):
+        engine = Engine(small, EngineConfig(token_budget=token_budget))
+        assert run(engine, [prompt], params) == expected
+        assert [one.token_ids for one in engine.beam_search(prompt[:-8], 1, 4)] == beams
+        torch.testing.assert_close(engine.embed([prompt, prompt[:9]]), rows, atol=1e-4, rtol=0)
+        check_empty(engine)

@@ -27,6 +27,9 @@ class Numbers:
         completion.is_swapped = False
         return True
 
+    def fitting(self, completion: Completion, count: int, planned: Sequence[tuple[Completion, int]]) -> int:
+        return count
+
     def chunk(self, completion: Completion, count: int, *, most: int) -> int:
         return count
 
