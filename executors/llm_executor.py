@@ -158,6 +158,10 @@ class LlmExecutor(UnifiedExecutor):
         return nullcontext() if self._driver is None else self._driver.alike(kind, *words)
 
     @property
+    def weights_generation(self) -> int:
+        return self.model.weights_generation if isinstance(self.model, PagedCausalLM) else 0
+
+    @property
     def takes_device_ids(self) -> bool:
         return isinstance(self._lm, PagedCausalLM)
 

@@ -39,6 +39,11 @@ class ModelExecutor(ABC):
     kv_manager: PagedKvCacheManager | None = None
     embeds_limits: EmbedsLimits | None = None
 
+    @property
+    def weights_generation(self) -> int:
+        """A number that grows whenever the weights are replaced."""
+        return 0
+
     @abstractmethod
     def info(self) -> ModelInfo:
         """Return the model's identity and sizes."""

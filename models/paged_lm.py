@@ -105,6 +105,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         head = network.draft_head
         self.drafts = None if head is None else DraftSteps(head, kv_manager)
         self.num_graph_replays = 0
+        self.weights_generation = 0  # grows with every update of the weights
         self.embeds_limits = self._embeds_limits()
 
     @property

@@ -70,6 +70,9 @@ def replace_weights(model: PagedCausalLM, new: Llama) -> None:
 
     Plain weights keep their addresses, and so do graphs. Others are captured again if they were.
     """
+    # First: after an error halfway nothing may pass for a result of one generation.
+    model.weights_generation += 1
+    model.kv_manager.clear_prefix_cache()
     is_moved = False
     for path, theirs in list(new.named_modules()):
         if isinstance(theirs, Linear | SparseMoe):
@@ -89,7 +92,6 @@ def replace_weights(model: PagedCausalLM, new: Llama) -> None:
         model.network.bind_weights()
         if model.graphs.are_captured:
             model.graphs.capture()
-    model.kv_manager.clear_prefix_cache()
 
 
 def _is_finite(weight: torch.Tensor) -> bool:

@@ -86,6 +86,26 @@ class EngineCore:
             self._on_finish.append(proposer.forget)
         self._is_stepping = False
         self._aborted: list[Request] = []
+        self._num_updates = 0
+        self._generation = self.generation
+        # Sequences of forwards of no request that go on after other steps; an update of the weights frees them.
+        self.own_seq_ids: set[SeqId] = set()
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Grows whenever the weights may have been replaced, by this engine or another caller of the executor."""
+        return self.executor.weights_generation, self._num_updates
+
+    def _begin_update(self) -> None:
+        """Free everything that holds K/V of the weights; requests compute it again."""
+        self._unreported = dict.fromkeys(self.drain())
+        self._num_updates += 1
+        self._scheduler.preempt_all()
+        if self._proposer is not None and self.executor.kv_manager is not None:
+            self._proposer.make_room(self.executor.kv_manager)
+        for seq_id in self.own_seq_ids:
+            self.executor.release_cache(seq_id)
+        self.own_seq_ids.clear()
 
     def step(self) -> list[RequestOutput]:
         """Run one forward over everything that can run; return the requests that gained tokens or ended.
@@ -147,6 +167,10 @@ class EngineCore:
     def _step(self) -> None:
         """Launch the next forward, then read the tokens of the one before; the first forward is launched before."""
         self._expire(perf_counter())
+        if self._generation != self.generation:
+            self._generation = self.generation
+            for request in self._requests.values():
+                request.begin_prompt_again()
         if self._launched is None:
             self._launched = self._launch()
         ahead = self._launch() if self._overlaps and self._launched is not None else None

@@ -24,14 +24,19 @@ def embed_prompts(
     pooled = torch.zeros(len(prompts), info.hidden_size, device=info.device)
     policy, budget = VerifyLogits() if is_mean else FullLogits(), core.config.token_budget
     first = start = 0  # the first prompt that is not done, and its tokens that have run
+    generation = core.generation
     try:
         while first < len(prompts):
+            if generation != core.generation:  # all rows are of the same weights
+                generation, first, start = core.generation, 0, 0
+                pooled.zero_()
             items, left, begin = [], budget, start
             for index in range(first, len(prompts)):
                 chunk = list(prompts[index][begin : begin + left])
                 is_wanted = is_mean or begin + len(chunk) == len(prompts[index])
                 seq_id, left = f"{name}/{index}", left - len(chunk)
                 items.append(UnifiedBatchItem(seq_id, chunk, None, begin, is_wanted, logits_policy=policy))
+                core.own_seq_ids.add(seq_id)
                 begin = 0
                 if not left:
                     break
@@ -50,9 +55,11 @@ def embed_prompts(
                     pooled[first] += answer.sum(0) / len(prompts[first]) if is_mean else answer
                 if start == len(prompts[first]):
                     executor.release_cache(item.seq_id)
+                    core.own_seq_ids.discard(item.seq_id)
                     first, start = first + 1, 0
             yield None
         yield functional.normalize(pooled, dim=-1) if normalize else pooled
     finally:
         for index in range(first, len(prompts)):
             executor.release_cache(f"{name}/{index}")
+            core.own_seq_ids.discard(f"{name}/{index}")

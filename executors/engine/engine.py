@@ -307,14 +307,15 @@ class Engine(EngineCore):
     def update_weights(self, source: Any, *, check_finite: bool = False) -> None:
         """Replace the model's weights between two steps, as `LlmExecutor.update_weights`.
 
-        Requests go on from the tokens that they have; their K/V are computed again by the new weights.
+        Requests go on from the tokens and log probabilities that they have; their K/V are computed again by the new
+        weights. No other result mixes weights: prompt_logprobs of a request without tokens and embeddings begin again,
+        and hidden states and routed experts are the old ones until all tokens have run again.
 
         Raises:
             UnsupportedError: the executor cannot, or this is called within a step.
         """
         update = self._of_executor("update_weights")
-        self._unreported = dict.fromkeys(self.drain())
-        self._scheduler.preempt_all()
+        self._begin_update()
         update(source, check_finite=check_finite)
 
     def sleep(self, level: int = 1) -> None:

@@ -150,7 +150,7 @@ class StepRunner:
         if mismatch is not None:
             raise WrongResultsError(mismatch)
         if batch.captured is not None:
-            _keep_states(group, batch.captured)
+            _keep_states(group, batch.captured, self._executor.weights_generation)
         return answers
 
     def _forward(self, group: Sequence[Completion]) -> list[torch.Tensor | None] | torch.Tensor:
@@ -219,8 +219,8 @@ def _capture_of(completions: Sequence[Completion]) -> CapturedStates | None:
     return CapturedStates(has_experts=any(one["routed_experts"] for one in wanted)) if wanted else None
 
 
-def _keep_states(completions: Sequence[Completion], captured: CapturedStates) -> None:
-    """Give each completion that asks for states those of the tokens that its item has run."""
+def _keep_states(completions: Sequence[Completion], captured: CapturedStates, generation: int) -> None:
+    """Give each completion that asks for states those of the tokens of its item, by weights of `generation`."""
     end = 0
     for one in completions:
         begin, end = end, end + len(one.item.q_tokens)
@@ -230,4 +230,4 @@ def _keep_states(completions: Sequence[Completion], captured: CapturedStates) ->
         rows = {"hidden_states": captured.hidden_states[begin:end].to(torch.float32, copy=True)}
         if captured.routed_experts is not None:
             rows["routed_experts"] = captured.routed_experts[begin:end].clone()
-        one.states.add(one.item.pos_offset, rows)
+        one.states.add(one.item.pos_offset, rows, generation)

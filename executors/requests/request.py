@@ -116,6 +116,11 @@ class Request:
         """The tokens that end it."""
         return np.fromiter(self.end_token_ids, np.int64, len(self.end_token_ids))
 
+    def begin_prompt_again(self) -> None:
+        """Drop the prompt's log probabilities, as the weights have changed, unless a token has come of its prompt."""
+        if self.output.prompt_table is not None and not any(one.token_ids for one in self.completions):
+            self.num_prompt_rows, self.output.prompt_table = 0, [None]  # a new list: copies keep theirs
+
     @property
     def adapter(self) -> str | None:
         """Name of its adapter, or None."""

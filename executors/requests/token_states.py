@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,22 +12,38 @@ from paged.executors.requests.sampling_params import SamplingParams
 from paged.staging import HostCopy
 
 
+class _Part(NamedTuple):
+    """States of tokens from `start` to `end`, by weights of a generation."""
+
+    generation: int
+    start: int
+    end: int
+    copies: dict[str, HostCopy]
+
+
 class TokenStates:
-    """The states of one completion's tokens, by position; a token that runs again replaces its own."""
+    """The states of one completion's tokens, by position; a token that runs again replaces its own.
+
+    After an update of the weights all tokens run again. Until then the states are those of the weights before.
+    """
 
     def __init__(self, num_prompt: int, params: SamplingParams) -> None:
         self._num_prompt = num_prompt
         self.wanted = {"hidden_states": params.return_hidden_states, "routed_experts": params.return_routed_experts}
-        self._parts: list[tuple[int, dict[str, HostCopy]]] = []
+        self._parts: list[_Part] = []
 
     @classmethod
     def of(cls, num_prompt: int, params: SamplingParams) -> TokenStates | None:
         """Return an empty one if the parameters ask for states."""
         return cls(num_prompt, params) if params.returns_states else None
 
-    def add(self, position: int, rows: dict[str, torch.Tensor]) -> None:
-        """Begin the copy of the states of tokens from `position` on."""
-        self._parts.append((position, {name: HostCopy(rows[name]) for name, wanted in self.wanted.items() if wanted}))
+    def add(self, position: int, rows: dict[str, torch.Tensor], generation: int) -> None:
+        """Begin the copy of the states of tokens from `position` on, by weights of `generation`."""
+        copies = {name: HostCopy(rows[name]) for name, is_asked in self.wanted.items() if is_asked}
+        end = position + len(rows["hidden_states"])
+        self._parts.append(_Part(generation, position, end, copies))
+        if self._parts[0].generation < generation and end >= max(part.end for part in self._parts):
+            self._parts = [part for part in self._parts if part.generation == generation]
 
     def begin_as(self, source: TokenStates) -> None:
         """Begin with the prompt that another completion of the request has run."""
@@ -38,10 +54,15 @@ class TokenStates:
         if not self.wanted[name] or not num_tokens:
             return None
         total = self._num_prompt + num_tokens - 1
-        found: NDArray[Any] | None = None
-        for position, copies in self._parts.copy():
-            part = copies[name].numpy()
-            if found is None:
-                found = np.empty((total, *part.shape[1:]), part.dtype)
-            found[position : position + len(part)] = part[: max(total - position, 0)]
-        return None if found is None else torch.from_numpy(found)
+        all_parts = self._parts.copy()
+        complete = [part.generation for part in all_parts if part.end >= total]
+        if not complete:
+            return None
+        states: NDArray[Any] | None = None
+        for part in all_parts:
+            if part.generation == max(complete):
+                rows = part.copies[name].numpy()
+                if states is None:
+                    states = np.empty((total, *rows.shape[1:]), rows.dtype)
+                states[part.start : part.end] = rows[: max(total - part.start, 0)]
+        return None if states is None else torch.from_numpy(states)

@@ -4,7 +4,8 @@ import gc
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, SpeculativeDecoder, UnifiedBatch, UnifiedBatchItem
+from paged.batch import VerifyLogits
 from paged.errors import CheckpointError, InvalidInputError, PagedError
 from tests.deadline import HANG_S
 from tests.models.allocations import recorded
@@ -197,6 +199,114 @@ def test_requests_go_on_by_the_new_weights(preemption: Any, overlap: bool, llama
         rest = SamplingParams(temperature=0, max_tokens=12 - len(tokens))
         (expected,) = fresh.generate([prompt + tokens], rest)
         assert [*output.outputs[0].token_ids] == [*tokens, *expected.outputs[0].token_ids]
+
+
+def _of_all(executor: LlmExecutor, token_ids: Sequence[int], *, has_hidden: bool = False) -> torch.Tensor:
+    """Logits or hidden states of all tokens, in one forward."""
+    item = UnifiedBatchItem("all", token_ids, logits_policy=VerifyLogits())
+    (rows,) = executor.unified_decode(UnifiedBatch([item], returns_hidden=has_hidden))
+    executor.release_cache("all")
+    return rows
+
+
+def _is_close(rows: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Models of other weights differ by tenths."""
+    return bool((rows - reference).abs().max() < 1e-3)
+
+
+def _prompt_logprobs(executor: LlmExecutor, prompt: Sequence[int]) -> torch.Tensor:
+    following = torch.tensor(prompt[1:])[:, None]
+    return _of_all(executor, prompt)[:-1].log_softmax(-1).gather(1, following)[:, 0]
+
+
+@pytest.mark.parametrize("is_engines", [True, False])
+def test_no_result_mixes_weights(is_engines: bool, llama_folder: Path, tmp_path: Path) -> None:
+    """Prompts' log probabilities and hidden states, at every moment after an update at any step, by the engine or by
+    another caller while all requests wait."""
+    new = _changed(llama_folder, tmp_path / "new")
+    models = [LlmExecutor.from_pretrained(folder, **OPTIONS) for folder in (llama_folder, new)]
+    executor = LlmExecutor.from_pretrained(llama_folder, **OPTIONS)
+    params = replace(GREEDY, max_tokens=4, prompt_logprobs=0, return_hidden_states=True, ignore_eos=True, n=2)
+    mixed_steps = 0
+    for num_steps in range(9):
+        executor.update_weights(llama_folder)
+        engine = Engine(executor, EngineConfig(token_budget=8))
+        outputs = [engine.add_request(prompt, params) for prompt in PROMPTS]
+        for _ in range(num_steps):
+            engine.step()
+        had_tokens = [bool(one.outputs[0].token_ids) for one in outputs]
+        mixed_steps += any(len(one.prompt_table or ()) > 1 for one in outputs)
+        if is_engines:
+            engine.update_weights(new)
+        else:
+            engine._scheduler.preempt_all()
+            executor.update_weights(new)
+        while engine.num_unfinished:
+            engine.step()
+            for output in outputs:
+                for one in output.outputs:
+                    if (states := one.hidden_states) is not None:
+                        ran = [*output.prompt, *one.token_ids][:-1]
+                        assert any(_is_close(states, _of_all(model, ran, has_hidden=True)) for model in models)
+        for output, had in zip(outputs, had_tokens, strict=True):
+            assert output.error is None
+            values = torch.tensor([next(iter(row.values())) for row in output.prompt_logprobs[1:]])
+            assert [_is_close(values, _prompt_logprobs(model, output.prompt)) for model in models] == [had, not had]
+            states = output.outputs[0].hidden_states
+            ran = [*output.prompt, *output.outputs[0].token_ids][:-1]
+            assert _is_close(states, _of_all(models[1], ran, has_hidden=True)) or had
+    assert mixed_steps > 3
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_of_the_same_weights(pooling: Any, llama_folder: Path, tmp_path: Path) -> None:
+    """After an update between any two of their forwards, also in the middle of a prompt; nothing is left behind."""
+    new = _changed(llama_folder, tmp_path / "new")
+    executor = LlmExecutor.from_pretrained(llama_folder, **OPTIONS)
+    expected = Engine(LlmExecutor.from_pretrained(new, **OPTIONS)).embed(PROMPTS, pooling=pooling)
+    engine = Engine(executor, EngineConfig(token_budget=8))
+    for num_forwards in range(6):
+        executor.update_weights(llama_folder)
+        steps = engine.embedding_steps(PROMPTS, pooling=pooling)
+        for _ in range(num_forwards):
+            assert next(steps) is None
+        with pytest.raises(PagedError):
+            engine.update_weights(tmp_path)
+        engine.update_weights(new)
+        *_, rows = steps
+        torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
+        assert executor.kv_manager.stats().num_sequences == 0
+
+
+def test_no_prefix_survives_an_update_that_fails_halfway(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = LlmExecutor.from_pretrained(llama_folder, **OPTIONS)
+    begin(executor.model, (16,))
+    executor.model.reset()
+    assert executor.kv_manager.stats().cached_blocks
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(executor.model.network, "bind_weights", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        executor.update_weights(_changed(llama_folder, tmp_path / "new"))
+    assert executor.kv_manager.stats().published_blocks == 0
+    assert executor.weights_generation == 1
+
+
+def test_a_draft_model_in_the_same_cache_holds_nothing_up(llama_folder: Path, tmp_path: Path) -> None:
+    new = _changed(llama_folder, tmp_path / "new")
+    executor = LlmExecutor.from_pretrained(llama_folder, **OPTIONS)
+    engine = SpeculativeDecoder(executor, executor, num_draft_tokens=2)
+    output = engine.add_request(PROMPTS[0], GREEDY)
+    for _ in range(3):
+        engine.step()
+    engine.update_weights(new)
+    while engine.num_unfinished:
+        engine.step()
+    assert output.error is None
 
 
 def _take_part(rank: int, folders: list[Path]) -> None:
