@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,8 +41,11 @@ class DraftSteps:
     rollback of rejected drafts can go back.
     """
 
-    def __init__(self, head: DraftHead, manager: PagedKvCacheManager) -> None:
-        self._head, self._manager = head, manager
+    def __init__(
+        self, head: DraftHead, manager: PagedKvCacheManager, computing: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """computing: the context in which the target computes, see `Llama.computing`."""
+        self._head, self._manager, self._computing = head, manager, computing
         self._kept: WeakKeyDictionary[KvCacheHandle, _Kept] = WeakKeyDictionary()
         manager.on_fork = self._fork
 
@@ -90,7 +93,8 @@ class DraftSteps:
         reservation, host = self._manager.reserve_step(list(handles), list(counts))
         try:
             features, _ = self._before(handles, lengths, None)
-            yield DraftRun(self._head, features, lengths, host.block_tables, self._manager)
+            with self._computing():
+                yield DraftRun(self._head, features, lengths, host.block_tables, self._manager)
         finally:
             reservation.rollback()
 

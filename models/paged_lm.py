@@ -103,7 +103,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         )
         self.memory = DeviceMemory(network, kv_manager, self.graphs, num_positions)
         head = network.draft_head
-        self.drafts = None if head is None else DraftSteps(head, kv_manager)
+        self.drafts = None if head is None else DraftSteps(head, kv_manager, network.computing)
         self.num_graph_replays = 0
         self.weights_generation = 0  # grows with every update of the weights
         self.embeds_limits = self._embeds_limits()
@@ -187,7 +187,8 @@ class PagedCausalLM(DecoderOnlyLLM):
         if self.device.type == "cpu" and self.dtype in LOOP_DTYPES and not use_triton(self.device):
             load_loops(self.network, self.dtype, track)
         if self.device.type == "cpu":
-            self.network.pack(track)
+            with self.network.computing():
+                self.network.pack(track)
 
     def prepare_adapters(self, track: Track = untracked) -> None:
         """Warm up steps with adapters after an adapter is loaded; also capture their graphs if there are graphs."""
@@ -277,6 +278,12 @@ class PagedCausalLM(DecoderOnlyLLM):
 
         shape: shape of the graph that runs the step. row_slots: from `LoraAdapters.row_slots`.
         """
+        with self.network.computing():
+            return self._run_step(step, shape, row_slots, draws)
+
+    def _run_step(
+        self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None, draws: Draws | None
+    ) -> torch.Tensor:
         if shape is not None:
             logits, features = self.graphs.run(step, shape, row_slots)
         else:

@@ -164,6 +164,10 @@ class StepGraphs:
 
         track: iterates over the shapes, and may show progress.
         """
+        with self._network.computing():
+            self._capture_all(track)
+
+    def _capture_all(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]]) -> None:
         self.clear()
         if not self._sizes or (self._recorded_only and not records_loops(self._device)):
             return
@@ -186,7 +190,8 @@ class StepGraphs:
         """Capture the graphs of steps with adapters, if others are captured and a layer has adapters."""
         if self._record is None or self._recorded_only or self._num_adapted_layers == self._adapters.num_layers:
             return
-        self._capture(self._record, track(graph_shapes(self._sizes, is_adapted=True)))
+        with self._network.computing():
+            self._capture(self._record, track(graph_shapes(self._sizes, is_adapted=True)))
         self._num_adapted_layers = self._adapters.num_layers
 
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:

@@ -57,9 +57,10 @@ def keep_freed_memory() -> None:
 
 
 def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> None:
-    """Let operations on a CPU use numba kernels, if numba is installed, and compile or load them now."""
+    """Let a network on a CPU use numba kernels, if numba is installed, and compile or load them now."""
     if not load_numba():
         return
+    network.uses_numba = True
 
     def module(name: str) -> Any:
         return import_module(f"paged.kernels.{name}")

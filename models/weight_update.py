@@ -77,14 +77,16 @@ def replace_weights(model: PagedCausalLM, new: Llama) -> None:
     for path, theirs in list(new.named_modules()):
         if isinstance(theirs, Linear | SparseMoe):
             own: Any = model.network.get_submodule(path)
-            is_moved |= own.take_products(theirs, model.dtype)
+            with model.network.computing():
+                is_moved |= own.take_products(theirs, model.dtype)
     for path, theirs in new.named_modules():
         module = model.network.get_submodule(path)
         is_moved |= isinstance(module, PackedModule)
         for name, weight in theirs.named_parameters(recurse=False):
             held = getattr(module, name)
             if held.is_mkldnn:
-                setattr(module, name, nn.Parameter(pack(weight), requires_grad=False))
+                with model.network.computing():
+                    setattr(module, name, nn.Parameter(pack(weight), requires_grad=False))
                 is_moved = True
             else:
                 held.copy_(weight)

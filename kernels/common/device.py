@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +24,8 @@ LARGE_SHARED_MEMORY = ("sm_90", "sm_100", "sm_103", "cpu")
 SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
 # What numba's loops compute with.
 LOOP_DTYPES = (torch.float32, torch.bfloat16)
-# Set once a model has asked for what numba compiles.
-_NUMBA_IS_WANTED = Event()
+# Whether what computes in this thread or task has asked for numba kernels.
+_USES_NUMBA = ContextVar("_USES_NUMBA", default=False)
 
 
 @dataclass(frozen=True)
@@ -95,25 +96,32 @@ def has_numba() -> bool:
 
 
 def load_numba() -> bool:
-    """Allow operations to use numba kernels from now on, and return whether they do.
+    """Import numba, and return whether models may use its kernels: not if PAGED_BACKEND is `torch`.
 
-    They do if numba is installed and PAGED_BACKEND is not `torch`. Importing numba takes half a second, so only models
-    ask for it.
+    The import takes half a second, so only models that are packed do it.
     """
-    if setting("PAGED_BACKEND") != "torch" and has_numba():
-        _NUMBA_IS_WANTED.set()
-    return _NUMBA_IS_WANTED.is_set()
+    return setting("PAGED_BACKEND") != "torch" and has_numba()
+
+
+@contextmanager
+def using_numba(is_used: bool) -> Iterator[None]:
+    """Let operations inside use numba kernels or not, whatever other models of the process do."""
+    token = _USES_NUMBA.set(is_used)
+    try:
+        yield
+    finally:
+        _USES_NUMBA.reset(token)
 
 
 def wants_loops() -> bool:
-    """Return whether numba kernels run on CPU tensors: numba is loaded, unless PAGED_BACKEND overrides that."""
+    """Return whether numba kernels run on CPU tensors: within `using_numba`, unless PAGED_BACKEND overrides that."""
     choice = setting("PAGED_BACKEND")
-    return choice == "numba" or (choice != "torch" and _NUMBA_IS_WANTED.is_set())
+    return choice == "numba" or (choice != "torch" and _USES_NUMBA.get())
 
 
 def backend() -> tuple[str, bool]:
     """Return everything besides the tensors that `use_triton` and `loops_of` choose by."""
-    return setting("PAGED_BACKEND"), _NUMBA_IS_WANTED.is_set()
+    return setting("PAGED_BACKEND"), _USES_NUMBA.get()
 
 
 def loops_of(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.common.device import using_numba
 from paged.kernels.common.operation import Bound, layout
 from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.kernels.lora.batch import LoraBatch
@@ -178,12 +180,14 @@ class Llama(nn.Module):
         renames: patterns in tensor names of a checkpoint, and their replacements.
         layer_class: class of the decoder layers.
         draft_head: its multi-token or EAGLE-3 head, if one is loaded.
+        uses_numba: whether it was packed for a CPU with numba, and runs numba kernels.
     """
 
     model_type = "llama"
     ranks = Ranks()
     renames: Mapping[str, str] = MappingProxyType({})
     layer_class: type[DecoderLayer] = DecoderLayer
+    uses_numba = False
 
     def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
         super().__init__()
@@ -279,6 +283,10 @@ class Llama(nn.Module):
                 continue
             layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
         share_bound(self)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context of all that computes with the network, as its kernels depend on no other network."""
+        return using_numba(self.uses_numba)
 
     def pack(self, track: Track = untracked) -> None:
         """Reorder weights so that a CPU multiplies faster: plain ones as `kernels.common.torch_ops.linear.pack`,

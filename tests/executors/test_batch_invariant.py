@@ -6,14 +6,28 @@ from typing import Any
 import pytest
 import torch
 
-from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, UnsupportedError
+from paged import (
+    Engine,
+    EngineConfig,
+    LlmExecutor,
+    SamplingParams,
+    UnifiedBatch,
+    UnifiedBatchItem,
+    UnsupportedError,
+)
+from paged.batch import VerifyLogits
 from paged.executors.requests import request
 from paged.executors.speculation.prompt_lookup import PromptLookup
+from paged.kernels.common import device
 from paged.kernels.common.torch_ops import linear
 from paged.models.layers import decoder
+from tests.backends import needs_numba
+from tests.executors.oracle import make_executor, prompt
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
 Answer = list[tuple[list[int], Any, Any]]
+# Experts, states and latents have kernels of their own.
+OTHERS = ("qwen3_moe", "qwen3_next", "deepseek_v3", "gemma3")
 # By budget: blocks of 8 tokens, and what a full cache does.
 TOGETHER: dict[int, tuple[int, str]] = {16: (18, "recompute"), 64: (18, "swap"), 4096: (400, "recompute")}
 
@@ -102,3 +116,40 @@ def test_speculation_is_refused(llama: Path) -> None:
     executor = LlmExecutor.from_pretrained(llama, block_size=8, num_blocks=10)
     with pytest.raises(UnsupportedError, match="batch_invariant is not supported with a proposer"):
         Engine(executor, EngineConfig(batch_invariant=True), proposer=PromptLookup(2))
+
+
+@needs_numba
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
+def test_bits_do_not_depend_on_other_executors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was warmed up and one that was not keep their kernels, whatever others do between their steps."""
+    monkeypatch.delenv("PAGED_BACKEND")
+    monkeypatch.setattr(device, "interpreting", lambda: False)
+    save_checkpoint(FAMILIES[name], tmp_path)
+
+    def load() -> LlmExecutor:
+        return LlmExecutor.from_pretrained(tmp_path, block_size=8, num_blocks=20, progress=False)
+
+    def logits(executor: LlmExecutor) -> torch.Tensor:
+        """Of a prompt and of decode steps, in which kernels differ."""
+        handle, rows = None, []
+        for token_ids in (tokens(30, 1), [3], [5]):
+            start = 0 if handle is None else handle.num_tokens
+            item = UnifiedBatchItem("a", token_ids, pos_offset=start, logits_policy=VerifyLogits())
+            rows += executor.unified_decode(UnifiedBatch([item]))
+            handle = executor.kv_manager.get_handle("a")
+        executor.release_cache("a")
+        return torch.cat(rows)
+
+    cold, warm = load(), load()
+    expected = logits(cold)
+    warm.warmup()
+    of_warm = logits(warm)
+    assert not torch.equal(of_warm, expected), "other kernels"
+    for _ in range(2):
+        assert torch.equal(logits(cold), expected)
+        assert torch.equal(logits(warm), of_warm)
+    oracle = make_executor(torch.device("cpu"), embedding="sinusoidal", num_layers=1)
+    alone = oracle.prefill(prompt(tokens(30, 1))).logits
+    load().warmup()
+    assert torch.equal(logits(load()), expected)
+    assert torch.equal(oracle.prefill(prompt(tokens(30, 1))).logits, alone)

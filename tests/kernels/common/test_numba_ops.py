@@ -267,21 +267,24 @@ assert [kept(), kept()] == [2, 2]
 
 
 @needs_numba
-def test_only_where_a_model_has_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_within_what_has_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, half = torch.randn(2, 8), torch.randn(2, 8).half()
 
     def has_loops(*tensors: torch.Tensor, **weights: list[torch.Tensor]) -> bool:
         return device_module.loops_of(torch_op, *tensors, **weights) is not None
 
     monkeypatch.delenv("PAGED_BACKEND", raising=False)
-    monkeypatch.setattr(device_module, "_NUMBA_IS_WANTED", type(device_module._NUMBA_IS_WANTED)())
-    assert not has_loops(rows)
     assert device_module.load_numba()
-    assert has_loops(rows)
-    assert has_loops(rows.bfloat16(), weights=[rows])
-    assert not any((has_loops(rows.bfloat16(), rows), has_loops(rows, weights=[half]), has_loops(half)))
-    monkeypatch.setenv("PAGED_BACKEND", "torch")
     assert not has_loops(rows)
+    with device_module.using_numba(True):
+        assert has_loops(rows)
+        assert has_loops(rows.bfloat16(), weights=[rows])
+        assert not any((has_loops(rows.bfloat16(), rows), has_loops(rows, weights=[half]), has_loops(half)))
+        with device_module.using_numba(False):
+            assert not has_loops(rows)
+        monkeypatch.setenv("PAGED_BACKEND", "torch")
+        assert not has_loops(rows)
+        assert not device_module.load_numba()
 
 
 @pytest.mark.thorough
