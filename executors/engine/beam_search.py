@@ -10,7 +10,7 @@ import torch
 
 from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import OutOfBlocksError
+from paged.errors import OutOfBlocksError, PagedError
 from paged.executors.engine.core import EngineCore
 from paged.executors.unified_executor import Answers
 
@@ -48,12 +48,18 @@ def search_beams(
         answers = _run_prompt(core, seq_ids[0], prompt)
         for length in range(1, max_tokens + 1):
             logits = torch.stack([row for row in answers if row is not None])
-            totals = torch.tensor([[total] for _, total in beams], device=logits.device) + logits.log_softmax(-1)
+            # As in sampling, NaN is no token to choose.
+            logprobs = logits.masked_fill(logits.isnan(), -torch.inf).log_softmax(-1)
+            if not logprobs.isfinite().any(1).all():
+                raise PagedError(f"beam_search: the logits left no token to choose as number {length}")
+            totals = torch.tensor([[total] for _, total in beams], device=logits.device) + logprobs
             # Even if every beam's best tokens are end tokens, `width` others are among these.
             best = totals.flatten().topk(min((1 + max(len(end_token_ids), 1)) * width, totals.numel()))
             parents: list[int] = []
             alive: list[tuple[list[int], float]] = []
             for rank, (total, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+                if total == -torch.inf:
+                    break
                 parent, token = divmod(place, totals.shape[1])
                 token_ids = [*beams[parent][0], token]
                 if token in end_token_ids or length == max_tokens:

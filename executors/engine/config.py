@@ -40,7 +40,8 @@ class EngineConfig:
         batch_invariant: whether a request's logits, log probabilities and tokens have the same bits whatever runs
             beside it, in any order, budget or preemption. Every sequence then is a forward of its own over fixed
             chunks: the prompt's pieces of 256 tokens, which may exceed the budget, then one token each. No prefix is
-            taken from the cache, steps do not overlap, and there is no speculation.
+            taken from the cache, steps do not overlap, and there is no speculation. On a CPU, `warmup` of its own
+            executor chooses other kernels; that of others does not.
 
     Raises:
         InvalidInputError: a value has another type or is out of range.

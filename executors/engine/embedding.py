@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from paged.batch import FullLogits, UnifiedBatch, UnifiedBatchItem, VerifyLogits
-from paged.errors import OutOfBlocksError
+from paged.errors import OutOfBlocksError, PagedError
 from paged.executors.engine.core import EngineCore
 
 Pooling = Literal["last", "mean"]
@@ -58,6 +58,9 @@ def embed_prompts(
                     core.own_seq_ids.discard(item.seq_id)
                     first, start = first + 1, 0
             yield None
+        is_finite = pooled.isfinite().all(1).tolist()
+        if not all(is_finite):
+            raise PagedError(f"prompts[{is_finite.index(False)}]: the model's hidden states are not finite")
         yield functional.normalize(pooled, dim=-1) if normalize else pooled
     finally:
         for index in range(first, len(prompts)):

@@ -392,6 +392,7 @@ class Engine(EngineCore):
             InvalidInputError, SequenceTooLongError: a prompt cannot run, or an argument has another value.
             UnsupportedError: the executor returns no hidden states.
             OutOfBlocksError: the cache has too few blocks, even after all requests but one have been preempted.
+            PagedError: hidden states are infinite or NaN.
         """
         *_, pooled = self.embedding_steps(prompts, pooling=pooling, normalize=normalize)
         assert pooled is not None
@@ -427,6 +428,7 @@ class Engine(EngineCore):
             InvalidInputError, SequenceTooLongError: the prompt cannot run, or an argument is out of range.
             UnsupportedError: the executor has no cache manager.
             OutOfBlocksError: the cache has too few blocks, even after all requests but one have been preempted.
+            PagedError: all logits of a beam are NaN or -infinity, or one is infinite.
         """
         manager = self.executor.kv_manager
         if manager is None:

@@ -1,12 +1,22 @@
 """Beam search finds what transformers' does."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paged import Engine, EngineConfig, InvalidInputError, LlmExecutor, SamplingParams, UnsupportedError
+from paged import (
+    Engine,
+    EngineConfig,
+    InvalidInputError,
+    LlmExecutor,
+    PagedError,
+    SamplingParams,
+    UnifiedBatch,
+    UnsupportedError,
+)
 from tests.executors.engine_cases import TOKENIZER, check_empty, run_to_end, tokens_of
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.models.families import FAMILIES, save_checkpoint, tokens
@@ -103,3 +113,46 @@ def test_beside_requests_and_with_texts(checkpoint: tuple[Any, Path]) -> None:
             engine.beam_search([1], **{"beam_width": 2, "max_tokens": 2} | options)
     with pytest.raises(UnsupportedError, match="fork"):
         Engine(MinimalExecutor()).beam_search([1], 2, 2)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["embed_tokens", "norm.weight", "lm_head.weight"])
+def test_weights_that_are_not_finite(checkpoint: tuple[Any, Path], name: str, value: float) -> None:
+    """End with an error that says so, like ordinary requests; nothing is left behind."""
+    executor = LlmExecutor.from_pretrained(checkpoint[1], num_blocks=64, block_size=4)
+    engine = Engine(executor, eos_token_ids=())
+    executor.model.network.get_parameter(name).data.fill_(value)
+    if math.isnan(value):
+        output = engine.add_request(tokens(9, 1))
+        run_to_end(engine)
+        assert output.error == "the logits left no token to choose"
+    with pytest.raises(PagedError, match="the logits left no token to choose as number 1"):
+        engine.beam_search(tokens(9, 1), 3, 4)
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("num_good", [1, 3])
+def test_logits_of_one_beam_that_are_nan(
+    num_good: int, checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN of some tokens only leaves them out; of all of them it is an error."""
+    executor = LlmExecutor.from_pretrained(checkpoint[1], num_blocks=64, block_size=4)
+    engine, forward = Engine(executor, eos_token_ids=()), executor.unified_decode
+    num_forwards = 0
+
+    def broken(batch: UnifiedBatch) -> Any:
+        nonlocal num_forwards
+        answers, num_forwards = forward(batch), num_forwards + 1
+        answers[-1][:64] = torch.nan
+        if num_forwards > num_good:
+            answers[-1][64:] = torch.nan
+        return answers
+
+    monkeypatch.setattr(executor, "unified_decode", broken)
+    [best, *_] = engine.beam_search(tokens(9, 1), 1, num_good)
+    assert math.isfinite(best.score)
+    assert min(best.token_ids) >= 64
+    num_forwards = 0
+    with pytest.raises(PagedError, match=f"no token to choose as number {num_good + 1}"):
+        engine.beam_search(tokens(9, 1), 3, 5)
+    check_empty(engine)

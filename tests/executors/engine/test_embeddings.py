@@ -15,6 +15,7 @@ from paged import (
     InvalidInputError,
     LlmExecutor,
     OutOfBlocksError,
+    PagedError,
     QueueFullError,
     SamplingParams,
     UnifiedBatch,
@@ -163,3 +164,18 @@ def test_what_cannot_be_embedded(checkpoint: tuple[Any, Path], device: torch.dev
         Engine(oracle).embed([[1]])
     with pytest.raises(UnsupportedError, match="returns_hidden"):
         oracle.unified_decode(UnifiedBatch([UnifiedBatchItem("a", [1])], returns_hidden=True))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_hidden_states_that_are_not_finite(checkpoint: tuple[Any, Path], pooling: Any, value: float) -> None:
+    """The error names the first prompt whose they are; others can be embedded."""
+    executor = load(checkpoint[1])
+    engine = Engine(executor, EngineConfig(token_budget=7))
+    executor.model.network.embed_tokens.data[100] = value
+    good, bad = [one for one in PROMPTS if 100 not in one], [3, 100, 4]
+    for place in range(len(good)):
+        with pytest.raises(PagedError, match=rf"prompts\[{place}\]: the model's hidden states are not finite"):
+            engine.embed([*good[:place], bad, *good[place:]], pooling=pooling)
+        check_empty(engine)
+    assert engine.embed(good, pooling=pooling).isfinite().all()
