@@ -96,7 +96,8 @@ def search_beams(
 
 def _run_prompt(core: EngineCore, seq_id: str, prompt: Sequence[int]) -> Answers:
     """Run a prompt in chunks, smaller ones where blocks run out; return the answers of the last."""
-    start, size, answers = 0, core.config.token_budget, list[torch.Tensor | None]()
+    answers: Answers = []
+    start, size = 0, core.config.token_budget
     while start < len(prompt):
         chunk = list(prompt[start : start + size])
         is_final = start + len(chunk) == len(prompt)

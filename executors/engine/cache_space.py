@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.recurrent.boundaries import SCAN_CHUNK
-from paged.errors import OutOfBlocksError
+from paged.errors import InvalidInputError, OutOfBlocksError
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
 
@@ -114,7 +114,11 @@ class BlockSpace:
             if self._has_draft_head and handle.num_tokens and self._manager.config.recurrent is None:
                 # The head needs the hidden state of the token before the first that runs: that token runs again.
                 # With recurrent layers there is no state before it, and the head sees 0 once.
-                self._manager.truncate(handle, handle.num_tokens - 1)
+                try:
+                    self._manager.truncate(handle, handle.num_tokens - 1)
+                except InvalidInputError:  # that token sees one that the prefix has no block for in a window
+                    self._manager.free(handle)
+                    handle = self._manager.allocate(completion.seq_id, len(tokens), namespace=request.namespace)
             completion.hold(handle)
             if request.first_token is None:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +164,12 @@ class PagedKvCacheConfig:
             one_by_one = sum(table.most_blocks_kept(num_blocks * size, size) for table in others)
             return num_blocks * self.num_whole + max(one_by_one, least)
 
+        return self._longest(needed)
+
+    def _longest(self, needed: Callable[[int], int]) -> int:
+        """Return the length of the longest sequence in the pool. needed: blocks of all tables by the first's number."""
         counts = range(1, self.num_blocks // self.num_whole + 1)
-        return bisect_right(counts, self.num_blocks, key=needed) * size
+        return bisect_right(counts, self.num_blocks, key=needed) * self.block_size
 
     @property
     def capacity_tokens(self) -> int:
@@ -174,8 +178,14 @@ class PagedKvCacheConfig:
 
     @property
     def longest_sequence(self) -> int | None:
-        """`capacity_tokens`, or None if every table has a window."""
-        return None if self.tables[0].sliding_window is not None else self.capacity_tokens
+        """Length that no sequence exceeds, or None if every table has a window.
+
+        It is more than `capacity_tokens`: a cached prefix has only those blocks of a window that the next token sees.
+        """
+        if self.tables[0].sliding_window is not None:
+            return None
+        seen = [-(-(table.sliding_window or 0) // self.block_size) for table in self.tables[self.num_whole :]]
+        return self._longest(lambda count: count * self.num_whole + sum(min(count, one) for one in seen))
 
     @property
     def slots(self) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Layers of several shapes and windows over one pool: who holds what, and what a prompt may begin with."""
 
+import contextlib
 import itertools
 import random
 from collections.abc import Mapping
@@ -146,6 +147,28 @@ def test_capacity_is_what_a_sequence_can_have_alone(seed: int, device: torch.dev
     if longest >= max(chunks.values(), default=0):
         assert write_alone(config, longest, chunks)
         assert not write_alone(config, longest + 1, chunks)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_sequence_is_longer_than_the_longest(seed: int, device: torch.device) -> None:
+    """Not even one that begins with a cached prefix, which holds less of every window."""
+    draw = random.Random(seed)
+    size, num_layers, num_blocks = draw.choice((1, 2, 4, 8)), draw.randint(2, 6), draw.randint(10, 60)
+    groups = [CacheGroup((0,)), *(CacheGroup((layer,), sliding_window=5) for layer in range(1, num_layers))]
+    options = {"block_size": size, "num_blocks": num_blocks, "groups": groups, "device": device}
+    manager = PagedKvCacheManager(PagedKvCacheConfig(num_layers, 1, 8, **options))
+    longest = manager.config.longest_sequence
+    assert longest >= manager.config.capacity_tokens
+    reached = 0
+    with contextlib.suppress(OutOfBlocksError):
+        for length in range(size, longest + 2 * size, size):
+            handle = manager.allocate("a", token_ids=[1] * length)
+            while (start := handle.num_tokens) < length:
+                reservation, _ = manager.reserve_step([handle], [1])
+                reservation.commit([[1]])
+                reached = start + 1
+            manager.free(handle)
+    assert manager.config.capacity_tokens <= reached <= longest
 
 
 def test_groups_that_are_none() -> None:

@@ -125,12 +125,16 @@ def random_engine(draw: random.Random, device: torch.device) -> Engine:
     size, num_layers = draw.choice((1, 2, 4, 8, 16)), draw.randint(1, 6)
     options: dict[str, Any] = {"groups": random_groups(draw, num_layers), "num_layers": num_layers, "num_heads": 1}
     options |= {"num_kv_heads": 1, "max_sequence_length": 10_000, "num_swap_blocks": draw.choice((0, 30))}
-    way = draw.choice(("plain", "plain", "overlap", "invariant", "lookup", "draft", "recurrent"))
-    states = {"num_slots": 16, "num_swap_slots": 8} if way == "recurrent" else None
+    way = draw.choice(("plain", "plain", "overlap", "invariant", "lookup", "draft", "head", "recurrent"))
+    slots = {"num_slots": draw.choice((2, 3, 16)), "num_swap_slots": draw.choice((0, 8))}
+    states = slots if way == "recurrent" else None
     num_blocks = draw.randint(1, 60)
     executor = make_executor(
         device, kind=EchoExecutor, num_blocks=num_blocks, block_size=size, states=states, **options
     )
+    if way == "head":
+        able = replace(executor.capabilities(), has_draft_head=True)
+        executor.capabilities = lambda: able
     if states is None:  # no model has recurrent layers and spans
         executor.embeds_limits = EmbedsLimits(8, num_layers, 10_000, False, None)
     proposer = {"lookup": PromptLookup(3), "draft": DraftModel(executor, 3)}.get(way)
