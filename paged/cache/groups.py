@@ -89,8 +89,11 @@ class CacheGroup:
 
     def blocks_kept(self, num_tokens: int, block_size: int, *, num_new: int = 0) -> int:
         """Return the blocks that `num_tokens` hold after those behind the window are freed, and `num_new` more take."""
-        num_gone = 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
-        return -(-(num_tokens + num_new) // block_size) - num_gone
+        return -(-(num_tokens + num_new) // block_size) - self.blocks_gone(num_tokens, block_size)
+
+    def blocks_gone(self, num_tokens: int, block_size: int) -> int:
+        """Return how many blocks `num_tokens` have freed behind the window."""
+        return 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
 
     def most_blocks_kept(self, num_tokens: int, block_size: int) -> int:
         """Return the most blocks that a sequence holds until it has `num_tokens`, if they are written one by one."""

@@ -155,10 +155,10 @@ class PagedKvCacheConfig:
         chunks: (start, end) of tokens that must be written in one step; others are written one by one if need be.
         """
         size, others = self.block_size, self.tables[self.num_whole :]
-        in_chunks = [
-            sum(table.blocks_kept(start, size, num_new=end - start) for table in others) for start, end in chunks
-        ]
-        least = max(in_chunks, default=0)
+        least = 0
+        for start, end in chunks:
+            written = sum(table.blocks_kept(start, size, num_new=end - start) for table in others)
+            least = max(least, written - self.tables[0].blocks_gone(start, size))
 
         def needed(num_blocks: int) -> int:
             one_by_one = sum(table.most_blocks_kept(num_blocks * size, size) for table in others)
