@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
+from paged.errors import CheckpointError, InvalidInputError, PagedError, SequenceTooLongError, UnsupportedError
 from paged.executors.text.chat_template import ChatTemplate, Message
-from paged.executors.text.special_tokens import SpecialTokens
+from paged.executors.text.special_tokens import SpecialTokens, encoded
 from paged.executors.text.tokenizer_limits import excess
 from paged.models.loading.checkpoint_files import read_text
 from paged.models.loading.hf_config import read_eos_token_ids
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # The largest known file, for a vocabulary of 262,144, has 33 MB and 2 million values.
 _MAX_BYTES, _MAX_VALUES = 64 << 20, 8_000_000
+# Texts of so many characters are encoded before their length is judged: a tokenizer may drop spaces.
+_SHORT = 1 << 16
+_LONG_DECODING = 4096  # tokens from which on decoding takes more than a millisecond
 
 
 class ChatTokenizer:
@@ -58,17 +61,21 @@ class ChatTokenizer:
         """Whether there is a template that `render` and `encode_chat` can use without tools."""
         return "default" in self.template.templates
 
-    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool = False, longest: int | None = None) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds around it.
+
+        Other threads run meanwhile.
 
         Args:
             parse_special: whether special tokens written in the text count, such as one that ends a turn. Otherwise
                 they are plain text.
+            longest: most tokens, None for any number.
 
         Raises:
             InvalidInputError: it is not a str, holds half of a surrogate pair, or the tokenizer fails.
+            SequenceTooLongError: there are more tokens than `longest`, or more characters than so many tokens have.
         """
-        encoding = self._encoded(text, add_special_tokens=True)
+        encoding = self._encoded(text, add_special_tokens=True, longest=longest)
         if parse_special or not self._special.found(text, encoding):
             return list(encoding.ids)
         ids, mask = encoding.ids, encoding.special_tokens_mask  # 1 for tokens added around the text
@@ -81,18 +88,20 @@ class ChatTokenizer:
         Raises:
             InvalidInputError: they are not token ids, or the tokenizer fails.
         """
-        return _named(lambda: str(self.tokenizer.decode(list(token_ids))), "token_ids")
+        return _named(lambda: self._decoded(list(token_ids)), "token_ids")
 
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
         """Return the conversation as text; options and errors are those of `ChatTemplate.render`."""
         return self.template.render(messages, **options)
 
     def encode_chat(
         self,
         messages: Sequence[Message],
+        /,
         *,
         parse_special: bool = False,
         expand: Callable[[str], str] = str,
+        longest: int | None = None,
         **options: Any,
     ) -> list[int]:
         """Return the token ids of the rendered conversation; options and errors are those of `ChatTemplate.render`.
@@ -103,9 +112,10 @@ class ChatTokenizer:
             parse_special: whether special tokens written in messages, tools and documents count. Otherwise only those
                 that the template writes do.
             expand: changes the rendered text, for example a placeholder of an image to several.
+            longest: as for `encode`.
         """
         text = expand(self.render(messages, **options))
-        encoding = self._encoded(text, add_special_tokens=False)
+        encoding = self._encoded(text, add_special_tokens=False, longest=longest)
         if parse_special:
             return list(encoding.ids)
         names = [name for name in ("tools", "documents") if options.get(name) is not None]
@@ -119,12 +129,27 @@ class ChatTokenizer:
         literals = self.template.literals()
         return _named(lambda: self._special.encode_rendered(text, encoding, given, render, literals), "messages")
 
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> Encoding:
+    def _encoded(self, text: str, *, add_special_tokens: bool, longest: int | None) -> Encoding:
         if not isinstance(text, str):
             raise InvalidInputError(f"text: {type(text).__name__}, expected str")
         if not text.isascii() and (half := re.search("[\ud800-\udfff]", text)) is not None:
             raise InvalidInputError(f"text: {half[0]!r} at {half.start()} is half of a surrogate pair, expected both")
-        return _named(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), "text")
+        if longest is not None and len(text) > max(_SHORT, longest * self._longest_token):
+            raise SequenceTooLongError(f"text: {len(text)} characters, expected at most {longest} tokens")
+        encoding = _named(lambda: encoded(self.tokenizer, text, add_special_tokens=add_special_tokens), "text")
+        if longest is not None and len(encoding) > longest:
+            raise SequenceTooLongError(f"text: {len(encoding)} tokens, expected at most {longest}")
+        return encoding
+
+    def _decoded(self, ids: list[int]) -> str:
+        if len(ids) < _LONG_DECODING:
+            return str(self.tokenizer.decode(ids))
+        return str(self.tokenizer.decode_batch([ids])[0])  # other threads run meanwhile
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters of a token; a character of the vocabulary is a character of a text, or a byte of one."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     @cached_property
     def _special(self) -> SpecialTokens:

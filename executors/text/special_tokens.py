@@ -13,8 +13,14 @@ from paged.errors import InvalidInputError, PagedError
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
+_SLICE = 1 << 16
 Span = tuple[int, int, int]
 """Begin, end and token id of a special token in a text."""
+
+
+def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    """Encode a text as `Tokenizer.encode` does, which holds Python's lock for seconds if the text is long."""
+    return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 class CharacterEscapes:
@@ -71,22 +77,28 @@ class SpecialTokens:
         self._normalizes = any(token.special and token.normalized for token in added.values())
         # Token for unknown text: the model's own, or the result of encoding the last private character, which is in no
         # vocabulary. Unigram does not name its own, and a normalizer may drop the character.
-        self._unknown: set[int | None] = set(tokenizer.encode("\U0010fffd", add_special_tokens=False).ids)
+        self._unknown: set[int | None] = set(encoded(tokenizer, "\U0010fffd").ids)
         if (unknown := getattr(tokenizer.model, "unk_token", None)) is not None:
             self._unknown.add(tokenizer.token_to_id(unknown))
 
     def found(self, text: str, encoding: Encoding) -> list[Span]:
         """Return the special tokens that the text itself became, except the one for unknown text."""
-        if self._contents.keys().isdisjoint(encoding.ids):
+        ids = encoding.ids
+        if self._contents.keys().isdisjoint(ids):
             return []
-        rows = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)
-        return [
-            (begin, end, token_id)
-            for token_id, is_around, (begin, end) in rows
-            if token_id in self._contents
-            and not is_around
-            and (token_id not in self._unknown or text[begin:end].strip() == self._contents[token_id].strip())
-        ]
+        is_around, spans = encoding.special_tokens_mask, []
+        offsets: list[tuple[int, int]] = []
+        for index, token_id in enumerate(ids):
+            if token_id not in self._contents or is_around[index]:
+                continue
+            span = encoding.token_to_chars(index)
+            if span is None:  # of some processors; `offsets` takes a tuple for each token, 0.1 s of a million
+                offsets = offsets or encoding.offsets
+                span = offsets[index]
+            begin, end = span
+            if token_id not in self._unknown or text[begin:end].strip() == self._contents[token_id].strip():
+                spans.append((begin, end, token_id))
+        return spans
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode a text as plain text, without special tokens in it or around it.
@@ -94,7 +106,7 @@ class SpecialTokens:
         Raises:
             InvalidInputError: it holds a special token of one character that is also in the model's vocabulary.
         """
-        encoding = self._strict.encode(text, add_special_tokens=False)
+        encoding = encoded(self._strict, text)
         spans = self.found(text, encoding)
         if not spans:
             return list(encoding.ids)
@@ -129,13 +141,16 @@ class SpecialTokens:
         spans = self.found(text, encoding)
         if not spans:
             return list(encoding.ids)
-        characters = {*map(chr, range(32)), *json.dumps(given, ensure_ascii=False)}  # JSON escapes the first 32
+        characters = {
+            *map(chr, range(32)),
+            *_characters(json.dumps(given, ensure_ascii=False)),
+        }  # JSON escapes these 32
         literals = list(literals)
         # Special tokens made of word characters: escape single letters if the template does not mind.
         words = {content for _, _, one in spans if not any(map(_is_sign, content := self._contents[one]))}
         for letters in [{char for word in words for char in word if not char.isspace()}, set[str]()][not words :]:
             pattern = self._pattern(characters, literals, letters)
-            escapes = CharacterEscapes(pattern, characters | set(text), literals if letters else ())
+            escapes = CharacterEscapes(pattern, characters | _characters(text), literals if letters else ())
             if escapes.escape(given) == given:
                 return list(encoding.ids)
             try:
@@ -150,7 +165,7 @@ class SpecialTokens:
         if revealed == text and all(other[begin:end] == text[begin:end] for begin, end, _ in spans):
             return list(encoding.ids)
         # A template that tests such characters may have written another text.
-        templates_own = self.found(other, self._tokenizer.encode(other, add_special_tokens=False))
+        templates_own = self.found(other, encoded(self._tokenizer, other))
         if [token for _, _, token in templates_own] == [token for _, _, token in spans]:
             return list(encoding.ids)
         ids, start = [], 0
@@ -192,6 +207,14 @@ class SpecialTokens:
         parts = [f"(?i:{re.escape(word)})" for word in sorted(words, key=len, reverse=True)]
         parts += [f"[{''.join(map(re.escape, sorted(signs)))}]"] if signs else []
         return re.compile(f"(?P<kept>{kept})|{'|'.join(parts) or '(?!)'}")
+
+
+def _characters(text: str) -> set[str]:
+    """Return the characters of a text. `set(text)` holds Python's lock for 0.1 s if there are 4 million."""
+    found: set[str] = set()
+    for begin in range(0, len(text), _SLICE):
+        found.update(text[begin : begin + _SLICE])
+    return found
 
 
 def _touch(text: str, special: str) -> bool:

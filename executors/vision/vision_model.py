@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from paged.errors import CheckpointError, InvalidInputError, PagedError, SequenceTooLongError, UnsupportedError
+from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
 from paged.executors.text.chat_template import Message
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.models.loading.hf_config import HfConfig
@@ -119,7 +119,7 @@ class VisionModel:
         return cls(model, processor, tokenizer)
 
     def encode_chat(
-        self, messages: Sequence[Message], images: Sequence[Image], *, longest: int | None = None, **options: Any
+        self, messages: Sequence[Message], images: Sequence[Image], /, *, longest: int | None = None, **options: Any
     ) -> tuple[list[int], PromptEmbeds | None]:
         """Return the token ids of a conversation, and the rows of its images, None without images.
 
@@ -141,7 +141,7 @@ class VisionModel:
             for one in messages
         ]
         if not images:
-            return self._tokenizer.encode_chat(messages, **options), None
+            return self._tokenizer.encode_chat(messages, longest=longest, **options), None
         with _named("images", InvalidInputError):
             inputs, texts = self._processed(images)
 
@@ -152,9 +152,7 @@ class VisionModel:
                 raise InvalidInputError(f"messages: {found}, expected {len(texts)}, once for each image")
             return "".join(piece + more for piece, more in zip(pieces, [*texts, ""], strict=True))
 
-        ids = self._tokenizer.encode_chat(messages, expand=expand, **options)
-        if longest is not None and len(ids) > longest:
-            raise SequenceTooLongError(f"messages: {len(ids)} tokens with images, expected at most {longest}")
+        ids = self._tokenizer.encode_chat(messages, expand=expand, longest=longest, **options)
         return ids, self._embedded(ids, inputs)
 
     def _processed(self, images: Sequence[Image]) -> tuple[dict[str, torch.Tensor], list[str]]:
