@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -12,12 +13,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.executors.serving.errors import as_api_error, dumps, reply
+from paged.executors.serving.errors import ApiError, as_api_error, dumps, reply
 from paged.executors.serving.gate import LOG, Record
-from paged.executors.serving.schemas import OpenAiSampling, Sampling
+from paged.executors.serving.schemas import Sampling
 from paged.executors.serving.service import Piece, service_of
 
 Event = dict[str, Any]
+_TOKEN, _ROW = 4, 64  # work on a token, without and with its log probabilities
 
 
 class Form:
@@ -34,7 +36,9 @@ class Form:
     def __init__(self, request: Request, body: Sampling) -> None:
         self.service, self.request, self.is_streamed = service_of(request), request, bool(body.stream)
         self.record: Record = request.state.record
-        options = body.stream_options if isinstance(body, OpenAiSampling) else None
+        options = getattr(body, "stream_options", None)
+        if options is not None and not self.is_streamed:
+            raise ApiError(400, "stream_options: only with stream", "stream_options")
         self.has_usage = (options or {}).get("include_usage", False)
         self.id = f"{self.prefix}-{self.record.id.removeprefix('req-')}"
         self.model = body.model or self.service.config.model_name
@@ -69,8 +73,8 @@ class Form:
         pieces = self.service.pieces(self.request, prompts, params, **options)
         if self.is_streamed:
             return _EventStream(self, pieces)
-        found = [piece async for piece in pieces]
-        return reply(self.whole(sorted(found, key=lambda piece: piece.choice)))
+        found = sorted([piece async for piece in pieces], key=lambda piece: piece.choice)
+        return await self.service.in_thread(lambda: reply(self.whole(found)), sum(map(_work, found)))
 
 
 class _EventStream(Response):
@@ -92,13 +96,14 @@ class _EventStream(Response):
                         head = {"status": self.status_code, "headers": self.raw_headers}
                         await send({"type": "http.response.start", **head})
                         has_begun = True
-                    if text := self._text(self._form.events(piece)):
+                    make = partial(self._text, self._form.events(piece))
+                    if text := await self._form.service.in_thread(make, _work(piece)):
                         await send({"type": "http.response.body", "body": text, "more_body": True})
             text = self._text(self._form.end())
         except Exception as error:
             if not has_begun:
                 raise
-            failed = as_api_error(error)
+            failed = as_api_error(error, self._form.request.state.names)
             scope["state"]["record"].end = failed.message
             if failed.status >= 500:
                 LOG.error("request %s failed within its stream: %s", scope["state"]["record"].id, failed.message)
@@ -110,6 +115,17 @@ class _EventStream(Response):
         if self._form.is_named:
             return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), dumps(event)) for event in events)
         return b"".join(b"data: %s\n\n" % dumps(event) for event in events)
+
+
+def _work(piece: Piece) -> int:
+    """Return how much work it is to write a piece, in characters that are copied."""
+    _, output, part = piece
+    count = part.mark.token_ids - part.begin.token_ids
+    if part.growth.logprobs is None:
+        return count * _TOKEN
+    if part.begin.token_ids == 0 and output.prompt_table is not None:
+        count += len(output.prompt)
+    return count * _ROW
 
 
 def finite(value: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import time
@@ -9,10 +10,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +22,7 @@ import paged
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError, StaleHandleError
 from paged.executors.serving import schemas
-from paged.executors.serving.chat import as_template, chat
+from paged.executors.serving.chat import chat, read_again, template_variables
 from paged.executors.serving.completions import complete, embed
 from paged.executors.serving.errors import ApiError, as_api_error, reply
 from paged.executors.serving.gate import LOG, Gate
@@ -30,22 +31,52 @@ from paged.executors.serving.responses import respond_to_input
 from paged.executors.serving.service import Service, service_of
 
 _MOST_CELLS = 4096  # blocks that the page draws one by one
+_LEAST_SECONDS = 1.0  # in which a request that comes too late can still learn what is wrong with it
 
 
 def make_app(service: Service) -> Gate:
     """Return the ASGI app of a service."""
     app = FastAPI(title="paged", version=paged.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for error in (PagedError, HTTPException, RequestValidationError, Exception):
+    for error in (PagedError, HTTPException, Exception):
         app.add_exception_handler(error, _answer_error)
     app.state.service = service
-    for method, routes in _ROUTES.items():
-        for path, answer in routes.items():
-            app.add_api_route(path, answer, methods=[method], include_in_schema=path != "/")
+    bodies = {answer: get_type_hints(answer)["body"] for answer in _ROUTES["POST"].values()}
+    schemas_of, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
+    for path, answer in _ROUTES["GET"].items():
+        app.add_api_route(path, answer, include_in_schema=path != "/")
+    for (path, answer), schema in zip(_ROUTES["POST"].items(), schemas_of, strict=True):
+        content = {"application/json": {"schema": schema}}
+        listed = {"requestBody": {"required": True, "content": content}}
+        app.add_api_route(path, _endpoint(answer, bodies[answer]), methods=["POST"], openapi_extra=listed)
+    app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(components)
     return Gate(app, service.config, service.metrics.end)
 
 
+def _endpoint(
+    answer: Callable[..., Awaitable[Response]], kind: type[schemas.Body]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return what reads the body of a request, and answers it within the limit of time from its arrival."""
+
+    async def endpoint(request: Request) -> Response:
+        service = service_of(request)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(400, "content-type: expected application/json")
+        left = service.seconds_left(request)
+        try:
+            async with asyncio.timeout(max(left, _LEAST_SECONDS)):
+                data = await request.body()
+                body = await service.in_thread(lambda: schemas.read_body(kind, data), len(data))
+                request.state.names = body.names
+                return await answer(body, request)
+        except TimeoutError:
+            raise service.timeout_error() from None
+
+    endpoint.__name__ = answer.__name__
+    return endpoint
+
+
 async def _answer_error(request: Request, error: Exception) -> Response:
-    found = as_api_error(error)
+    found = as_api_error(error, getattr(request.state, "names", None))
     request.state.record.end = found.message
     if found.status == 500:
         LOG.error("request %s failed", request.state.record.id, exc_info=error)
@@ -57,22 +88,32 @@ async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
     service = service_of(request)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: expected it or messages", "prompt")
+    longest = service.longest_text
     if body.prompt is not None:
         if body.add_special_tokens is False:
             raise ApiError(400, "add_special_tokens: a prompt has them", "add_special_tokens")
-        tokens = await service.in_thread(service.tokenizer.encode, body.prompt)
+        for name in ("add_generation_prompt", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise ApiError(400, f"{name}: only with messages", name)
+        tokens = await service.encoded(body.prompt, longest=longest)
     else:
+        request.state.names = schemas.ConversationBody.names
         variables = {"add_generation_prompt": body.add_generation_prompt is not False}
-        messages = list(map(as_template, body.messages or ()))
-        tokens, _ = await service.encode_chat(messages, variables | (body.chat_template_kwargs or {}))
-    texts = [service.tokenizer.tokenizer.id_to_token(one) for one in tokens] if body.return_token_strs else None
-    found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.longest, "token_strs": texts}
-    return reply(found)
+        variables |= template_variables(body.chat_template_kwargs)
+        tokens, _ = await service.encode_chat((await read_again(request)).messages, variables, longest=longest)
+
+    def answer() -> Response:
+        texts = [service.tokenizer.tokenizer.id_to_token(one) for one in tokens] if body.return_token_strs else None
+        found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.longest, "token_strs": texts}
+        return reply(found)
+
+    return await service.in_thread(answer, len(tokens))
 
 
 async def detokenize(body: schemas.DetokenizeBody, request: Request) -> Response:
     service = service_of(request)
-    return reply({"prompt": await service.in_thread(service.tokenizer.decode, body.tokens)})
+    tokens = await service.encoded(body.tokens, longest=service.longest_text)
+    return reply({"prompt": await service.in_thread(lambda: service.tokenizer.decode(tokens), len(tokens))})
 
 
 async def models(request: Request) -> Response:

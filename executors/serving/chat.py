@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.serving.answer_reader import AnswerReader, Delta
 from paged.executors.serving.answers import Event, Form, finite
-from paged.executors.serving.errors import ApiError
-from paged.executors.serving.schemas import ChatBody, ImagePart, Message, Part, Sampling
+from paged.executors.serving.errors import ApiError, dumps
+from paged.executors.serving.schemas import ChatBody, Grammar, Sampling, Tool, Untyped, excess_of
 from paged.executors.serving.service import Piece, service_of
+from paged.executors.serving.token_texts import TokenReader, TokenRow
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 
+_OWN_VARIABLES = {"messages", "tools", "longest", "parse_special", "expand"}
 _TAIL = 8  # tokens that "<think>" and the line around it take at most
 
 
 class Tools(NamedTuple):
-    """Functions as OpenAI has them; choice: "auto", "none", "required" or a name; is_one: one call is all."""
+    """Tools of a request.
+
+    Attributes:
+        functions: as OpenAI has them.
+        choice: whether the answer may call, may not, or has to.
+        name: the function that it has to call; None for any.
+        is_one: whether one call is all.
+    """
 
     functions: Sequence[dict[str, Any]] = ()
-    choice: str = "auto"
+    choice: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
     is_one: bool = False
 
 
@@ -55,11 +65,17 @@ class Conversation(Form):
         messages: list[dict[str, Any]],
         params: SamplingParams,
         tools: Tools,
-        variables: dict[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Response:
         """Encode the messages, check the limits, and answer; body: what it says of model, stream and form."""
         service, options = self.service, await self.service.options(body)
-        functions, choice, is_one = tools if tools.choice != "none" else Tools()
+        functions = () if tools.choice == "none" else tools.functions
+        forced = [one for one in functions if tools.name in (None, one["name"])] if tools.choice == "required" else []
+        if tools.choice == "required" and not forced:
+            raise ApiError(400, f"tool_choice: {tools.name!r} is none of the tools", "tool_choice")
+        if forced and "constraint" in options:
+            param = options["constraint"]
+            raise ApiError(400, f"{param}: not beside a tool_choice that forces a call", param)
         listed = [{"type": "function", "function": one} for one in functions] or None
         prompt, embeds = await service.encode_chat(messages, {"tools": listed, **(variables or {})})
         if embeds is not None:
@@ -69,63 +85,97 @@ class Conversation(Form):
         self._thinks = service.has_thoughts and tail.endswith("<think>")
         if functions:
             self._tools = service.tool_format
-        if functions and choice != "auto":
-            wanted = [one for one in functions if choice in ("required", one["name"])]
-            if not wanted:
-                raise ApiError(400, f"tool_choice: {choice!r} is none of the tools", "tool_choice")
-            schemas = {one["name"]: one.get("parameters") or {"type": "object"} for one in wanted}
+        if forced:
+            schemas = {one["name"]: one.get("parameters") or {"type": "object"} for one in forced}
             self._tools = self._tools or TOOL_FORMATS["llama3"]
-            grammar = self._tools.grammar(schemas, is_one=is_one, thinks=self._thinks)
-            options["token_mask"] = await service.compiled("structural_tag", grammar)
+            grammar = self._tools.grammar(schemas, is_one=tools.is_one, thinks=self._thinks)
+            options["token_mask"] = await service.compiled(Grammar("tools", "structural_tag", grammar))
+            options["constraint"] = "tools"
         return await self.answer([prompt], params, options)
 
 
-def as_template(message: Message) -> dict[str, Any]:
-    """Return a message as templates read it: arguments of calls as values; text as one, unless there are images."""
-    found = message.model_dump(exclude_none=True)
-    found["role"] = "system" if message.role == "developer" else message.role
-    parts = message.content
-    if isinstance(parts, list) and any(isinstance(part, ImagePart) for part in parts):
-        found["content"] = [
-            {"type": "image", "url": part.image_url.url}
-            if isinstance(part, ImagePart)
-            else {"type": "text", "text": part.text}
-            for part in parts
-        ]
-    else:
-        found["content"] = text_of(parts)
-    for call in found.get("tool_calls", ()):
-        given = call["function"].get("arguments")
+async def read_again(request: Request) -> Untyped:
+    """Return what a chat template reads of a body, as it reads it."""
+    data = await request.body()
+
+    def read() -> Untyped:
+        found = msgspec.json.decode(data, type=Untyped)
+        found.messages = as_template(found.messages or (found.input if isinstance(found.input, list) else []))
+        return found
+
+    return await service_of(request).in_thread(read, len(data))
+
+
+def as_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as templates read them: arguments of calls as values; text as one, unless there are images."""
+    functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    texts = [one["arguments"] for one in functions if isinstance(one.get("arguments"), str)]
+    if (excess := excess_of(",".join(texts).encode(), ChatBody.max_values)) is not None:
+        raise ApiError(400, f"messages: arguments of calls with {excess}", "messages")
+    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    for message in found:
+        message["role"] = "system" if message["role"] == "developer" else message["role"]
+        parts = message.get("content")
+        if isinstance(parts, list) and any(part["type"] == "image_url" for part in parts):
+            message["content"] = [
+                {"type": "image", "url": part["image_url"]["url"]}
+                if part["type"] == "image_url"
+                else {"type": "text", "text": part["text"]}
+                for part in parts
+            ]
+        else:
+            message["content"] = text_of(parts)
+    for function in functions:
+        given = function.get("arguments")
         try:
-            call["function"]["arguments"] = json.loads(given) if isinstance(given, str) else given
+            function["arguments"] = json.loads(given) if isinstance(given, str) else given
         except (ValueError, RecursionError):
             raise ApiError(400, "messages: the arguments of a tool call are no JSON", "messages") from None
     return found
 
 
-def text_of(content: str | Sequence[Part | ImagePart] | None) -> str:
-    """Return a message's text, its parts joined, without images."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.text for part in content or () if isinstance(part, Part))
+def text_of(content: str | Sequence[dict[str, Any]] | None) -> str:
+    """Return a message's text, its parts joined."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
+def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Check and return what a body has for the chat template."""
+    if taken := sorted(_OWN_VARIABLES & (given or {}).keys()):
+        raise ApiError(400, f"chat_template_kwargs: {', '.join(taken)} cannot be set", "chat_template_kwargs")
+    return given or {}
 
 
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer a conversation with n choices."""
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: only with logprobs", "top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens):
+        raise ApiError(400, "max_tokens: not beside max_completion_tokens", "max_tokens")
+    if body.max_completion_tokens is not None:
+        request.state.names = {**body.names, "max_tokens": "max_completion_tokens"}
+    for name in ("tool_choice", "parallel_tool_calls"):
+        if getattr(body, name) is not None and not body.tools:
+            raise ApiError(400, f"{name}: only with tools", name)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service_of(request).params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
-    asked = body.tool_choice or "auto"
-    choice = asked if isinstance(asked, str) else asked.function.name
-    is_one = body.parallel_tool_calls is False or not isinstance(asked, str)
-    tools = Tools([tool.function.model_dump() for tool in body.tools or ()], choice, is_one)
-    messages = list(map(as_template, body.messages))
-    return await _Chat(request, body).converse(body, messages, params, tools, body.chat_template_kwargs)
+    variables = template_variables(body.chat_template_kwargs)
+    given = await read_again(request)
+    tools = Tools([tool["function"] for tool in given.tools or ()], is_one=body.parallel_tool_calls is False)
+    if isinstance(body.tool_choice, Tool):
+        tools = tools._replace(choice="required", name=body.tool_choice.function.name, is_one=True)
+    elif body.tool_choice is not None:
+        tools = tools._replace(choice=body.tool_choice)
+    return await _Chat(request, body).converse(body, given.messages, params, tools, variables)
 
 
 class _Chat(Conversation):
     prefix, kind = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, request: Request, body: ChatBody) -> None:
+        super().__init__(request, body)
+        self._num_top = body.top_logprobs or 0
+        self._token_readers: dict[int, TokenReader] = {}
 
     def events(self, piece: Piece) -> Iterator[Event]:
         entries: list[Event] = [] if piece.choice in self._readers else [{"role": "assistant", "content": ""}]
@@ -138,8 +188,8 @@ class _Chat(Conversation):
                 entries.append({"tool_calls": [{"index": index, **call}]})
             else:
                 entries.append({kind: text})
-        logprobs = self._logprobs(piece.part)
-        if not entries and (reason or logprobs):
+        logprobs = self._logprobs(piece)
+        if not entries and (reason or (logprobs and logprobs["content"])):
             entries = [{}]
         for entry in entries:
             is_last = entry is entries[-1]
@@ -159,22 +209,26 @@ class _Chat(Conversation):
                 else:
                     message[kind] = message.get(kind, "") + text
             message["content"] = message["content"] or (None if "tool_calls" in message else "")
-            ending = {"logprobs": self._logprobs(piece.part), "finish_reason": reason}
+            ending = {"logprobs": self._logprobs(piece), "finish_reason": reason}
             choices.append({"index": piece.choice, "message": message, **ending})
         return self.body(choices=choices, usage=self.usage()) | {"object": "chat.completion"}
 
-    def _logprobs(self, part: CompletionOutput) -> Event | None:
-        if (rows := part.logprobs) is None:
+    def _logprobs(self, piece: Piece) -> Event | None:
+        if piece.part.growth.logprobs is None:
             return None
+        reader = self._token_readers.setdefault(piece.choice, self.service.token_reader())
+        return {"content": [msgspec.Raw(dumps(self._entry(row))) for row in reader.read(piece.part)]}
 
-        def entry(token: int, value: float) -> dict[str, Any]:
-            text = self.service.token_text(token)
-            return {"token": text, "logprob": finite(value), "bytes": list(text.encode())}
+    def _entry(self, row: TokenRow) -> Event:
+        texts, rows = self.service.token_texts, row.logprobs or {}
 
-        content = []
-        for token, row in zip(part.token_ids, rows, strict=True):
-            content.append(entry(token, row[token]) | {"top_logprobs": [entry(*pair) for pair in row.items()]})
-        return {"content": content}
+        def entry(token: int, data: bytes) -> Event:
+            text = texts.text(token, is_first=row.is_first)
+            return {"token": text, "logprob": finite(rows[token]), "bytes": list(data)}
+
+        best = sorted(rows, key=lambda token: -rows[token])[: self._num_top]  # all, and the token itself
+        top = [entry(token, texts.bytes(token, is_first=row.is_first)) for token in best]
+        return entry(row.token, row.bytes) | {"top_logprobs": top}
 
 
 def _call(name: str) -> Event:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from paged.executors.requests.output import RequestOutput
 from paged.executors.serving.answers import Event, Form, finite
-from paged.executors.serving.errors import ApiError, reply
+from paged.executors.serving.errors import ApiError, dumps, reply
 from paged.executors.serving.schemas import CompletionBody, EmbeddingsBody
 from paged.executors.serving.service import Piece, service_of
+from paged.executors.serving.token_texts import TokenReader, TokenRow
 
 
 async def complete(body: CompletionBody, request: Request) -> Response:
@@ -20,27 +23,57 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     service, n = service_of(request), body.n or 1
     if body.best_of not in (None, n):
         raise ApiError(400, f"best_of: {body.best_of}, expected n", "best_of")
-    options, given = await service.options(body), _several(body.prompt)
-    service.check_choices(len(given), n)  # before they are encoded
-    prompts = await service.encoded(given)
+    prompts = _several("prompt", body.prompt)
     echoed = body.logprobs if body.echo else None
     params = service.params(body, body.max_tokens or 16, logprobs=body.logprobs, prompt_logprobs=echoed)
-    params = service.check_prompts(prompts, params)
-    echoes = [one if isinstance(one, str) else service.tokenizer.decode(one) for one in given] if body.echo else []
-    return await _Completion(request, body, echoes, n).answer(prompts, params, options)
+    service.check_new_tokens(len(prompts), params)  # before they are encoded
+    options = await service.options(body)
+    ids = [await service.encoded(prompt) for prompt in prompts]
+    params = service.check_prompts(ids, params)
+    num_echoed = n * sum(map(len, ids)) if body.echo else 0
+    if num_echoed > (most := service.config.max_new_tokens):
+        raise ApiError(400, f"echo: {num_echoed} tokens of prompts in all, expected at most {most}", "echo")
+    return await _Completion(request, body, prompts).answer(ids, params, options)
 
 
-def _several(given: Any) -> list[Any]:
+def _several(name: str, given: str | list[Any]) -> list[str] | list[list[int]]:
     """Return texts, or lists of token ids, of which a request may have one without a list around it."""
-    return [given] if isinstance(given, str) or not given or isinstance(given[0], int) else list(given)
+    if isinstance(given, str):
+        return [given]
+    kinds = set(map(type, given))
+    if len(kinds) > 1:
+        raise ApiError(400, f"{name}: expected a text, token ids, or a list of either", name)
+    return given if kinds <= {str, list} and kinds else [given]
+
+
+class _Columns(NamedTuple):
+    """Log probabilities in OpenAI's form: an item for each token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[msgspec.Raw | None]
+    text_offset: list[int]
+
+    def joined(self, other: _Columns) -> _Columns:
+        return _Columns(
+            self.tokens + other.tokens,
+            self.token_logprobs + other.token_logprobs,
+            self.top_logprobs + other.top_logprobs,
+            self.text_offset + other.text_offset,
+        )
 
 
 class _Completion(Form):
+    """Choices with their texts; `prompts` as the client gave them."""
+
     prefix, kind = "cmpl", "text_completion"
 
-    def __init__(self, request: Request, body: CompletionBody, echoes: Sequence[str], n: int) -> None:
+    def __init__(self, request: Request, body: CompletionBody, prompts: Sequence[str | list[int]]) -> None:
         super().__init__(request, body)
-        self._echoes, self._n, self._offsets = echoes, n, dict[int, int]()
+        self._prompts, self._n = prompts, body.n or 1
+        self._is_echoed, self._num_top = bool(body.echo), body.logprobs or 0
+        self._readers: dict[int, TokenReader] = {}
+        self._echoes: dict[int, tuple[str, _Columns]] = {}
 
     def events(self, piece: Piece) -> Iterator[Event]:
         yield self.body(choices=[self._choice(piece)])
@@ -50,30 +83,48 @@ class _Completion(Form):
 
     def _choice(self, piece: Piece) -> Event:
         choice, output, part = piece
-        text, logprobs = part.text, None
-        rows: Sequence[dict[int, float] | None] | None = part.logprobs
-        begin = self._offsets.get(choice, 0)
-        tokens = [] if rows is None else part.token_ids
-        if self._echoes and choice not in self._offsets:
-            text = self._echoes[choice // self._n] + text
-            if (prompt := output.prompt_logprobs) is not None:
-                tokens, rows = [*output.prompt, *tokens], [*prompt, *(rows or ())]
-        if rows is not None:
-            logprobs = self._logprobs(tokens, rows, begin)
-        self._offsets[choice] = begin + len(text)
-        return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": part.finish_reason}
+        text, columns = "", _Columns([], [], [], [])
+        if choice not in self._readers:
+            if self._is_echoed:
+                text, columns = self._echo(choice // self._n, output)
+            self._readers[choice] = self.service.token_reader(len(text))
+        logprobs = None
+        if part.growth.logprobs is not None:
+            logprobs = columns.joined(self._columns(self._readers[choice].read(part)))._asdict()
+            logprobs["top_logprobs"] = logprobs["top_logprobs"] if self._num_top else None
+        return {"index": choice, "text": text + part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
-    def _logprobs(self, tokens: Sequence[int], rows: Sequence[dict[int, float] | None], offset: int) -> Event:
-        """A row that is None is that of a prompt's first token."""
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        text_of = self.service.token_text
-        for token, row in zip(tokens, rows, strict=True):
-            top = None if row is None else {text_of(one): finite(value) for one, value in row.items()}
-            entries = text_of(token), row and finite(row[token]), top, offset
-            for values, value in zip(found.values(), entries, strict=True):
-                values.append(value)
-            offset += len(entries[0])
-        return found
+    def _echo(self, index: int, output: RequestOutput) -> tuple[str, _Columns]:
+        """Return the text of a prompt and the log probabilities of its tokens, the same for all of its choices."""
+        if index not in self._echoes:
+            given, rows = self._prompts[index], output.prompt_logprobs
+            text = given if isinstance(given, str) else self.service.tokenizer.decode(given)
+            columns = _Columns([], [], [], [])
+            if rows is not None:
+                read = self.service.token_reader().read_tokens(list(output.prompt), rows, is_last=True)
+                columns = self._columns(read)
+                offsets = columns.text_offset
+                if isinstance(given, str):
+                    offsets = self.service.token_texts.offsets(given, output.prompt) or offsets
+                columns = columns._replace(text_offset=[min(offset, len(text)) for offset in offsets])
+            self._echoes[index] = text, columns
+        return self._echoes[index]
+
+    def _columns(self, rows: Iterable[TokenRow]) -> _Columns:
+        texts, columns = self.service.token_texts, _Columns([], [], [], [])
+        for token, is_first, offset, _, logprobs in rows:
+            columns.tokens.append(texts.text(token, is_first=is_first))
+            columns.text_offset.append(offset)
+            if logprobs is None:  # of a prompt's first token
+                columns.token_logprobs.append(None)
+                columns.top_logprobs.append(None)
+                continue
+            columns.token_logprobs.append(finite(logprobs[token]))
+            best: dict[str, float] = {}
+            for other, value in logprobs.items():  # the token's own is the first, and stays if others have its text
+                best.setdefault(texts.text(other, is_first=is_first), finite(value))
+            columns.top_logprobs.append(msgspec.Raw(dumps(best)))
+        return columns
 
 
 async def embed(body: EmbeddingsBody, request: Request) -> Response:
@@ -81,15 +132,13 @@ async def embed(body: EmbeddingsBody, request: Request) -> Response:
     service = service_of(request)
     if await service.adapter(body.model) is not None:
         raise ApiError(400, "model: embeddings take no adapter", "model")
-    given = _several(body.input)
+    given = _several("input", body.input)
     service.check_choices(len(given), 1)
-    longest = min(service.longest, service.config.max_prompt_tokens or service.longest)
-    async with service.in_time(request):
-        prompts = await service.encoded(given)
-        if any(not 0 < len(prompt) <= longest for prompt in prompts):
-            raise ApiError(400, f"input: expected 1 to {longest} tokens each", "input", "context_length_exceeded")
-        count = request.state.record.prompt_tokens = sum(map(len, prompts))
-        rows = (await service.engine.embed(prompts)).cpu().numpy()
+    prompts = [await service.encoded(one) for one in given]
+    if not all(prompts):
+        raise ApiError(400, "input: expected at least 1 token each", "input")
+    count = request.state.record.prompt_tokens = sum(map(len, prompts))
+    rows = (await service.engine.embed(prompts)).cpu().numpy()
 
     def answer() -> Response:
         is_text = body.encoding_format == "base64"
@@ -99,4 +148,4 @@ async def embed(body: EmbeddingsBody, request: Request) -> Response:
         model = body.model or service.config.model_name
         return reply({"object": "list", "data": data, "model": model, "usage": usage})
 
-    return await service.in_thread(answer)
+    return await service.in_thread(answer, rows.nbytes)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -18,8 +17,7 @@ from paged.executors.engine.config import QueueFullError
 from paged.printable import one_line
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_ARGUMENT = re.compile(r"([a-z][a-z_.0-9]*): ")
-_RENAMED = {"prompt_token_ids": "prompt", "text": "prompt"}
+_ARGUMENT = re.compile(r"([a-z][a-z_.0-9]*)(?:\[\d+\])?: ")
 _LONGEST = 1000  # characters of a message
 
 
@@ -35,8 +33,8 @@ class ApiError(PagedError):
     def body(self) -> dict[str, Any]:
         """OpenAI's form; "type" beside it is what Anthropic's clients look for."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        message = one_line(self.message, _LONGEST)
-        return {"type": "error", "error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        message, param = one_line(self.message, _LONGEST), self.param and one_line(self.param, _LONGEST)
+        return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> Response:
         return reply(self.body, self.status, self.headers)
@@ -54,24 +52,31 @@ def dumps(value: Any) -> bytes:
         return json.dumps(value).encode()
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """Return what a client is told of an error; of one without a name of ours no more than that there was one."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, RequestValidationError):
-        found = max(error.errors(), key=lambda one: len(one["loc"]))  # of several forms, the one that fits most
-        path = [str(part) for part in found["loc"][1:] if not str(part).startswith(("function-", "tagged-", "list["))]
-        return ApiError(400, f"{'.'.join(path) or 'body'}: {found['msg']}", ".".join(path) or None)
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
+    """Return what a client is told of an error; of one without a name of ours no more than that there was one.
+
+    Args:
+        names: the client's arguments, by those of the engine that are made of them.
+    """
     message = str(error)
-    if isinstance(error, QueueFullError):
-        return ApiError(429, message)
-    if isinstance(error, EngineStoppedError):
-        return ApiError(503, message)
-    if isinstance(error, SequenceTooLongError):
-        return ApiError(400, message, code="context_length_exceeded")
-    if isinstance(error, InvalidInputError | UnsupportedError):
-        named = _ARGUMENT.match(message)
-        return ApiError(400, message, named and _RENAMED.get(named[1], named[1]))
-    return ApiError(500, "the server failed; its log says more")
+    if isinstance(error, ApiError):
+        found = error
+    elif isinstance(error, HTTPException):
+        found = ApiError(error.status_code, str(error.detail))
+    elif isinstance(error, QueueFullError):
+        found = ApiError(429, message)
+    elif isinstance(error, EngineStoppedError):
+        found = ApiError(503, message)
+    elif isinstance(error, SequenceTooLongError):
+        found = ApiError(400, message, code="context_length_exceeded")
+    elif isinstance(error, InvalidInputError | UnsupportedError):
+        found = ApiError(400, message)
+    else:
+        return ApiError(500, "the server failed; its log says more")
+    begin = _ARGUMENT.match(found.message)
+    if found.status == 400 and begin is not None:
+        found.param = found.param or begin[1]
+        name = (names or {}).get(begin[1], begin[1])
+        found.message = name + found.message[begin.end(1) :]
+    found.param = (names or {}).get(found.param or "", found.param)
+    return found

@@ -67,8 +67,8 @@ class Gate:
         record = Record(f"req-{secrets.token_hex(12)}", scope["method"], scope["path"])
         state = scope.setdefault("state", {})
         connection = state.get("connection")  # None behind other servers than ours
-        state |= {"record": record, "began": time.time()}
         begun = time.perf_counter()
+        state |= {"record": record, "began": time.time(), "arrived": begun}
 
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":

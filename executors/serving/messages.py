@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.serving.answer_reader import Delta
 from paged.executors.serving.answers import Event
-from paged.executors.serving.chat import Conversation, Tools, text_of
-from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Sampling
+from paged.executors.serving.chat import Conversation, Tools
+from paged.executors.serving.errors import ApiError
+from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Sampling, Text, ToolUse
 from paged.executors.serving.service import Piece, service_of
 
+_CHOICES: dict[str, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",
+}
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 # By kind of a delta: the type and the field of its events; type and fields of the block that it begins.
 _PIECES = {
@@ -32,17 +39,24 @@ _BLOCKS = {
 async def answer_messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     params = service_of(request).params(body, body.max_tokens, stop=body.stop_sequences)
-    system = [{"role": "system", "content": text_of(body.system)}] if body.system else []
+    choice = body.tool_choice
+    if choice is not None and not body.tools:
+        raise ApiError(400, "tool_choice: only with tools", "tool_choice")
+    if choice is not None and (choice.name is None) == (choice.type == "tool"):
+        raise ApiError(400, "tool_choice.name: expected with the type tool, and no other", "tool_choice.name")
+    system = [{"role": "system", "content": _text_of(body.system)}] if body.system else []
     messages = [*system, *(one for message in body.messages for one in _as_template(message))]
-    functions = [
-        {"name": tool.name, "parameters": tool.input_schema, **(tool.model_extra or {})} for tool in body.tools or ()
+    functions: list[dict[str, Any]] = [
+        {"name": tool.name, "parameters": tool.input_schema} for tool in body.tools or ()
     ]
-    tools, asked = Tools(functions), body.tool_choice
-    if asked is not None and asked.type == "tool":
-        tools = Tools(functions, asked.name or "", True)
-    elif asked is not None:
-        choice = "required" if asked.type == "any" else asked.type
-        tools = Tools(functions, choice, asked.disable_parallel_tool_use)
+    for function, tool in zip(functions, body.tools or (), strict=True):
+        if tool.description is not None:
+            function["description"] = tool.description
+    tools = Tools(functions)
+    if choice is not None:
+        tools = Tools(
+            functions, _CHOICES[choice.type], choice.name, choice.disable_parallel_tool_use or choice.name is not None
+        )
     return await _Message(request, body).converse(body, messages, params, tools)
 
 
@@ -52,15 +66,21 @@ def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
         return [{"role": message.role, "content": message.content}]
     found: list[dict[str, Any]] = []
     said: dict[str, Any] = {"role": message.role, "content": ""}
+    texts: list[str] = []
     for block in message.content:
-        if block.type == "text":
-            said["content"] += block.text
-        elif block.type == "tool_use":
+        if isinstance(block, Text):
+            texts.append(block.text)
+        elif isinstance(block, ToolUse):
             call = {"name": block.name, "arguments": block.input}
             said.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": call})
         else:
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)})
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text_of(block.content)})
+    said["content"] = "".join(texts)
     return [*found, said] if said["content"] or "tool_calls" in said or not found else found
+
+
+def _text_of(content: str | Sequence[Text] | None) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content or ())
 
 
 class _Message(Conversation):

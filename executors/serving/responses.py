@@ -5,35 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.serving.answers import Event
-from paged.executors.serving.chat import Conversation, Tools, as_template
-from paged.executors.serving.errors import ApiError
-from paged.executors.serving.schemas import OpenAiSampling, ResponsesBody, ResponsesItem, Sampling
+from paged.executors.serving.chat import Conversation, Tools, read_again
+from paged.executors.serving.schemas import ResponsesBody, Sampling
 from paged.executors.serving.service import Piece, service_of
 
 
 async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
     """Answer an input. Nothing is stored, so there is no previous_response_id."""
     params = service_of(request).params(body, body.max_output_tokens)
-    items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages = [*system, *({**as_template(item), "type": None} for item in items)]
-    return await _Response(request, body).converse(_as_chat(body), messages, params, Tools())
-
-
-def _as_chat(body: ResponsesBody) -> OpenAiSampling:
-    """Return what concerns the run as a chat says it; the schema of `text.format` lies one level deeper there."""
-    form = (body.text or {}).get("format", {})
-    schema = {"json_schema": form} if form.get("type") == "json_schema" else {}
-    try:
-        form = {"type": "text"} | form | schema
-        return OpenAiSampling.model_validate({"model": body.model, "stream": body.stream, "response_format": form})
-    except ValidationError as error:
-        raise ApiError(400, f"text.format: {error.errors()[0]['msg']}", "text.format") from None
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        messages += [{**item, "type": None} for item in (await read_again(request)).messages]
+    return await _Response(request, body).converse(body, messages, params, Tools())
 
 
 class _Response(Conversation):

@@ -1,48 +1,91 @@
-"""Bodies of requests, as FastAPI checks them and lists them in /openapi.json."""
+"""Bodies of requests, as the server reads them and lists them in /openapi.json.
+
+A body is read in one pass that stops at the first error. Before it, the values in the body are counted, so that no body
+takes longer to read than one that means something.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
 
+from paged.executors.serving.errors import ApiError
 from paged.interop.structured import Kind
 
-Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, lt=1 << 31)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-KeyToken = Annotated[int, Field(strict=False)]  # keys of JSON are texts
+_MAX_LISTS = 1 << 15  # lists and objects of a body; 2^20 of them take 2 s, most of it in Python's garbage collector
+_MAX_KEYS = 1 << 17
+_MAX_DIGITS = 400  # of a number; the largest float has 309, and time grows with the square
+_AS_ZEROS = bytes(ord("0") if chr(byte).isdigit() else byte for byte in range(128)) + bytes(range(128, 256))
+_LONGEST_MESSAGE = 2000
+_PATH = re.compile(r"`\$(\S*)`$")
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_MISSING = re.compile(r"missing required field `(.*?)`")
+
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Tokens = list[Token]
+Prompts = str | list[str | Token | Tokens]
+Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]+$(?!\n)", max_length=256)]
+# The client's arguments, by those of the engine that are made of them.
+_OF_PROMPT = {"prompt_token_ids": "prompt", "text": "prompt", "prompt_logprobs": "echo", "lora_adapter": "model"}
+_OF_MESSAGES = _OF_PROMPT | dict.fromkeys(("prompt", "prompt_token_ids", "text", "images", "image"), "messages")
+_OF_INPUT = _OF_PROMPT | dict.fromkeys(("prompt", "prompts", "prompt_token_ids", "text", "messages"), "input")
 
 
-class Body(BaseModel):
-    """Unknown arguments are errors: one that is misspelt would otherwise be silently without effect."""
+class Grammar(NamedTuple):
+    """The form that an answer must have, and the argument that asks for it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Open(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
+    param: str
+    kind: Kind
+    text: Any
 
 
-class Part(Open):
-    """Of a message's content; only text is read."""
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Unknown arguments are errors: one that is misspelt would otherwise be silently without effect.
 
-    type: Literal["text", "input_text", "output_text"]
+    Attributes:
+        max_values: most JSON values of such a body.
+        names: the client's arguments that have another name in the engine, by that name.
+    """
+
+    max_values: ClassVar[int] = 1 << 20
+    names: ClassVar[Mapping[str, str]] = _OF_PROMPT
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Text(Struct, tag="text"):
+    """Part of a message's content."""
+
     text: str
 
 
-class ImageUrl(Open):
+class InputText(Text, tag="input_text"):
+    pass
+
+
+class OutputText(Text, tag="output_text"):
+    pass
+
+
+class ImageUrl(Struct):
     url: str
 
 
-class ImagePart(Open):
-    type: Literal["image_url"]
+class Image(Struct, tag="image_url"):
     image_url: ImageUrl
 
 
-class Function(Open):
-    name: Annotated[str, Field(pattern=r"^[\w.:/-]+$", max_length=256)]
+class Function(Struct):
+    name: FunctionName
 
 
 class Tool(Body):
@@ -50,23 +93,23 @@ class Tool(Body):
     function: Function
 
 
-class ToolCall(Open):
+class ToolCall(Struct):
     function: Function
 
 
-class Message(Open):
+class Message(Struct, kw_only=True):
     """Other entries go to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[Part | ImagePart, Field(discriminator="type")]] | None = None
+    content: str | list[Text | InputText | OutputText | Image] | None = None
     tool_calls: list[ToolCall] | None = None
 
 
-class JsonSchema(Open):
-    schema_: dict[str, Any] = Field(alias="schema")
+class JsonSchema(Struct):
+    schema: dict[str, Any]
 
 
-class ResponseFormat(Open):
+class ResponseFormat(Struct):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -75,8 +118,8 @@ class Sampling(Body):
     """Arguments that all text endpoints share, with the meaning of `SamplingParams`; the second part has no effect."""
 
     model: str | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
 
@@ -87,50 +130,74 @@ class Sampling(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    def grammar(self) -> Grammar | None:
+        """Return the form that the answer must have, or None."""
+        return None
+
 
 class OpenAiSampling(Sampling):
     """structured_outputs: vLLM's, one of json, regex, choice, grammar and structural_tag."""
 
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     n: Count | None = None
     max_tokens: Count | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=256)] | None = None
     stop_token_ids: Tokens | None = None
-    allowed_token_ids: Tokens | None = None
-    logit_bias: dict[KeyToken, Number] | None = None
+    allowed_token_ids: Annotated[Tokens, Meta(max_length=1 << 18)] | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=4096)] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
     stream_options: dict[Literal["include_usage"], bool] | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Annotated[dict[Kind, Any], Field(min_length=1, max_length=1)] | None = None
+    structured_outputs: Annotated[dict[Kind, Any], Meta(min_length=1, max_length=1)] | None = None
+
+    def grammar(self) -> Grammar | None:
+        form, schema = self.response_format, None
+        if form is not None:
+            inner = None if form.json_schema is None else form.json_schema.schema
+            schema = _schema("response_format", form.type, inner)
+        if self.structured_outputs is None:
+            return schema
+        if schema is not None:
+            raise ApiError(400, "response_format: not beside structured_outputs", "response_format")
+        return Grammar("structured_outputs", *next(iter(self.structured_outputs.items())))
 
 
-class CompletionBody(OpenAiSampling):
-    prompt: str | Tokens | list[str] | list[Tokens]
+class CompletionBody(OpenAiSampling, kw_only=True):
+    prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: int | None = None
     suffix: None = None
 
 
-class EmbeddingsBody(Body):
-    input: str | Annotated[Tokens | list[str] | list[Tokens], Field(min_length=1)]
+class EmbeddingsBody(Body, kw_only=True):
+    names = _OF_INPUT
+
+    input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: None = None
     user: str | None = None
 
 
-class ChatBody(OpenAiSampling):
-    messages: list[Message] = Field(min_length=1)
+class ConversationBody(Sampling):
+    """What a chat template reads of a body is copied several times, so there may be less of it."""
+
+    max_values = 1 << 17
+    names = _OF_MESSAGES
+
+
+class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
@@ -141,34 +208,50 @@ class ResponsesItem(Message):
     type: Literal["message"] = "message"
 
 
-class ResponsesBody(Sampling):
+class TextFormat(Struct):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: dict[str, Any] | None = None
+
+
+class ResponsesText(Body):
+    format: TextFormat | None = None
+
+
+class ResponsesBody(ConversationBody, kw_only=True):
     """text.format: as a chat's response_format, with the entries of json_schema beside the type."""
 
-    input: str | Annotated[list[ResponsesItem], Field(min_length=1)]
+    names = {**_OF_INPUT, "max_tokens": "max_output_tokens"}
+
+    input: str | Annotated[list[ResponsesItem], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    text: dict[Literal["format"], dict[str, Any]] | None = None
+    text: ResponsesText | None = None
+
+    def grammar(self) -> Grammar | None:
+        if self.text is None or self.text.format is None:
+            return None
+        return _schema("text.format", self.text.format.type, self.text.format.schema)
 
 
-class MessagesBlock(Open):
-    """Of Anthropic's content: text, a call of a tool, or its result; the fields of the other two stay empty."""
+class ToolUse(Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
 
-    type: Literal["text", "tool_use", "tool_result"]
-    text: str = ""
-    id: str | None = None
-    name: str | None = None
-    input: Any = None
-    tool_use_id: str | None = None
-    content: str | list[Part] | None = None
+
+class ToolResult(Struct, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[Text] | None = None
 
 
 class MessagesMessage(Body):
     role: Literal["user", "assistant"]
-    content: str | list[MessagesBlock]
+    content: str | list[Text | ToolUse | ToolResult]
 
 
 class MessagesTool(Function):
     input_schema: dict[str, Any]
+    description: str | None = None
 
 
 class MessagesChoice(Body):
@@ -177,17 +260,21 @@ class MessagesChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
-class MessagesBody(Sampling):
-    messages: list[MessagesMessage] = Field(min_length=1)
+class MessagesBody(ConversationBody, kw_only=True):
+    names = {**_OF_MESSAGES, "stop": "stop_sequences"}
+
+    messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
     max_tokens: Count
-    system: str | list[Part] | None = None
-    stop_sequences: list[str] | None = None
+    system: str | list[Text] | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=256)] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesChoice | None = None
 
 
 class TokenizeBody(Body):
     """vLLM's. add_special_tokens: a prompt always has them, and messages those that the template writes."""
+
+    max_values = ConversationBody.max_values
 
     model: str | None = None
     prompt: str | None = None
@@ -198,7 +285,9 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
+    names = {"token_ids": "tokens", "prompt": "tokens"}
+
     model: str | None = None
     tokens: Tokens
 
@@ -206,3 +295,73 @@ class DetokenizeBody(Body):
 class AdapterBody(Body):
     lora_name: Name
     lora_path: str | None = None
+
+
+class Untyped(Struct):
+    """What chat templates read of a body, with the entries that the types above do not name."""
+
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+    input: Any = None
+
+
+def read_body(kind: type[B], body: bytes) -> B:
+    """Return a body as `kind`.
+
+    Raises:
+        ApiError: it is not, or it would take too long to read.
+    """
+    if (excess := excess_of(body, kind.max_values)) is not None:
+        param = None
+        with suppress(msgspec.DecodeError, RecursionError):
+            values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            param = max(values, key=lambda name: len(bytes(values[name])))
+        raise ApiError(400, f"{param or 'the body'}: {excess}", param)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except RecursionError:
+        raise ApiError(400, "the body: nested too deeply") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _as_api_error(str(error)) from None
+
+
+def excess_of(text: bytes, max_values: int) -> str | None:
+    """Return what makes JSON take too long to read, or None; in 8 ms a MB."""
+    if len(text) < _MAX_LISTS:  # has no room for it
+        return None
+    plain = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    is_outside = ~np.logical_xor.accumulate(plain == ord('"'))
+    outside = (plain * is_outside).tobytes()  # without texts
+    num_lists = outside.count(b"[") + outside.count(b"{")
+    num_values, num_keys = num_lists + outside.count(b","), outside.count(b":")
+    if num_values > max_values or num_lists > _MAX_LISTS or num_keys > _MAX_KEYS:
+        found = f"{num_values} values, {num_lists} lists and objects, {num_keys} keys"
+        return f"{found}, expected at most {max_values}, {_MAX_LISTS} and {_MAX_KEYS}"
+    if b"0" * _MAX_DIGITS in outside.translate(_AS_ZEROS):
+        return f"a number of more than {_MAX_DIGITS} digits"
+    return None
+
+
+def _as_api_error(message: str) -> ApiError:
+    """Return msgspec's message with the argument that it is about."""
+    if len(message) > _LONGEST_MESSAGE:  # it quotes the client
+        message = message[: _LONGEST_MESSAGE // 2] + message[-_LONGEST_MESSAGE // 2 :]
+    path = _PATH.search(message)
+    place, reason = path[1] if path else "", message.partition(" - at ")[0]
+    if (field := _UNKNOWN.search(message)) is not None:
+        place += f".{field[1]}"
+    elif (field := _MISSING.search(message)) is not None:
+        place, reason = f"{place}.{field[1]}", "Field required"
+    elif (value := reason.removeprefix("Invalid value ")) != reason:
+        reason = f"{value} does not match any of the expected tags"
+    param = re.sub(r"\[(\w+)\]", r".\1", place.replace("[...]", "")).lstrip(".")
+    return ApiError(400, f"{param or 'the body'}: {reason}", param or None)
+
+
+def _schema(param: str, kind: str, schema: dict[str, Any] | None) -> Grammar | None:
+    """Return the grammar of a `response_format` of OpenAI's."""
+    if (schema is not None) != (kind == "json_schema"):
+        raise ApiError(400, f"{param}: a schema belongs to the type json_schema, and to no other", param)
+    if kind == "text":
+        return None
+    return Grammar(param, "json", {"type": "object"} if schema is None else schema)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import UnsupportedError
+from paged.errors import InvalidInputError, SequenceTooLongError, UnsupportedError
 from paged.executors.engine.async_engine import AsyncEngine
 from paged.executors.requests.output import CompletionOutput, RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
@@ -21,18 +22,23 @@ from paged.executors.serving.config import ServeConfig
 from paged.executors.serving.errors import ApiError
 from paged.executors.serving.gate import Record
 from paged.executors.serving.metrics import ServerMetrics
-from paged.executors.serving.schemas import OpenAiSampling, Sampling
-from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
+from paged.executors.serving.schemas import Grammar, Sampling
+from paged.executors.serving.token_texts import TokenReader, TokenTexts
+from paged.executors.serving.tool_formats import TOOL_FORMATS, MarkedTokenizer, ToolFormat
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.executors.vision.images import ByteBudget
 from paged.executors.vision.vision_model import VisionModel
 from paged.interop.kv_events import KvEventPublisher
-from paged.interop.structured import GrammarCompiler, Kind
+from paged.interop.structured import GrammarCompiler
 from paged.prompt_embeds import PromptEmbeds
 
-P = ParamSpec("P")
 R = TypeVar("R")
-_OWN_VARIABLES = {"messages", "images", "longest", "parse_special", "expand"}
+_LONG = 1 << 14  # bytes, characters or tokens of work that is done in another thread
+_LONGEST_GRAMMAR = 1 << 16  # in characters
+_MAX_TOKENIZED = 1 << 18  # tokens, if the model takes fewer
+# Arguments that may leave no token to choose.
+_LEAVES_NONE = ("allowed_token_ids", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_WITH_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 _SAME_NAME = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs"}
 
 
@@ -73,6 +79,8 @@ class Service:
         executor = engine.engine.executor
         self.info = executor.info()
         self.longest = min(self.info.max_sequence_length, executor.kv_capacity() or self.info.max_sequence_length)
+        self.longest_prompt = min(self.longest, config.max_prompt_tokens or self.longest)
+        self.longest_text = max(self.longest, _MAX_TOKENIZED)  # that is encoded or decoded alone
         template = "".join(tokenizer.template.templates.values())
         fitting = (form for form in TOOL_FORMATS.values() if form.hint in template)
         auto = next(fitting, None) if config.tool_parser == "auto" else None
@@ -80,33 +88,46 @@ class Service:
         parser = config.reasoning_parser
         self.has_thoughts = parser == "think" or (parser == "auto" and "</think>" in template)
         self.grammars = GrammarCompiler(tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids)
+        self.token_texts, self._decoder = TokenTexts(tokenizer), MarkedTokenizer(tokenizer)
         # Two: one long text, or one template that takes its whole time, leaves the other.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="paged-text")
         self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-images")
         self.image_bytes = ByteBudget(config.max_server_image_bytes)
 
-    async def in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
+    async def in_thread(self, call: Callable[[], R], size: int = _LONG) -> R:
+        """Call in another thread, unless the size of the work says that this is not worth it."""
+        if size < _LONG:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def seconds_left(self, request: Request) -> float:
+        """Return what is left of the longest time of a request from its arrival."""
+        arrived: float = request.state.arrived
+        return max(0.0, arrived + self.config.request_seconds - time.perf_counter())
+
+    def timeout_error(self) -> ApiError:
+        return ApiError(504, f"not done within {self.config.request_seconds} s", code="timeout")
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, longest: int | None = None
     ) -> tuple[list[int], PromptEmbeds | None]:
         """Return the token ids of a conversation, and the rows of its images, None without images.
 
         Args:
             messages: with a part {"type": "image", "url": ...} in the content for every image; the URLs are taken out.
             variables: of the chat template.
+            longest: most tokens; None for the longest prompt.
         """
-        if taken := sorted(_OWN_VARIABLES & variables.keys()):
-            raise ApiError(400, f"chat_template_kwargs: {', '.join(taken)} cannot be set", "chat_template_kwargs")
         contents = [content for one in messages if isinstance(content := one.get("content"), list)]
         urls = [part.pop("url") for content in contents for part in content if part["type"] == "image"]
+        longest = longest or self.longest_prompt
         vision = self._vision
         if vision is None:
             if urls:
                 raise ApiError(400, "image_url: this server takes no images, see --max-images", "image_url")
-            return await self.in_thread(self.tokenizer.encode_chat, messages, **variables), None
-        longest = min(self.longest, self.config.max_prompt_tokens or self.longest)
+            return await self.in_thread(
+                lambda: (self.tokenizer.encode_chat(messages, longest=longest, **variables), None)
+            )
 
         def encode() -> tuple[list[int], PromptEmbeds | None]:
             with self.config.image_rules.loaded(urls, self.image_bytes) as images:
@@ -114,10 +135,14 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self._image_threads if urls else self._threads, encode)
 
-    async def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Return token ids of prompts that are texts or token ids."""
-        encode = self.tokenizer.encode
-        return [await self.in_thread(encode, one) if isinstance(one, str) else one for one in prompts]
+    async def encoded(self, prompt: str | list[int], *, longest: int | None = None) -> list[int]:
+        """Return the token ids of a prompt that is a text or token ids; longest: as for `encode_chat`."""
+        longest = longest or self.longest_prompt
+        if isinstance(prompt, str):
+            return await self.in_thread(lambda: self.tokenizer.encode(prompt, longest=longest))
+        if len(prompt) > longest:
+            raise SequenceTooLongError(f"prompt: {len(prompt)} tokens, expected at most {longest}")
+        return prompt
 
     async def adapters(self) -> tuple[str, ...]:
         with suppress(UnsupportedError):  # the executor takes none
@@ -134,9 +159,15 @@ class Service:
 
     def params(self, body: Sampling, max_tokens: int | None, **given: Any) -> SamplingParams:
         """Return the parameters of a request: what it says, else the checkpoint, else the defaults."""
-        values = {name: getattr(body, name) for name in _SAME_NAME if name in type(body).model_fields} | given
+        values = {name: getattr(body, name, None) for name in _SAME_NAME} | given
         named = {name: value for name, value in values.items() if value is not None}
-        return replace(self.defaults, max_tokens=max_tokens, **named)
+        params = replace(self.defaults, max_tokens=max_tokens, **named)
+        for name in _WITH_IDS:
+            ids, size = getattr(params, name) or (0,), self.info.vocab_size
+            if min(ids) < 0 or max(ids) >= size:
+                raise ApiError(400, f"{name}: token ids {min(ids)} to {max(ids)}, expected 0 <= id < {size}", name)
+        self.check_new_tokens(1, params)
+        return params
 
     def check_choices(self, num_prompts: int, n: int) -> int:
         """Check and return the number of choices that a request asks for."""
@@ -144,62 +175,63 @@ class Service:
             raise ApiError(400, f"n: {num_prompts} x {n} choices, expected at most {most} in all", "n")
         return num_prompts * n
 
+    def check_new_tokens(self, num_prompts: int, params: SamplingParams) -> int:
+        """Check the number of new tokens that a request asks for; return the number of its choices."""
+        choices, most = self.check_choices(num_prompts, params.n), self.config.max_new_tokens
+        if params.max_tokens is not None and choices * params.max_tokens > most:
+            message = f"max_tokens: {choices} x {params.max_tokens}, expected at most {most} in all"
+            raise ApiError(400, message, "max_tokens")
+        return choices
+
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SamplingParams:
         """Check the limits of a request; return its parameters, with as many new tokens as fit if it names none."""
-        config, n = self.config, self.check_choices(len(prompts), params.n)
-        longest = max(map(len, prompts), default=0)
-        if config.max_prompt_tokens is not None and longest > config.max_prompt_tokens:
-            message = f"a prompt of {longest} tokens, expected at most {config.max_prompt_tokens}"
-            raise ApiError(400, message, "prompt", "context_length_exceeded")
-        if params.max_tokens is None:
-            fitting = self.longest + 1 - longest
-            return replace(params, max_tokens=max(1, min(fitting, config.max_new_tokens // n)))
-        if n * params.max_tokens > config.max_new_tokens:
-            message = f"max_tokens: {n} x {params.max_tokens}, expected at most {config.max_new_tokens} in all"
-            raise ApiError(400, message, "max_tokens")
-        return params
+        choices, longest = self.check_new_tokens(len(prompts), params), max(map(len, prompts), default=0)
+        if params.max_tokens is not None:
+            return params
+        fitting = self.longest + 1 - longest
+        return replace(params, max_tokens=max(1, min(fitting, self.config.max_new_tokens // choices)))
 
-    @asynccontextmanager
-    async def in_time(self, request: Request) -> AsyncIterator[None]:
-        """Raise ApiError with 504 if what is inside takes longer than the request may, from its arrival."""
-        seconds = self.config.request_seconds
-        try:
-            async with asyncio.timeout(request.state.began + seconds - time.time()):
-                yield
-        except TimeoutError:
-            raise ApiError(504, f"not done within {seconds} s", code="timeout") from None
-
-    def token_text(self, token: int) -> str:
-        return str(self.tokenizer.tokenizer.decode([token], skip_special_tokens=False))
+    def token_reader(self, offset: int = 0) -> TokenReader:
+        """Return what reads the tokens of a text behind `offset` characters as the engine decodes them."""
+        return TokenReader(self.token_texts, self._decoder, offset)
 
     async def options(self, body: Sampling) -> dict[str, Any]:
         """Return what else `pieces` is given; only what the request asks for."""
-        options: dict[str, Any] = {"deltas": bool(body.stream), "timeout_s": self.config.request_seconds}
+        options: dict[str, Any] = {"deltas": bool(body.stream)}
         if (adapter := await self.adapter(body.model)) is not None:
             options["metadata"] = {"lora_adapter": adapter}
-        if not isinstance(body, OpenAiSampling):
-            return options
-        if body.cache_salt is not None:
-            options["cache_salt"] = body.cache_salt
-        asked, form = body.structured_outputs, body.response_format
-        if asked is None and form is not None and form.type != "text":
-            if form.json_schema is None and form.type == "json_schema":
-                raise ApiError(400, "response_format: no json_schema", "response_format.json_schema")
-            asked = {"json": {"type": "object"} if form.json_schema is None else form.json_schema.schema_}
-        if asked is not None:
-            options["token_mask"] = await self.compiled(*next(iter(asked.items())))
+        if (salt := getattr(body, "cache_salt", None)) is not None:
+            options["cache_salt"] = salt
+        if (grammar := body.grammar()) is not None:
+            options |= {"token_mask": await self.compiled(grammar), "constraint": grammar.param}
         return options
 
-    async def compiled(self, kind: Kind, grammar: Any) -> Any:
+    async def compiled(self, grammar: Grammar) -> Any:
         """Return a fresh matcher of a grammar, within the limit of time."""
-        return await self.grammars.compile(kind, grammar, seconds=self.config.compile_seconds)
+        param, kind, text = grammar
+        length = len(text if isinstance(text, str) else msgspec.json.encode(text))
+        if length > _LONGEST_GRAMMAR:
+            raise ApiError(400, f"{param}: {length} characters, expected at most {_LONGEST_GRAMMAR}", param)
+        try:
+            return await self.grammars.compile(kind, text, seconds=self.config.compile_seconds)
+        except InvalidInputError as error:
+            raise ApiError(400, f"{param}: {error}", param) from error
 
     async def pieces(
-        self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        constraint: str | None = None,
+        **options: Any,
     ) -> AsyncGenerator[Piece, None]:
         """Run all prompts; yield what each choice gains, or without `deltas` all of it at its end.
 
         Choices of a prompt have consecutive numbers.
+
+        Args:
+            constraint: the argument that says which tokens are allowed.
         """
         record: Record = request.state.record
         record.prompt_tokens = sum(map(len, prompts))
@@ -207,6 +239,10 @@ class Service:
         last: dict[int, RequestOutput] = {}
         times: dict[int, float] = {}  # of the last tokens of a prompt
         mask = options.pop("token_mask", None)
+        options["timeout_s"] = self.seconds_left(request)
+        if constraint is None:
+            changed = (name for name in _LEAVES_NONE if getattr(params, name) != getattr(self.defaults, name))
+            constraint = next(changed, None)
         own = [options if mask is None else {**options, "token_mask": mask.fork()} for _ in prompts]
         runs: list[Any] = [
             self.engine.generate(prompt, params, **one) for prompt, one in zip(prompts, own, strict=True)
@@ -227,7 +263,7 @@ class Service:
                             continue
                         if reason is not None:
                             ended[choice] = reason
-                            self._check_end(reason, output)
+                            self._check_end(reason, output, constraint)
                         yield Piece(choice, output, one)
         finally:
             lengths = [one.mark.token_ids for output in last.values() for one in output.outputs]
@@ -237,11 +273,11 @@ class Service:
                 record.queued_s, record.first_token_s = known.queued_s, record.first_token_s or known.first_token_s
             record.end = record.end or ",".join(dict.fromkeys(ended.values()))
 
-    def _check_end(self, reason: str, output: RequestOutput) -> None:
-        if reason == "error" and "no token" in str(output.error):  # of NaN, or a grammar beyond the vocabulary
-            raise ApiError(400, f"response_format: {output.error}", "response_format")
+    def _check_end(self, reason: str, output: RequestOutput, constraint: str | None) -> None:
+        if reason == "error" and constraint is not None and "no token" in str(output.error):
+            raise ApiError(400, f"{constraint}: {output.error}", constraint)
         if reason == "timeout":
-            raise ApiError(504, f"not done within {self.config.request_seconds} s", code="timeout")
+            raise self.timeout_error()
         if reason in ("error", "abort"):
             raise ApiError(500 if output.error else 503, f"the request failed: {output.error or 'it was aborted'}")
 

@@ -1,0 +1,147 @@
+"""Texts and bytes of single tokens, so that those of an answer's tokens join to the answer."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice
+from typing import NamedTuple
+
+from paged.executors.requests.output import CompletionOutput
+from paged.executors.serving.tool_formats import MarkedTokenizer
+from paged.executors.text.chat_tokenizer import ChatTokenizer
+from paged.executors.text.detokenizer import Detokenizer
+from paged.executors.text.special_tokens import encoded
+
+_REPLACED = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # such a part in vocabularies of SentencePiece
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return GPT-2's letters for bytes: printable ones for themselves, those from U+0100 for the others in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_LETTERS = _byte_letters()
+
+
+class TokenTexts:
+    """The text and the bytes of each token. Kept once they are known; tokens are few."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer.tokenizer
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        self._texts: dict[tuple[int, bool], str] = {}
+
+    def text(self, token: int, *, is_first: bool = False) -> str:
+        """Return what a token adds to a text. As the first one it may lack a space."""
+        text = self._texts.get((token, is_first))
+        if text is None:
+            text = self._decode([token])
+            if not (is_first or token in self._special):
+                twice = self._decode([token, token])
+                text = twice[len(text) :] if twice.startswith(text) else text
+            self._texts[token, is_first] = text
+        return text
+
+    def bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes of that text, which may be part of a character."""
+        text = self.text(token, is_first=is_first)
+        if _REPLACED not in text:
+            return text.encode()
+        name = self._tokenizer.id_to_token(token) or ""
+        if (byte := _BYTE.fullmatch(name)) is not None:
+            return bytes.fromhex(byte[1])
+        if _BYTE_LETTERS.keys() >= set(name):
+            return bytes(_BYTE_LETTERS[letter] for letter in name)
+        return text.encode()
+
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
+        """Return the number of characters before each token of a text; None if it is not encoded to these ids."""
+        encoding = encoded(self._tokenizer, text, add_special_tokens=True)
+        if encoding.ids != list(token_ids):
+            return None
+        ends = accumulate((end for _, end in encoding.offsets), max, initial=0)
+        return list(ends)[:-1]
+
+    def is_shown(self, token: int) -> bool:
+        """Return whether a token is part of a decoded text."""
+        return token not in self._special
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+class TokenRow(NamedTuple):
+    """A token of an answer.
+
+    Attributes:
+        offset: characters of the text before it.
+        bytes: its part of the text in UTF-8; none if it is not shown. All of them join to the text.
+        logprobs: log probability by token, its own first; None for the first token of a prompt.
+    """
+
+    token: int
+    is_first: bool
+    offset: int
+    bytes: bytes
+    logprobs: Mapping[int, float] | None
+
+
+class TokenReader:
+    """Yields the tokens of one text as it grows, each once its part of the text is known."""
+
+    def __init__(self, texts: TokenTexts, tokenizer: MarkedTokenizer | ChatTokenizer, offset: int = 0) -> None:
+        self._texts, self._detokenizer = texts, Detokenizer(tokenizer)
+        self._offset = offset
+        self._shown = 0  # bytes of the text
+        self._held: deque[TokenRow] = deque()
+        self._num_read = self._num_open = 0  # tokens, and those at the end of `_held` whose text is not known
+
+    def read(self, part: CompletionOutput) -> Iterator[TokenRow]:
+        """Yield tokens of a text that has grown by `part`."""
+        self._shown += len(part.text.encode())
+        return self.read_tokens(part.growth.token_ids, part.logprobs or (), is_last=part.finish_reason is not None)
+
+    def read_tokens(
+        self, token_ids: list[int], rows: Sequence[Mapping[int, float] | None], *, is_last: bool
+    ) -> Iterator[TokenRow]:
+        """Yield tokens of a text; rows: log probabilities of the new ones. is_last: the text ends with them."""
+        for row in rows:
+            token, is_first = token_ids[self._num_read], self._num_read == 0
+            self._num_read += 1
+            self._held.append(TokenRow(token, is_first, self._offset, b"", row))
+            self._num_open += 1
+            is_end = is_last and self._num_read == len(token_ids)
+            text = self._detokenizer.read(token_ids, self._num_read, is_last=is_end)
+            if text or is_end:
+                self._close(text)
+        while self._held and (is_last or len(self._held) > self._num_open):
+            row_bytes = self._held[0].bytes
+            if len(row_bytes) > self._shown and not is_last:  # may be part of a stop string
+                return
+            row_bytes = row_bytes[: self._shown]
+            self._shown -= len(row_bytes)
+            yield self._held.popleft()._replace(bytes=row_bytes)
+
+    def _close(self, text: str) -> None:
+        """Give each open token its part of the text that they have added; the last all of it if they do not join."""
+        data = text.encode()
+        first = len(self._held) - self._num_open
+        parts = [
+            self._texts.bytes(row.token, is_first=row.is_first) if self._texts.is_shown(row.token) else b""
+            for row in islice(self._held, first, None)
+        ]
+        if b"".join(parts) != data:
+            parts = [b""] * (len(parts) - 1) + [data]
+        begin = b""
+        for index, part in enumerate(parts, start=first):
+            offset = self._offset + len(begin.decode(errors="ignore"))
+            self._held[index] = self._held[index]._replace(offset=offset, bytes=part)
+            begin += part
+        self._offset += len(text)
+        self._num_open = 0
