@@ -81,7 +81,7 @@ class EngineCore:
         can_overlap = is_unified and executor.capabilities().supports_device_ids and manager is not None
         self._overlaps = overlaps and can_overlap and proposer is None and not config.batch_invariant
         self._launched: LaunchedStep | None = None
-        self._on_finish: list[Callable[[Completion], object]] = [self._sampler.forget]
+        self._on_finish: list[Callable[[Completion], object]] = [self._sampler.forget, Completion.close_mask]
         if proposer is not None:
             self._on_finish.append(proposer.forget)
         self._is_stepping = False
@@ -191,7 +191,8 @@ class EngineCore:
                 break
             plan = self._scheduler.plan()
         if not (plan.decodes or plan.chunks):
-            if before is None and self._scheduler.waiting and self._scheduler.preempt() is None:
+            is_idle = before is None and not self._scheduler.awaits_masks
+            if is_idle and self._scheduler.waiting and self._scheduler.preempt() is None:
                 first = self._scheduler.waiting[0]
                 self._fail(first, "the cache has no room for it, and no request here holds any")
             return None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
+from time import perf_counter
 from typing import NamedTuple
 
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
@@ -22,6 +23,8 @@ _NEWEST = 0.3
 # Of the time that a step may take, how much is planned with: a measured cost is that of the chunk before, and beside
 # other work on its machine a step takes up to a half longer than foreseen.
 _MARGIN = 0.8
+# Longest wait of a step for masks that are computed elsewhere. Most are there after 0.2 ms.
+_MASK_WAIT_S = 0.005
 # So that a prompt gets through, whatever a token of it costs.
 _SMALLEST_CHUNK = 8
 
@@ -43,6 +46,9 @@ class Scheduler:
         fail: ends a completion that cannot be admitted, with a reason; it calls `remove` last.
         decode_cost: most tokens of a decoding sequence: 1 and its drafts.
         prompt_rows: most prompt tokens of a step with logits for each.
+
+    Attributes:
+        awaits_masks: whether the last plan left out decodes whose masks were not there.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Scheduler:
         self._decode_cost = decode_cost
         self._prompt_rows = prompt_rows
         self._is_full = self._has_begun = False
+        self.awaits_masks = False
 
     @property
     def num_running(self) -> int:
@@ -89,7 +96,10 @@ class Scheduler:
         """Plan the next step, and admit what fits."""
         config, cost = self._config, self._decode_cost
         fitting = max(config.token_budget // cost, 1)
-        decodes = [one for one in self.decoding if one.num_sampled < one.max_tokens]
+        unfinished = [one for one in self.decoding if one.num_sampled < one.max_tokens]
+        deadline = perf_counter() + _MASK_WAIT_S
+        decodes = [one for one in unfinished if one.has_mask(deadline)]
+        self.awaits_masks = len(decodes) < len(unfinished)
         if len(decodes) > fitting:  # in turns
             decodes = decodes[:fitting]
             turn = set(decodes)

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import chain
 from operator import ge
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
+from paged.executors.requests.token_rules import AwaitedMask, LogitsProcessor, TokenMask
 from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.stop_strings import StopReader
 from paged.prompt_embeds import PromptEmbeds
@@ -203,6 +204,7 @@ class Completion:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
         self.token_mask = request.token_masks[index] if request.token_masks else None
+        self._awaited = self.token_mask if isinstance(self.token_mask, AwaitedMask) else None
         self.logits_processor = request.logits_processors[index] if request.logits_processors else None
         self.is_watched = tokenizer is not None or self.token_mask is not None
         self.last_of_prompt = len(request.prompt) - 1
@@ -266,6 +268,19 @@ class Completion:
     def is_behind(self) -> bool:
         """Whether the host does not know its newest token yet."""
         return self.num_sampled > len(self.token_ids)
+
+    def has_mask(self, deadline: float) -> bool:
+        """Return whether its next mask is there, waiting until `deadline`, in seconds of `perf_counter`."""
+        if self._awaited is None:
+            return True
+        if self.is_behind:  # nobody can ask for the mask behind a token that only the device knows
+            return self._awaited.is_quick
+        return self._awaited.is_ready(deadline - perf_counter())
+
+    def close_mask(self) -> None:
+        """Free what its mask holds elsewhere."""
+        if self._awaited is not None:
+            self._awaited.close()
 
     def tokens_from(self, start: int) -> list[int]:
         """Return the tokens from that position on."""

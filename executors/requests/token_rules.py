@@ -29,6 +29,21 @@ class TokenMask(Protocol):
 
 
 @runtime_checkable
+class AwaitedMask(TokenMask, Protocol):
+    """A mask that is computed elsewhere while steps run: a completion takes part in a step once its mask is here."""
+
+    def is_ready(self, timeout: float) -> bool:
+        """Wait until the next mask is here, or an error; return whether that came within `timeout` seconds."""
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a mask is likely to be there when it is needed."""
+
+    def close(self) -> None:
+        """Free what it holds; its completion has ended."""
+
+
+@runtime_checkable
 class LogitsProcessor(Protocol):
     """A function of a completion's tokens and logits, which may keep a state."""
 

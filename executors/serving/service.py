@@ -29,7 +29,7 @@ from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.executors.vision.images import ByteBudget
 from paged.executors.vision.vision_model import VisionModel
 from paged.interop.kv_events import KvEventPublisher
-from paged.interop.structured import GrammarCompiler
+from paged.interop.structured import GrammarCompiler, GrammarLimitError
 from paged.prompt_embeds import PromptEmbeds
 
 R = TypeVar("R")
@@ -87,7 +87,9 @@ class Service:
         self.tool_format: ToolFormat | None = TOOL_FORMATS.get(config.tool_parser, auto)
         parser = config.reasoning_parser
         self.has_thoughts = parser == "think" or (parser == "auto" and "</think>" in template)
-        self.grammars = GrammarCompiler(tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids)
+        self.grammars = GrammarCompiler(
+            tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids, token_seconds=config.mask_seconds
+        )
         self.token_texts, self._decoder = TokenTexts(tokenizer), MarkedTokenizer(tokenizer)
         # Two: one long text, or one template that takes its whole time, leaves the other.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="paged-text")
@@ -276,6 +278,8 @@ class Service:
     def _check_end(self, reason: str, output: RequestOutput, constraint: str | None) -> None:
         if reason == "error" and constraint is not None and "no token" in str(output.error):
             raise ApiError(400, f"{constraint}: {output.error}", constraint)
+        if reason == "error" and GrammarLimitError.__name__ in str(output.error):
+            raise ApiError(400, f"{output.error}", constraint)
         if reason == "timeout":
             raise self.timeout_error()
         if reason in ("error", "abort"):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.scalars import shown
+import numpy as np
+import torch
+
+from paged.bounded_process import Branch, ProcessEndedError, Root
+from paged.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.interop.grammar_process import MAX_MEGABYTES, MOVE, REFUSED, STOPPED, Backend
+from paged.kernels.common.scalars import as_float, shown
 from paged.printable import one_line
 
 if TYPE_CHECKING:
@@ -20,17 +24,34 @@ if TYPE_CHECKING:
 Kind = Literal["json", "regex", "grammar", "choice", "structural_tag"]
 # xgrammar's time grows with the cube of a schema's properties: 1,000 take 1.6 s over 288 tokens, 3,000 more than 25 s.
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 16, 2048, 64
-_NUM_THREADS = 4  # so that a hostile grammar, which nothing can end, leaves the others
-_MAX_BYTES = 512 << 20
+# Grammars that compile at once: a hostile one takes its place until its time is up.
+_MAX_COMPILING = 8
+_ROOT = Root("paged.interop.grammar_process")
+_START_S = 120.0  # to load torch and xgrammar on a busy machine
+# Tokens whose time one token may take together. The first mask over a large vocabulary is the slowest.
+_BURST_TOKENS = 20
+# A process waits for a core at most so long before it ends, beside its CPU time.
+_SPARE_S = 2.0
+_QUICK_S = 0.005
+
+
+class GrammarLimitError(PagedError):
+    """A grammar takes more time for a token, or more memory, than it may; its completion ends."""
 
 
 class GrammarCompiler:
     """Compiles grammars over one vocabulary and keeps the last of them.
 
+    Grammars are compiled and followed in processes of their own, which the system ends at a limit of time or memory.
+
     Args:
         vocab_size: the model's, which may be larger than the tokenizer's.
         end_token_ids: tokens that may follow a whole answer.
         max_cached: grammars to keep, least recently used dropped first.
+        token_seconds: CPU time that a completion's grammar may take for a token, on average over the last 20.
+
+    Raises:
+        InvalidInputError: `token_seconds` is not positive.
     """
 
     def __init__(
@@ -39,18 +60,22 @@ class GrammarCompiler:
         vocab_size: int,
         end_token_ids: Sequence[int],
         *,
-        backend: Literal["xgrammar", "llguidance"] = "xgrammar",
+        backend: Backend = "xgrammar",
         max_cached: int = 64,
+        token_seconds: float = 0.05,
     ) -> None:
-        self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, list(end_token_ids)
-        self._make = {"xgrammar": self._xgrammar, "llguidance": self._llguidance}[backend]
-        self._max_cached = max_cached
-        self._matchers: dict[tuple[str, str], asyncio.Future[Callable[[], Any]]] = {}  # the least recently used first
-        self._compile: Callable[[str, str], Callable[[], Any]] | None = None
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="paged-grammar")
+        self._tokenizer, self._max_cached = tokenizer, max_cached
+        self._setup = {"vocab_size": vocab_size, "end_token_ids": list(end_token_ids), "backend": backend}
+        self._token_s = as_float("token_seconds", token_seconds, math.nextafter(0, 1))
+        self._compiled: dict[tuple[str, str], _Compiled] = {}  # the least recently used first
+        self._tasks: dict[tuple[str, str], asyncio.Task[_Compiled]] = {}
+        self._vocabulary: Branch | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compile(self, kind: Kind, grammar: Any, *, seconds: float = 10.0) -> Any:
         """Return a fresh matcher, see `TokenMask`; other coroutines run meanwhile.
+
+        A matcher's methods raise GrammarLimitError once its grammar has taken more time or memory than it may.
 
         Args:
             kind: "json" for a JSON schema, as a mapping or text; "regex"; "grammar" for EBNF as xgrammar reads it, or
@@ -58,105 +83,192 @@ class GrammarCompiler:
 
         Raises:
             InvalidInputError: it is malformed, larger than 65,536 characters or 2,048 JSON values, deeper than 64, or
-                takes longer than `seconds`.
-            UnsupportedError: the backend is not installed.
+                takes longer than `seconds` or more than 512 MB.
+            UnsupportedError: the backend is not installed, or this system has no fork.
         """
         kind, text = _checked(kind, grammar)
-        future = self._matchers.pop((kind, text), None)
-        if future is None or (future.done() and (future.cancelled() or future.exception() is not None)):
-            future = asyncio.get_running_loop().run_in_executor(self._threads, self._compiled, kind, text)
-        self._matchers[kind, text] = future
-        if len(self._matchers) > self._max_cached:
-            del self._matchers[next(iter(self._matchers))]
-        try:
-            async with asyncio.timeout(seconds):
-                return (await asyncio.shield(future))()
-        except TimeoutError:
-            raise InvalidInputError(f"{kind}: not compiled within {seconds} s") from None
+        key = (kind, text)
+        compiled = self._compiled.pop(key, None)
+        if compiled is None or compiled.process.is_ready():  # it answers nothing now, so it has ended
+            vocabulary = await self._started()
+            try:
+                async with asyncio.timeout(seconds):
+                    compiled = await asyncio.shield(self._task(vocabulary, kind, text, seconds))
+            except TimeoutError:
+                raise InvalidInputError(f"{kind}: not compiled within {seconds} s") from None
+        self._compiled[key] = compiled
+        if len(self._compiled) > self._max_cached:
+            del self._compiled[next(iter(self._compiled))]
+        return _Matcher(compiled, self._token_s)
 
-    def _compiled(self, kind: str, text: str) -> Callable[[], Any]:
-        try:
-            if self._compile is None:
-                self._compile = self._make()
-            return self._compile(kind, text)
-        except ImportError as error:
-            raise UnsupportedError(f"structured output needs {error.name}: pip install 'paged[serve]'") from error
-        except Exception as error:
-            raise InvalidInputError(f"{kind}: {one_line(error, 500)}") from error
+    def _task(self, vocabulary: Branch, kind: str, text: str, seconds: float) -> asyncio.Task[_Compiled]:
+        """Return the task that compiles a grammar, one for all that wait for it."""
+        key = (kind, text)
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = asyncio.create_task(self._compile(vocabulary, kind, text, seconds))
 
-    def _xgrammar(self) -> Callable[[str, str], Callable[[], Any]]:
-        import xgrammar
+            def forget(done: asyncio.Task[_Compiled]) -> None:
+                self._tasks.pop(key, None)
+                if not done.cancelled():
+                    done.exception()  # those that waited for it may be gone
 
-        tokens = [""] * self._vocab_size
-        for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            if index < self._vocab_size:
-                tokens[index] = token
-        found = xgrammar.TokenizerInfo._detect_metadata_from_hf(self._tokenizer.to_str())
-        info = xgrammar.TokenizerInfo(
-            tokens, vocab_size=self._vocab_size, stop_token_ids=self._end_token_ids or None, **found
-        )
-        compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_MAX_BYTES)
-        of_kind: dict[str, Callable[[str], Any]] = {
-            "json": lambda text: compiler.compile_json_schema(_plain_texts(text), any_whitespace=False),
-            "structural_tag": lambda text: compiler.compile_structural_tag(_plain_texts(text)),
-            "regex": compiler.compile_regex,
-            "grammar": compiler.compile_grammar,
-            "choice": lambda text: compiler.compile_grammar(f"root ::= {_alternatives(text)}"),
-        }
-        return lambda kind, text: partial(xgrammar.GrammarMatcher, of_kind[kind](text))
+            task.add_done_callback(forget)
+        return task
 
-    def _llguidance(self) -> Callable[[str, str], Callable[[], Any]]:
-        import llguidance
+    async def _compile(self, vocabulary: Branch, kind: str, text: str, seconds: float) -> _Compiled:
+        async with self._slots:
+            try:
+                process = vocabulary.branch()
+                answer = await _asked(process, {"kind": kind, "text": text}, seconds)
+                if "error" in answer:
+                    raise InvalidInputError(f"{kind}: {one_line(answer['error'], 500)}")
+                mask = (await process.ask(MOVE.pack(0, -1), seconds=seconds)).message
+            except ProcessEndedError:
+                message = f"{kind}: not compiled within {seconds} s and {MAX_MEGABYTES} MB"
+                raise InvalidInputError(message) from None
+        return _Compiled(process, mask, frozenset(answer["stops"]))
 
-        end = self._end_token_ids or None
-        vocabulary = llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=end)
-        matcher = llguidance.LLMatcher
-        of_kind: dict[str, Callable[[str], str]] = {
-            "json": lambda text: matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}),
-            "regex": matcher.grammar_from_regex,
-            "grammar": matcher.grammar_from_lark,
-            "choice": lambda text: matcher.grammar_from_lark(f"start: {_alternatives(text)}"),
-        }
-
-        def compiled(kind: str, text: str) -> Callable[[], Any]:
-            if kind not in of_kind:
-                raise InvalidInputError(f"{kind}: not with llguidance, expected xgrammar")
-            grammar = of_kind[kind](text)
-            if reason := matcher.validate_grammar(grammar, vocabulary):
-                raise InvalidInputError(reason)
-            return lambda: _LlguidanceMatcher(matcher(vocabulary, grammar), self._end_token_ids)
-
-        return compiled
+    async def _started(self) -> Branch:
+        """Return a process that knows the vocabulary."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._tasks = loop, {}
+            self._starting, self._slots = asyncio.Lock(), asyncio.Semaphore(_MAX_COMPILING)
+        async with self._starting:
+            if self._vocabulary is None or self._vocabulary.is_ready():  # it answers nothing now, so it has ended
+                process = await asyncio.to_thread(_ROOT.branch)
+                text = await asyncio.to_thread(self._tokenizer.to_str)
+                try:
+                    answer = await _asked(process, {**self._setup, "tokenizer": text}, _START_S)
+                except ProcessEndedError as error:
+                    raise UnsupportedError(f"structured output: no process within {_START_S} s") from error
+                if "missing" in answer:
+                    raise UnsupportedError(f"structured output needs {answer['missing']}: pip install 'paged[serve]'")
+                if "error" in answer:
+                    raise UnsupportedError(f"structured output: {one_line(answer['error'], 500)}")
+                self._vocabulary = process
+            return self._vocabulary
 
 
-class _LlguidanceMatcher:
-    """An LLMatcher under xgrammar's names. Its text may be whole before an end token has come; then it stops."""
+class _Compiled(NamedTuple):
+    """A process with a compiled grammar, which is only branched; the mask of its first token; tokens that end it."""
 
-    def __init__(self, matcher: Any, end_token_ids: Sequence[int], *, is_ended: bool = False) -> None:
-        self._matcher, self._end_token_ids, self._is_ended = matcher, end_token_ids, is_ended
+    process: Branch
+    mask: bytes
+    stop_ids: frozenset[int]
 
-    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
-        from llguidance.torch import fill_next_token_bitmask
 
-        fill_next_token_bitmask(self._matcher, bitmask, index)
+class _Matcher:
+    """A `TokenMask` whose state is in a process of its own, from the first token on.
+
+    Moves are sent at once and answered by the next mask, which is computed while the engine does other things.
+    """
+
+    def __init__(self, compiled: _Compiled, token_s: float) -> None:
+        self._compiled, self._token_s = compiled, token_s
+        self._process: Branch | None = None
+        self._mask: bytes | None = compiled.mask  # None while it is not known
+        self._is_asked = self._is_stopped = False
+        self._num_back = 0  # tokens to take back before the next move
+        self._left_s = _BURST_TOKENS * token_s
+        self._last_s = 0.0
+
+    def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int = 0) -> bool:
+        if self._mask is None:
+            if not self._is_asked:
+                self._ask(-1)
+            if not self._receive():
+                raise PagedError("the grammar refuses a token that its mask allowed")
+        assert self._mask is not None
+        bitmask[index] = torch.from_numpy(np.frombuffer(self._mask, np.int32).copy())
         return True
 
     def accept_token(self, token_id: int) -> bool:
-        if token_id in self._end_token_ids:
-            self._is_ended = bool(self._matcher.is_accepting())
-            return self._is_ended
-        return bool(self._matcher.consume_token(token_id))
+        if self._is_asked:
+            self._receive()
+        if self._is_stopped:
+            return False
+        is_known = self._mask is not None
+        if self._mask is not None and not (self._mask[token_id // 8] >> token_id % 8) & 1:
+            return False
+        self._ask(token_id)
+        self._is_stopped = token_id in self._compiled.stop_ids
+        return is_known or self._receive()
 
     def rollback(self, num_tokens: int = 1) -> None:
-        num_tokens, self._is_ended = num_tokens - self._is_ended, False
-        if num_tokens:
-            self._matcher.rollback(num_tokens)
+        if self._is_asked:
+            self._receive()
+        self._num_back += num_tokens
+        self._mask, self._is_stopped = None, False
 
     def is_terminated(self) -> bool:
-        return self._is_ended
+        return self._is_stopped
 
-    def fork(self) -> _LlguidanceMatcher:
-        return _LlguidanceMatcher(self._matcher.deep_copy(), self._end_token_ids, is_ended=self._is_ended)
+    def fork(self) -> _Matcher:
+        if self._is_asked:
+            self._receive()
+        twin = copy.copy(self)
+        if self._process is not None:
+            twin._process = self._branch(self._process)
+        return twin
+
+    def is_ready(self, timeout: float) -> bool:
+        """Wait until the next mask is here, or an error; return whether that came within `timeout` seconds."""
+        return not self._is_asked or self._process is None or self._process.is_ready(timeout)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a mask is likely to be there when it is needed."""
+        return self._last_s < _QUICK_S
+
+    def close(self) -> None:
+        """End its process."""
+        if self._process is not None:
+            self._process.close()
+
+    def _ask(self, token: int) -> None:
+        """Send a move, without waiting for the mask that answers it."""
+        self._left_s = min(self._left_s + self._token_s, _BURST_TOKENS * self._token_s)
+        if self._left_s <= 0:
+            raise self._error()
+        if self._process is None:
+            self._process = self._branch(self._compiled.process)
+        self._process.send(MOVE.pack(self._num_back, token), cpu_s=self._left_s, seconds=self._left_s + _SPARE_S)
+        self._mask, self._num_back, self._is_asked = None, 0, True
+
+    def _branch(self, process: Branch) -> Branch:
+        try:
+            return process.branch()
+        except ProcessEndedError:
+            raise self._error() from None
+
+    def _receive(self) -> bool:
+        """Take the answer to the last move; return whether the grammar allows it."""
+        assert self._process is not None
+        try:
+            answer, self._last_s = self._process.receive()
+        except ProcessEndedError:
+            self._left_s = 0.0
+            raise self._error() from None
+        self._is_asked = False
+        self._left_s -= self._last_s
+        self._is_stopped = answer == STOPPED
+        if answer == REFUSED:
+            return False
+        self._mask = answer
+        return True
+
+    def _error(self) -> GrammarLimitError:
+        return GrammarLimitError(
+            f"the grammar takes more than {1000 * self._token_s:.0f} ms a token, or more than {MAX_MEGABYTES} MB"
+        )
+
+
+async def _asked(process: Branch, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    reply = await process.ask(json.dumps(request).encode(), seconds=seconds)
+    answer: dict[str, Any] = json.loads(reply.message)
+    return answer
 
 
 def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
@@ -182,24 +294,3 @@ def _size(value: Any, levels: int = _MAX_DEPTH) -> float:
     """Return the number of values in JSON, infinite beyond the levels."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + sum(_size(one, levels - 1) for one in inner) if levels else math.inf
-
-
-def _plain_texts(text: str) -> str:
-    """Give texts of a bounded length a pattern without control characters, which xgrammar 0.2.8 lets into them."""
-
-    def bound(schema: dict[str, Any]) -> dict[str, Any]:
-        least, most = schema.get("minLength"), schema.get("maxLength")
-        is_other = schema.get("type") != "string" or {"pattern", "format", "enum", "const"} & schema.keys()
-        if is_other or int not in (type(least), type(most)):
-            return schema
-        pattern = f'^[^"\\\\\\x00-\\x1f]{{{least or 0},{"" if most is None else most}}}$'
-        return {name: one for name, one in schema.items() if name not in ("minLength", "maxLength")} | {
-            "pattern": pattern
-        }
-
-    return json.dumps(json.loads(text, object_hook=bound))
-
-
-def _alternatives(text: str) -> str:
-    """Return EBNF, or Lark's, for a JSON list of texts."""
-    return " | ".join(map(json.dumps, json.loads(text)))

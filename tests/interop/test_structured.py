@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-import threading
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -11,8 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paged import InvalidInputError
-from paged.interop.structured import GrammarCompiler
+from paged.interop.structured import GrammarCompiler, GrammarLimitError
 from tests.deadline import HANG_S
+from tests.processes import branches_of, wait_until
 
 pytest.importorskip("xgrammar", reason="needs the extra serve")
 
@@ -22,6 +23,7 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+PROCESS = "paged.interop.grammar_process"
 END = 256
 VOCABULARY = 288  # more rows than the tokenizer has tokens
 BACKENDS: list[Literal["xgrammar", "llguidance"]] = ["xgrammar", "llguidance"]
@@ -129,19 +131,19 @@ def test_malformed_grammars_are_refused(kind: Any, grammar: Any, backend: Any) -
         asyncio.run(compiler.compile(kind, grammar, seconds=HANG_S))
 
 
-def test_compiled_grammars_are_kept_and_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(byte_tokenizer(), VOCABULARY, [END], max_cached=2)
     compiled: list[str] = []
-    may_end = threading.Event()
-    original = compiler._compiled
+    may_end = asyncio.Event()
+    original = compiler._compile
 
-    def count(kind: str, text: str) -> Any:
+    async def count(vocabulary: Any, kind: str, text: str, seconds: float) -> Any:
         compiled.append(text)
         if text == "slow":
-            assert may_end.wait(HANG_S)
-        return original(kind, text)
+            await may_end.wait()
+        return await original(vocabulary, kind, text, seconds)
 
-    monkeypatch.setattr(compiler, "_compiled", count)
+    monkeypatch.setattr(compiler, "_compile", count)
 
     async def run() -> None:
         both = await asyncio.gather(*(compiler.compile("regex", "a", seconds=HANG_S) for _ in range(2)))
@@ -155,3 +157,60 @@ def test_compiled_grammars_are_kept_and_time_is_bounded(monkeypatch: pytest.Monk
 
     asyncio.run(run())
     assert compiled == ["a", "b", "c", "b", "slow"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_grammars_that_take_too_long_leave_the_others() -> None:
+    """Twice as many as may compile at once, beside innocent ones: those are compiled, and no process goes on."""
+    compiler = GrammarCompiler(byte_tokenizer(), VOCABULARY, [END])
+    hostile = [{"properties": {f"p{index}": {} for index in range(1500 + extra)}} for extra in range(16)]
+
+    async def run() -> None:
+        await compiler.compile("regex", "first")
+        wait_until(lambda: len(branches_of(PROCESS)) == 3)  # the root, the vocabulary, the grammar
+        tasks = [asyncio.create_task(compiler.compile("json", schema, seconds=0.5)) for schema in hostile]
+        await asyncio.sleep(0)
+        innocent = await asyncio.gather(*(compiler.compile("regex", f"a{n}", seconds=60) for n in range(12)))
+        assert [allowed(matcher) for matcher in innocent] == [[64]] * 12
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(error) for error in errors] == [InvalidInputError] * 16
+        wait_until(lambda: len(branches_of(PROCESS)) == 3 + 12)
+
+    asyncio.run(run())
+
+
+def ambiguous(rng: random.Random) -> str:
+    """A grammar that reads any number of letters a in very many ways, with more of them after every letter."""
+    count, steps = rng.randint(24, 40), [rng.randint(1, 20) for _ in range(2)]
+    choices = " | ".join(f"x{index} s x{index}" for index in range(count))
+    lines = ["root ::= s", f's ::= {choices} | ""']
+    for index in range(count):
+        others = [f"x{(index + step) % count}" for step in steps]
+        lines.append(
+            f'x{index} ::= {rng.choice(["", chr(34) + "b" + chr(34) + "? "])}"a"? "a"? {others[0]}? | {others[1]}? "a"?'
+        )
+    return "\n".join(lines)
+
+
+def follow(matcher: Any, token: int, rng: random.Random) -> Any:
+    """Accept a token 200 times, now and then after a rollback or by a fork."""
+    for _ in range(200):
+        assert matcher.accept_token(token)
+        assert token in allowed(matcher)
+        if rng.random() < 0.3:
+            matcher.rollback(1)
+        if rng.random() < 0.3:
+            matcher = matcher.fork()
+    return matcher
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_grammar_that_takes_too_long_for_a_token_ends(seed: int) -> None:
+    """Random ambiguous grammars, in every state that rollback and fork leave; others go on."""
+    rng, letter = random.Random(seed), byte_tokenizer().encode("a").ids[0]
+    compiler = GrammarCompiler(byte_tokenizer(), VOCABULARY, [END], token_seconds=0.005)
+    matcher = asyncio.run(compiler.compile("grammar", ambiguous(rng), seconds=60))
+    with pytest.raises(GrammarLimitError, match="5 ms a token"):
+        follow(matcher, letter, rng)
+    honest = asyncio.run(compiler.compile("regex", "(a|aa)*"))
+    assert letter in allowed(follow(honest, letter, rng))

@@ -121,6 +121,60 @@ def test_a_mask_in_trouble_ends_its_own_completion(trouble: str, overlap: bool, 
     check_empty(engine)
 
 
+class Late(Rising):
+    """A mask that is computed elsewhere, and is not there before it is let go."""
+
+    def __init__(self, gate: dict[str, bool], trouble: str = "") -> None:
+        super().__init__(trouble)
+        self.gate = gate
+        self.is_closed = False
+
+    def fork(self) -> Late:
+        return Late(self.gate, self.trouble)
+
+    def is_ready(self, timeout: float) -> bool:
+        return self.gate["is open"] or not self.tokens
+
+    @property
+    def is_quick(self) -> bool:
+        return self.gate["is open"]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mask_that_is_not_there_holds_up_its_completion_alone(way: str, drafts: bool, device: torch.device) -> None:
+    """Others end meanwhile; then it goes on to the tokens that it has anyway."""
+    config, options = WAYS[way]
+
+    def run(masks: Sequence[Any]) -> tuple[int, list[Any]]:
+        make = SpeculativeDecoder if drafts else Engine
+        engine = make(make_executor(device, **({"num_blocks": 128} | options)), config=EngineConfig(**config))
+        masked = [engine.add_request(PROMPTS[0], replace(TEN, seed=4, max_tokens=12), token_mask=one) for one in masks]
+        others = [engine.add_request(prompt, TEN) for prompt in PROMPTS]
+        steps = 0
+        while not all(one.finished for one in others):
+            engine.step()
+            steps += 1
+        if masks and isinstance(masks[0], Late):
+            for _ in range(3):
+                engine.step()
+            assert [(one.finished, len(one.outputs[0].token_ids)) for one in masked] == [(False, 1)] * len(masked)
+            masks[0].gate["is open"] = True
+        run_to_end(engine)
+        assert [one.outputs[0].token_ids for one in others] == ANSWERS
+        assert all(one.is_closed for one in masks if isinstance(one, Late))
+        check_empty(engine)
+        return steps, [one.outputs[0].token_ids for one in masked]
+
+    gate = {"is open": False}
+    steps, token_ids = run([Late(gate), Late(gate)])
+    assert steps <= 2 * run([Rising(), Rising()])[0]  # it keeps its blocks
+    assert token_ids == run([Rising(), Rising()])[1]
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_processors(overlap: bool, drafts: bool, device: torch.device) -> None:

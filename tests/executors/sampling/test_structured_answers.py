@@ -1,8 +1,10 @@
 """Answers of an engine under grammars: they parse and validate, in every way to run."""
 
 import asyncio
+import gc
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from paged import Engine, EngineConfig, SamplingParams, SpeculativeDecoder
 from paged.interop.structured import GrammarCompiler
 from tests.executors.engine_cases import check_empty, run_to_end
 from tests.executors.oracle import make_executor
-from tests.interop.test_structured import END, VOCABULARY, byte_tokenizer
+from tests.interop.test_structured import END, PROCESS, VOCABULARY, ambiguous, byte_tokenizer
+from tests.processes import branches_of, wait_until
 
 pytest.importorskip("xgrammar", reason="needs the extra serve")
 jsonschema = pytest.importorskip("jsonschema", reason="comes with schemathesis")
@@ -70,3 +73,33 @@ def test_json_validates(way: str, num_schemas: int, device: torch.device) -> Non
     assert bool(engine.metrics.preempted) == (way.endswith("preempted") and num_schemas > 24)
     assert bool(engine.metrics.accepted_tokens) == drafts
     check_empty(engine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_grammar_that_takes_too_long_ends_its_own_completion(way: str, device: torch.device) -> None:
+    """Beside one that is as honest as it is, and one without a grammar, whose answers it does not change."""
+    drafts, config, options = WAYS[way]
+    tokenizer = byte_tokenizer()
+    compiler = GrammarCompiler(tokenizer, VOCABULARY, [END], token_seconds=0.01)
+    hostile = [ambiguous(random.Random(seed)) for seed in range(2)]
+
+    def answers(grammars: list[str]) -> list[str]:
+        executor = make_executor(device, vocab_size=VOCABULARY, **({"num_blocks": 1024} | options))
+        make = SpeculativeDecoder if drafts else Engine
+        engine = make(executor, config=EngineConfig(**config), tokenizer=tokenizer, eos_token_ids=(END,), seed=3)
+        params = SamplingParams(seed=1, max_tokens=60)
+        compiled = [asyncio.run(compiler.compile("grammar", grammar, seconds=60)) for grammar in grammars]
+        endless = replace(params, allowed_token_ids=tuple(tokenizer.encode("ab").ids))
+        bad = [engine.add_request([5, 6], endless, token_mask=matcher) for matcher in compiled]
+        honest = asyncio.run(compiler.compile("regex", "([ab]c?){1,40}"))
+        good = [engine.add_request([5, 6], params, token_mask=mask) for mask in (honest, None)]
+        run_to_end(engine)
+        assert all("GrammarLimitError" in str(output.error) for output in bad)
+        assert [output.outputs[0].finish_reason for output in bad] == ["error"] * len(bad)
+        assert not any(output.error for output in good)
+        check_empty(engine)
+        return [output.outputs[0].text for output in good]
+
+    assert answers(hostile) == answers([])
+    gc.collect()  # compilers of other tests
+    wait_until(lambda: len(branches_of(PROCESS)) <= 5)  # the root, the vocabulary, three grammars

@@ -1,7 +1,9 @@
 """Chats with calls of tools and reasoning, as OpenAI's and Anthropic's clients read them."""
 
 import json
+import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from paged.executors.serving.tool_formats import MarkedTokenizer
 from paged.executors.text.chat_template import ChatTemplate
 from tests.executors.oracle import make_executor
 from tests.executors.serving.conftest import TEMPLATE, Served, serving
+from tests.executors.serving.test_limits import ask
 from tests.executors.serving.test_openai import MESSAGES
-from tests.interop.test_structured import END, VOCABULARY, byte_tokenizer
+from tests.interop.test_structured import END, VOCABULARY, ambiguous, byte_tokenizer
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 SAID = '<think>Hm.</think>Yes. <tool_call>{"name": "look", "arguments": {"a": [1]}}</tool_call>'
@@ -118,6 +121,25 @@ def test_required_and_named_calls(untrained: Served) -> None:
     assert (cut.finish_reason, cut.message.tool_calls[0].function.arguments[0]) == ("length", "{")
     block = claude.messages.create(tools=look, tool_choice=choice, **asked | {"max_tokens": 45}).content[0]
     assert block.input["INVALID_JSON"].startswith("{")
+
+
+def test_a_grammar_that_takes_too_long_is_the_clients_fault(untrained: Served) -> None:
+    """Named in a whole answer and in a stream; one beside it is answered."""
+    asked: Any = {"prompt": "ab", "max_tokens": 200, "temperature": 0}
+    hostile = asked | {
+        "structured_outputs": {"grammar": ambiguous(random.Random(1))},
+        "allowed_token_ids": byte_tokenizer().encode("ab").ids,
+    }
+    with ThreadPoolExecutor() as pool:
+        both = [
+            pool.submit(ask, untrained, "/v1/completions", hostile | {"stream": stream}) for stream in (False, True)
+        ]
+        honest = ask(untrained, "/v1/completions", asked | {"structured_outputs": {"regex": "[ab]{9}"}})
+        (status, _, body), (_, _, events) = [one.result() for one in both]
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+    assert "ms a token" in body["error"]["message"]
+    assert "ms a token" in str(events)
+    assert honest[2]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_special_tokens_around_calls_are_kept() -> None:

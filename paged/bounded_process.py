@@ -1,0 +1,259 @@
+"""Processes for work that cannot be interrupted: the system ends them at a limit of time or memory.
+
+A root process is started once and loads its modules. Every piece of work runs in a branch, a fork of it, which takes
+milliseconds and has the root's state. A branch can branch again. A branch ends with its work's limit or when its
+`Branch` is dropped; all branches of a root end with it, and the root ends with the process that started it, however
+that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from functools import lru_cache
+from importlib import import_module
+from typing import NamedTuple
+
+from paged.errors import PagedError, UnsupportedError
+
+_REQUEST = struct.Struct("<Idd")  # bytes that follow, limits of CPU time and time in seconds; all zero to branch
+_REPLY = struct.Struct("<Id")  # bytes that follow, CPU time taken
+# Isolated mode: neither the environment nor the working folder changes the modules.
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from paged.bounded_process import serve; serve(sys.argv[1])"
+_NICENESS = 10  # the caller's own work goes first
+_PIECE = 1 << 16
+
+
+class ProcessEndedError(PagedError):
+    """The process of a `Branch` has ended, at a limit or by a crash, before it answered."""
+
+
+class Reply(NamedTuple):
+    """What a branch answers, and the CPU time that it took in seconds."""
+
+    message: bytes
+    cpu_s: float
+
+
+class Branch:
+    """The caller's end of a process. It answers requests in turn."""
+
+    def __init__(self, connection: socket.socket, root: Branch | None = None) -> None:
+        self._socket = connection
+        self._root = root  # which ends all of its branches when it is dropped
+
+    def branch(self) -> Branch:
+        """Return a copy of the process in its state of now, if no request is under way.
+
+        Raises:
+            ProcessEndedError: it has ended.
+        """
+        own, other = socket.socketpair()
+        with other:
+            try:
+                socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [other.fileno()])
+            except OSError as error:
+                own.close()
+                raise ProcessEndedError("the process has ended") from error
+        return Branch(own, self._root or self)
+
+    def send(self, message: bytes, *, cpu_s: float, seconds: float) -> None:
+        """Send a request. The process ends if it takes more CPU time than `cpu_s`, or more time than `seconds`.
+
+        A process that has ended shows when the reply is received.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.sendall(_REQUEST.pack(len(message), cpu_s, seconds) + message)
+
+    def is_ready(self, timeout: float = 0.0) -> bool:
+        """Wait until a reply is there, or the process has ended; return whether that came within `timeout` seconds."""
+        waiter = select.poll()
+        waiter.register(self._socket, select.POLLIN)
+        return bool(waiter.poll(max(timeout, 0.0) * 1000))
+
+    def receive(self) -> Reply:
+        """Wait for the reply to the oldest request.
+
+        Raises:
+            ProcessEndedError: the process has ended.
+        """
+        header = _receive(self._socket, _REPLY.size)
+        if len(header) == _REPLY.size:
+            size, cpu_s = _REPLY.unpack(header)
+            message = _receive(self._socket, size)
+            if len(message) == size:
+                return Reply(message, cpu_s)
+        raise ProcessEndedError("the process has ended")
+
+    async def ask(self, message: bytes, *, seconds: float) -> Reply:
+        """Send a request, with as much CPU time as time, and wait for the reply without blocking the event loop.
+
+        Raises:
+            ProcessEndedError: the process has ended.
+        """
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self.send, message, cpu_s=seconds, seconds=seconds)
+        is_here = loop.create_future()
+
+        def wake() -> None:
+            loop.remove_reader(self._socket)
+            is_here.set_result(None)
+
+        loop.add_reader(self._socket, wake)
+        try:
+            await is_here
+        finally:
+            loop.remove_reader(self._socket)
+        return self.receive()
+
+    def close(self) -> None:
+        """Let the process end, once it has done what it does."""
+        self._socket.close()
+
+
+class Root:
+    """A process that has loaded a module, for branches. It starts when the first is asked for, and after it has ended.
+
+    Args:
+        module: its `handler()` returns the function that answers requests, from bytes to bytes.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)  # the process belongs to the parent
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Branch | None = None
+
+    def branch(self) -> Branch:
+        """Return a copy of the process.
+
+        Raises:
+            UnsupportedError: a process cannot be started, or this system has no fork.
+        """
+        with self._lock:
+            if self._process is None or self._process.is_ready():  # it answers nothing, so it has ended
+                self._process = self._start()
+            return self._process.branch()
+
+    def _start(self) -> Branch:
+        if not hasattr(os, "fork"):
+            raise UnsupportedError("processes with limits of time and memory need a system with fork")
+        own, other = socket.socketpair()
+        paths = [os.path.abspath(path) for path in sys.path]
+        # One thread: a fork copies no other.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _BOOT, self._module, *paths],
+                stdin=other,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # only the caller handles the terminal's interrupts
+            )
+        except (OSError, ValueError) as error:
+            own.close()
+            raise UnsupportedError(f"a process with limits of time and memory cannot start: {error}") from error
+        finally:
+            other.close()
+        branch = Branch(own)
+        weakref.finalize(branch, _end_group, process, own, os.getpid())
+        return branch
+
+
+def _end_group(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    """End a root and all its branches."""
+    connection.close()
+    if owner == os.getpid():  # not in a fork of the owner
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def serve(module: str) -> None:
+    """Answer the requests at stdin in this process and its branches until the other end is closed."""
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a branch that has ended leaves nothing
+    root = os.getpid()
+    os.nice(_NICENESS)
+    handle = import_module(module).handler()
+    while True:
+        try:
+            header, descriptors, _, _ = socket.recv_fds(connection, _REQUEST.size, 1)
+        except OSError:
+            header, descriptors = b"", []
+        if len(header) < _REQUEST.size:
+            if os.getpid() == root:
+                os.killpg(root, signal.SIGKILL)  # its branches, too
+            os._exit(0)
+        if descriptors:
+            if os.fork():
+                os.close(descriptors[0])
+            else:
+                connection.close()
+                connection = socket.socket(fileno=descriptors[0])
+            continue
+        size, cpu_s, seconds = _REQUEST.unpack(header)
+        message = _receive(connection, size)
+        before = time.process_time()
+        # Nothing handles these signals, so the system ends the process, even within a function in C++.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        answer = handle(message)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with contextlib.suppress(OSError):  # nobody waits any more
+            connection.sendall(_REPLY.pack(len(answer), time.process_time() - before) + answer)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Return `size` bytes, or fewer if the other end is closed."""
+    parts = bytearray()
+    while len(parts) < size:
+        try:
+            data = connection.recv(min(size - len(parts), _PIECE))
+        except OSError:
+            break
+        if not data:
+            break
+        parts += data
+    return bytes(parts)
+
+
+@lru_cache(maxsize=1)
+def _own_memory() -> int:
+    """Return the bytes of data of this process when it is first asked."""
+    import resource
+
+    with open("/proc/self/statm") as counts:
+        pages = int(counts.read().split()[5])
+    return pages * resource.getpagesize()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limit the memory of this process to what it had at the first call and as much more."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such limits
+        import resource
+
+        # Without this, a signal that ends a process would write a core dump.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit = _own_memory() + num_bytes
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -1,0 +1,107 @@
+"""Processes with limits: each way not to return ends that process alone, and none outlives its owner."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paged.bounded_process import Branch, ProcessEndedError, Root
+from tests.processes import branches_of, is_alive, wait_until
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+WORK = "tests.paged.bounded_work"
+
+
+@pytest.fixture(scope="module")
+def root() -> Root:
+    return Root(WORK)
+
+
+def told(branch: Branch, kind: str, word: str, cpu_s: float = 60.0, seconds: float = 120.0) -> str:
+    branch.send(json.dumps([kind, word]).encode(), cpu_s=cpu_s, seconds=seconds)
+    return branch.receive().message.decode()
+
+
+def test_branches_go_their_own_ways(root: Root) -> None:
+    first = root.branch()
+    assert told(first, "say", "a") == "a"
+    copies = [first.branch() for _ in range(3)]
+    assert [told(copy, "say", word) for copy, word in zip(copies, "bcd", strict=True)] == ["a b", "a c", "a d"]
+    assert told(copies[0].branch(), "say", "e" * 300_000) == f"a b {'e' * 300_000}"
+    assert told(first, "say", "f") == "a f"
+    assert not first.is_ready()
+    assert asyncio.run(first.ask(json.dumps(["say", "g"]).encode(), seconds=60)).message == b"a f g"
+
+
+@pytest.mark.parametrize("kind", ["spin", "spin in C", "sleep", "crash", "raise"])
+def test_one_that_does_not_return_ends_alone(kind: str, root: Root) -> None:
+    parent = root.branch()
+    assert told(parent, "say", "a") == "a"
+    bad, good = parent.branch(), parent.branch()
+    with pytest.raises(ProcessEndedError):
+        told(bad, kind, "b", cpu_s=0.2, seconds=0.5 if kind == "sleep" else 60.0)
+    with pytest.raises(ProcessEndedError):
+        told(bad, "say", "c")
+    assert bad.is_ready()
+    assert told(good, "say", "d") == "a d"
+    assert told(parent.branch(), "say", "e") == "a e"
+
+
+def test_memory_is_limited(root: Root) -> None:
+    assert told(root.branch(), "allocate", "a") == "no memory"
+
+
+def test_branches_end_when_they_are_dropped(root: Root) -> None:
+    wait_until(lambda: len(branches_of(WORK)) <= 1)
+    branches = [root.branch() for _ in range(5)]
+    assert [told(branch, "say", "a") for branch in branches] == ["a"] * 5
+    assert len(branches_of(WORK)) == 6
+    del branches
+    wait_until(lambda: len(branches_of(WORK)) == 1)
+
+
+def test_a_root_that_has_ended_starts_again() -> None:
+    own = Root(WORK)
+    before = branches_of(WORK)
+    branch = own.branch()
+    assert told(branch, "say", "a") == "a"
+    for pid in branches_of(WORK) - before:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ProcessEndedError):
+        told(branch, "say", "b")
+    wait_until(lambda: not branches_of(WORK) - before)
+    assert told(own.branch(), "say", "c") == "c"
+
+
+@pytest.mark.parametrize("ending", ["exit", "SIGTERM", "SIGKILL"])
+def test_nothing_outlives_the_owner(ending: str) -> None:
+    """However it ends, while one branch waits and others work for an hour; its end waits for none of them."""
+    code = f"""
+import json, sys
+from paged.bounded_process import Root
+root = Root({WORK!r})
+branches = [root.branch() for _ in range(3)]
+for branch, kind in zip(branches, ["spin", "sleep", "say"]):
+    branch.send(json.dumps([kind, "a"]).encode(), cpu_s=3600, seconds=3600)
+branches[2].receive()
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    with owner:
+        assert owner.stdout.readline() == b"ready\n"
+        pids = branches_of(WORK, owner.pid)
+        assert len(pids) == 4
+        if ending == "exit":
+            owner.stdin.close()
+        else:
+            owner.send_signal(getattr(signal, ending))
+        owner.wait(60)
+        wait_until(lambda: not any(map(is_alive, pids)))
