@@ -8,7 +8,6 @@ that ends.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import select
@@ -29,8 +28,10 @@ from paged.errors import PagedError, UnsupportedError
 _REQUEST = struct.Struct("<Idd")  # bytes that follow, limits of CPU time and time in seconds; all zero to branch
 _REPLY = struct.Struct("<Id")  # bytes that follow, CPU time taken
 # Isolated mode: neither the environment nor the working folder changes the modules.
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from paged.bounded_process import serve; serve(sys.argv[1])"
-_NICENESS = 10  # the caller's own work goes first
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[3:]; from paged.bounded_process import serve; "
+    "serve(sys.argv[1], int(sys.argv[2]))"
+)
 _PIECE = 1 << 16
 
 
@@ -101,6 +102,8 @@ class Branch:
         Raises:
             ProcessEndedError: the process has ended.
         """
+        import asyncio  # not in the process itself, whose start it would double
+
         loop = asyncio.get_running_loop()
         await asyncio.to_thread(self.send, message, cpu_s=seconds, seconds=seconds)
         is_here = loop.create_future()
@@ -126,10 +129,11 @@ class Root:
 
     Args:
         module: its `handler()` returns the function that answers requests, from bytes to bytes.
+        niceness: how much the caller's own work goes first.
     """
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, module: str, *, niceness: int = 0) -> None:
+        self._arguments = [module, str(niceness)]
         self._forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)  # the process belongs to the parent
@@ -158,7 +162,7 @@ class Root:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, self._module, *paths],
+                [sys.executable, "-I", "-c", _BOOT, *self._arguments, *paths],
                 stdin=other,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -184,14 +188,14 @@ def _end_group(process: subprocess.Popen[bytes], connection: socket.socket, owne
         process.wait()
 
 
-def serve(module: str) -> None:
+def serve(module: str, niceness: int) -> None:
     """Answer the requests at stdin in this process and its branches until the other end is closed."""
     connection = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a branch that has ended leaves nothing
     root = os.getpid()
-    os.nice(_NICENESS)
+    os.nice(niceness)
     handle = import_module(module).handler()
     while True:
         try:

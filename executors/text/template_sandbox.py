@@ -1,4 +1,4 @@
-"""The process that renders chat templates from stdin, under limits that the system enforces.
+"""The process that renders chat templates, under limits that the system enforces.
 
 Jinja's sandbox protects other objects, but does not bound work. It limits only `range`. One expression, such as
 `'a' * 10**9`, `x.center(10**9)` or a comparison of lists that contain each other, runs in C to its end, past any
@@ -7,50 +7,39 @@ counter or deadline. So a process carries the limits. It is kept: starting one t
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from paged.bounded_process import limit_memory
+
 if TYPE_CHECKING:
     from jinja2 import Template
 
-CPU_S = 2
-"""Seconds of CPU time for one rendering. The process rounds its time down to a whole second, so at least 1."""
+CPU_S = 2.0
+"""Seconds of CPU time for one rendering."""
 MEGABYTES = 192
-"""Memory of the process in MB, including about 20 for itself; the conversation's own memory is added."""
+"""Memory in MB beside the process's own; the conversation's memory is added."""
 
 
-def serve() -> None:
-    """Answer requests until stdin ends; each request and each answer is one line of ASCII JSON."""
-    for data in sys.stdin.buffer:
-        _limit(len(data))
-        try:
-            request = json.loads(data)
-            reply = _answer(request["template"], request["values"], request["limit"])
-        except MemoryError:
-            # The heap's state is unknown now: a new process renders the next template.
-            reply = {"error": f"it takes more than {MEGABYTES} MB of memory", "is_last": True}
-        except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
-        print(json.dumps(reply), flush=True)
+def handler() -> Callable[[bytes], bytes]:
+    """Return the function that renders templates, from JSON to JSON, see `bounded_process.Root`."""
+    return _rendered
 
 
-def _limit(request_bytes: int) -> None:
-    """Limit CPU time from now on, and memory. On a system without such limits, the caller's deadline remains."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        spent = int(usage.ru_utime + usage.ru_stime)
-        # Without this, the signal that ends the process would write a core dump.
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        memory = (MEGABYTES << 20) + 8 * request_bytes
-        for kind, soft in ((resource.RLIMIT_CPU, spent + CPU_S), (resource.RLIMIT_DATA, memory)):
-            hard = resource.getrlimit(kind)[1]
-            resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+def _rendered(message: bytes) -> bytes:
+    limit_memory((MEGABYTES << 20) + 8 * len(message))
+    try:
+        request = json.loads(message)
+        reply = _answer(request["template"], request["values"], request["limit"])
+    except MemoryError:
+        # The heap's state is unknown now: a new process renders the next template.
+        reply = {"error": f"it takes more than {MEGABYTES} MB of memory", "is_last": True}
+    except Exception as error:
+        reply = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
+    return json.dumps(reply).encode()
 
 
 def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:

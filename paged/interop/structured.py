@@ -26,7 +26,7 @@ Kind = Literal["json", "regex", "grammar", "choice", "structural_tag"]
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 16, 2048, 64
 # Grammars that compile at once: a hostile one takes its place until its time is up.
 _MAX_COMPILING = 8
-_ROOT = Root("paged.interop.grammar_process")
+_ROOT = Root("paged.interop.grammar_process", niceness=10)
 _START_S = 120.0  # to load torch and xgrammar on a busy machine
 # Tokens whose time one token may take together. The first mask over a large vocabulary is the slowest.
 _BURST_TOKENS = 20
