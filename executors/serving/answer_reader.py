@@ -1,23 +1,32 @@
-"""Takes an answer's text apart while it comes: reasoning, content, and calls of tools in the forms of known models."""
+"""Takes an answer's text apart while it comes: reasoning, content, and calls of tools in the forms of known models.
+
+The reader looks at every character once. What it cannot judge yet is shorter than a marker, so the cost of an answer
+is linear in its length, however it is cut.
+"""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Generator
+from typing import Literal, NamedTuple, TypeVar
 
-from paged.executors.serving.tool_formats import PARAMETER, ToolFormat
+from paged.executors.serving.tool_formats import Place, ToolFormat
+
+T = TypeVar("T")
+_Kind = Literal["content", "reasoning", "call", "arguments"]
+_Reading = Generator[None, None, T]
+"""A part of the reading that returns T; each `yield` waits for more text."""
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _BETWEEN_CALLS = " \t\r\n;,]"
-_CLOSING = re.compile("</(?:parameter|function|tool_call)>")
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
 class Delta(NamedTuple):
     """Some content or reasoning; the name of a tool that is called; or the next piece of its arguments, in JSON."""
 
-    kind: Literal["content", "reasoning", "call", "arguments"]
+    kind: _Kind
     text: str
 
 
@@ -31,127 +40,275 @@ class AnswerReader:
     """
 
     def __init__(self, tools: ToolFormat | None, *, has_thoughts: bool, thinks: bool) -> None:
-        self._tools, self._held, self._is_last, self.num_calls = tools, "", False, 0
-        self._deltas: list[Delta] = []
+        self._tools, self._is_last, self.num_calls = tools, False, 0
+        self._text, self._at = "", 0  # what has come, and how much of it is read
+        self._taken: list[str] = []  # what was read of a call that may turn out to be none
+        self._parts: list[tuple[_Kind, list[str]]] = []
         self._run = self._answer(has_thoughts=has_thoughts, thinks=thinks)
         next(self._run)
 
     def read(self, text: str, *, is_last: bool = False) -> list[Delta]:
         """Return what `text` adds; with `is_last` everything that still waits, too."""
-        self._held += text
-        self._is_last, self._deltas = is_last, []
+        self._text, self._at = self._text[self._at :] + text, 0
+        self._is_last, self._parts = is_last, []
         next(self._run, None)
-        return self._deltas
+        return [Delta(kind, "".join(pieces)) for kind, pieces in self._parts]
 
-    # The parts of an answer, one after the other; each `yield` waits for more text.
-
-    def _answer(self, *, has_thoughts: bool, thinks: bool) -> Iterator[None]:
+    def _answer(self, *, has_thoughts: bool, thinks: bool) -> _Reading[None]:
         yield
+        spaces, form = "", self._tools
         if has_thoughts and not thinks:
-            yield from self._wait_while(lambda text: _THINK.startswith(text.lstrip()) and text.lstrip() != _THINK)
-            if thinks := self._held.lstrip().startswith(_THINK):
-                self._held = self._held.lstrip().removeprefix(_THINK)
+            spaces = yield from self._while(str.isspace)
+            thinks = yield from self._comes(_THINK)
         if thinks:
-            yield from self._pass_up_to(_THOUGHT, "reasoning")
-            yield from self._drop("\n")
-        if self._tools is None:
-            yield from self._pass_up_to("", "content")
-            return
-        while self._held or not self._is_last:
-            if self._tools.bare:
-                yield from self._wait_while(lambda text: not text.strip())
-            if self._tools.bare and self._held.lstrip().startswith("{"):
-                yield from self._call(self._tools, "")
-            elif (yield from self._pass_up_to(self._tools.begin, "content")):
-                yield from self._call(self._tools, self._tools.begin)
+            spaces = ""
+            yield from self._up_to(_THOUGHT, lambda text: self._put("reasoning", text))
+            yield from self._while("\n".__contains__)
+        while (yield from self._next()):
+            if form is not None and form.bare:
+                spaces += yield from self._while(str.isspace)
+                if (yield from self._next()) == "{":
+                    yield from self._call(form, spaces)
+                    spaces = ""
+                    continue
+            self._content(spaces)
+            spaces = ""
+            if (yield from self._up_to(form.begin if form else "", self._content)) and form is not None:
+                yield from self._call(form, form.begin)
+        self._content(spaces)
 
-    def _call(self, form: ToolFormat, opened: str) -> Iterator[None]:
-        """Pass on what is called behind a marker, its arguments as they come; what is no call is content."""
-        yield from self._wait_while(lambda text: not (form.head.match(text) or (form.end and form.end in text)))
-        head = form.head.match(self._held)
-        if head is None or head.lastgroup is None:
-            body, found, self._held = self._held.partition(form.end) if form.end else (self._held, "", "")
-            if not (calls := form.whole(body)):
-                return self._put("content", f"{opened}{body}{found}")
+    def _call(self, form: ToolFormat, opened: str) -> _Reading[None]:
+        """Read what is called behind a marker, its arguments as they come; what is no call is content."""
+        self._taken = []
+        place = yield from self._place(form)
+        name = (yield from self._name(place, form.end[:1])) if place else ""
+        if name:
+            self._begin(name)
+            yield from self._elements() if place == "element" else self._object()
+            if place == "object":
+                yield from self._close(form.end)
+        else:
+            is_ended = yield from self._up_to(form.end, self._taken.append)
+            body = "".join(self._taken)
+            calls = _whole_calls(body)
+            if not calls:
+                self._content(f"{opened}{body}{form.end if is_ended else ''}")
+                return
             for name, arguments in calls:
                 self._begin(name, arguments)
-        else:
-            self._held = self._held[head.end() :]
-            self._begin(head[head.lastgroup])
-            yield from self._elements() if head.lastgroup == "xml" else self._object()
-            if head.lastgroup == "json":  # the object around name and arguments
-                yield from self._wait_while(lambda text: "}" not in text)
-                self._held = self._held.partition("}")[2]
-        yield from self._drop(_BETWEEN_CALLS)
-        yield from self._wait_while(lambda text: form.end.startswith(text) and text != form.end)
-        if form.end and self._held.startswith(form.end):
-            self._held = self._held.removeprefix(form.end)
-            yield from self._drop("\n")
+        yield from self._while(_BETWEEN_CALLS.__contains__)
+        if form.end and (yield from self._comes(form.end)):
+            yield from self._while("\n".__contains__)
 
-    def _object(self) -> Iterator[None]:
+    # Up to the arguments: where the name stands, and the name. What is read of it is kept.
+
+    def _place(self, form: ToolFormat) -> _Reading[Place | None]:
+        """Return where the name stands, by the first character; None if this is no call."""
+        yield from self._keep(str.isspace)
+        first = yield from self._next()
+        place: Place = "text"
+        if first in ("{", "["):
+            place = "object"
+        elif first == "<" and "element" in form.names:
+            place = "element"
+        return place if first and place in form.names else None
+
+    def _name(self, place: Place, end: str) -> _Reading[str]:
+        """Return the name, empty if this is no call; end: the first character of the marker behind a call."""
+        if place == "element":
+            if not (yield from self._takes(_FUNCTION)):
+                return ""
+            name = yield from self._keep(lambda letter: not letter.isspace() and letter != ">")
+            return name if (yield from self._takes(">")) else ""
+        if place == "text":
+            name = yield from self._keep(_is_name)
+            yield from self._keep(str.isspace)
+            if (yield from self._takes("[CALL_ID]")):
+                yield from self._keep(_is_name)
+                yield from self._keep(str.isspace)
+            yield from self._takes("[ARGS]")
+        else:
+            yield from self._keep(lambda letter: letter == "[" or letter.isspace())
+            yield from self._takes("{")
+            key = yield from self._quoted(end)
+            if key == "type":
+                is_function = (yield from self._sign(":")) and (yield from self._quoted(end)) == "function"
+                key = (yield from self._quoted(end)) if is_function and (yield from self._sign(",")) else ""
+            if key != "name" or not (yield from self._sign(":")):
+                return ""
+            name = yield from self._quoted(end)
+            if not (yield from self._sign(",")):
+                return ""
+            key = yield from self._quoted(end)
+            if key not in ("arguments", "parameters") or not (yield from self._sign(":")):
+                return ""
+        yield from self._keep(str.isspace)
+        return name if (yield from self._next()) == "{" else ""
+
+    def _quoted(self, end: str) -> _Reading[str]:
+        """Return a text in quotes, without escapes; empty if none comes."""
+        if not (yield from self._sign('"')):
+            return ""
+        text = yield from self._keep(lambda letter: letter not in ('"', "\\", end))
+        return text if (yield from self._takes('"')) else ""
+
+    def _sign(self, sign: str) -> _Reading[bool]:
+        yield from self._keep(str.isspace)
+        return (yield from self._takes(sign))
+
+    # Arguments
+
+    def _object(self) -> _Reading[None]:
         """Pass on a JSON object, up to the brace that closes it."""
         depth, is_quoted, is_escaped = 0, False, False
-        while True:
-            for index, letter in enumerate(self._held):
+        while (yield from self._next()):
+            for index in range(self._at, len(self._text)):
+                letter = self._text[index]
                 if is_escaped or (is_quoted and letter not in '"\\'):
                     is_escaped = False
                 elif letter == "\\":
                     is_escaped = True
                 elif letter == '"':
                     is_quoted = not is_quoted
-                else:
-                    depth += (letter in "{[") - (letter in "}]")
+                elif letter in "{[":
+                    depth += 1
+                elif letter in "}]":
+                    depth -= 1
                     if not depth:
-                        self._put("arguments", self._held[: index + 1])
-                        self._held = self._held[index + 1 :]
+                        self._put("arguments", self._advance(index + 1))
                         return
-            self._put("arguments", self._held)
-            self._held = ""
-            if self._is_last:
-                return
-            yield
+            self._put("arguments", self._advance(len(self._text)))
 
-    def _elements(self) -> Iterator[None]:
-        """Pass on an element for each argument as a JSON object."""
+    def _close(self, end: str) -> _Reading[None]:
+        """Read the rest of the object around name and arguments, which may lack its brace."""
+        while (yield from self._next()):
+            if (yield from self._comes("}")) or (end and (yield from self._comes(end))):
+                return
+            self._advance(self._at + 1)
+            yield from self._while(lambda letter: letter not in ("}", end[:1]))
+
+    def _elements(self) -> _Reading[None]:
+        """Pass on an element for each argument as a JSON object; what is none is content."""
         before = "{"
+        self._taken = []
         while True:
-            yield from self._wait_while(lambda text: not (_CLOSING.search(text) and PARAMETER.match(text)))
-            found = PARAMETER.match(self._held)
-            self._held = self._held[found.end() if found else 0 :]
-            if found is None or found[1] is None:
-                self._put("arguments", "{}" if before == "{" else "}")
-                return
-            self._put("arguments", f"{before}{json.dumps(found[1])}: {_as_json(found[2])}")
-            before = ", "
+            yield from self._while(str.isspace)
+            if not (yield from self._takes(_PARAMETER)):
+                yield from self._comes(_FUNCTION_END)
+                break
+            name = yield from self._keep(lambda letter: not letter.isspace() and letter != ">")
+            if not (name and (yield from self._takes(">"))):
+                break
+            value: list[str] = []
+            is_whole = yield from self._up_to(_PARAMETER_END, value.append)
+            if not is_whole:
+                self._taken += value
+                break
+            text = "".join(value).removeprefix("\n").removesuffix("\n")
+            self._put("arguments", f"{before}{json.dumps(name)}: {_as_json(text)}")
+            before, self._taken = ", ", []
+        self._put("arguments", "{}" if before == "{" else "}")
+        self._content("".join(self._taken))
 
-    def _pass_up_to(self, marker: str, kind: Literal["content", "reasoning"]) -> Generator[None, None, bool]:
-        """Pass on the text before `marker`; return whether the marker came."""
+    # What all parts are made of: each looks at a character once.
+
+    def _next(self) -> _Reading[str]:
+        """Return the next character without reading it, empty at the end of the answer."""
+        while self._at == len(self._text) and not self._is_last:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def _advance(self, end: int) -> str:
+        begin, self._at = self._at, end
+        return self._text[begin:end]
+
+    def _while(self, condition: Callable[[str], object]) -> _Reading[str]:
+        """Read the characters that fulfil a condition."""
+        pieces = []
+        while (yield from self._next()):
+            end = self._at
+            while end < len(self._text) and condition(self._text[end]):
+                end += 1
+            is_last = end < len(self._text)
+            pieces.append(self._advance(end))
+            if is_last:
+                break
+        return "".join(pieces)
+
+    def _comes(self, text: str) -> _Reading[bool]:
+        """Read a text if it comes next."""
         while True:
-            at = self._held.find(marker) if marker else -1
-            keep = 0 if self._is_last or at >= 0 else _overlap(self._held, marker)
-            end = at if at >= 0 else len(self._held) - keep
-            self._put(kind, self._held[:end])
-            self._held = self._held[end + len(marker) if at >= 0 else end :]
-            if at >= 0 or self._is_last:
-                return at >= 0
+            part = self._text[self._at : self._at + len(text)]
+            if part == text:
+                self._at += len(text)
+                return True
+            if self._is_last or not text.startswith(part):
+                return False
             yield
 
-    def _wait_while(self, condition: Callable[[str], bool]) -> Iterator[None]:
-        while not self._is_last and condition(self._held):
-            yield
+    def _keep(self, condition: Callable[[str], object]) -> _Reading[str]:
+        text = yield from self._while(condition)
+        self._taken.append(text)
+        return text
 
-    def _drop(self, characters: str) -> Iterator[None]:
-        yield from self._wait_while(lambda text: not text.lstrip(characters))
-        self._held = self._held.lstrip(characters)
+    def _takes(self, text: str) -> _Reading[bool]:
+        if not (yield from self._comes(text)):
+            return False
+        self._taken.append(text)
+        return True
+
+    def _up_to(self, marker: str, take: Callable[[str], None]) -> _Reading[bool]:
+        """Read to a marker, or without one to the end; `take` gets what is before it. Return whether it came."""
+        while (yield from self._next()):
+            at = self._text.find(marker, self._at) if marker else -1
+            if at >= 0:
+                take(self._advance(at))
+                self._at += len(marker)
+                return True
+            held = 0 if self._is_last else _overlap(self._text[self._at :][-len(marker) :], marker)
+            take(self._advance(len(self._text) - held))
+            if held:
+                yield
+        return False
+
+    # What the reader returns
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        self._deltas.append(Delta("call", name))
+        self._parts.append(("call", [name]))
         self._put("arguments", arguments)
         self.num_calls += 1
 
-    def _put(self, kind: Any, text: str) -> None:
-        if text:
-            self._deltas.append(Delta(kind, text))
+    def _content(self, text: str) -> None:
+        self._put("content", text)
+
+    def _put(self, kind: _Kind, text: str) -> None:
+        if not text:
+            return
+        if self._parts and self._parts[-1][0] == kind:
+            self._parts[-1][1].append(text)
+        else:
+            self._parts.append((kind, [text]))
+
+
+def _is_name(letter: str) -> bool:
+    return not letter.isspace() and letter not in "{}[]"
+
+
+def _whole_calls(text: str) -> list[tuple[str, str]]:
+    """Return names and arguments of whole objects, with keys in any order; none if one of them is no call."""
+    decoder, calls = json.JSONDecoder(), []
+    text = text.strip("[] \t\r\n")
+    at = 0
+    try:
+        while at < len(text):
+            call, at = decoder.raw_decode(text, at)
+            arguments = call["parameters"] if "parameters" in call else call["arguments"]
+            calls.append((str(call["name"]), json.dumps(arguments, ensure_ascii=False)))
+            while at < len(text) and text[at] in ";, \t\r\n":
+                at += 1
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return calls
 
 
 def _as_json(text: str) -> str:
@@ -163,4 +320,7 @@ def _as_json(text: str) -> str:
 
 def _overlap(text: str, marker: str) -> int:
     """Return how many of the last characters of `text` `marker` begins with."""
-    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)
+    for count in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-count:]):
+            return count
+    return 0

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 
-_JSON = (
-    r'[\s\[]*\{(?:\s*"type"\s*:\s*"function"\s*,)?\s*"name"\s*:\s*"(?P<json>[^"\\]+)"\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
-_NAMED = r"\s*(?P<named>[^\s{}\[\]]+)\s*(?:\[CALL_ID\][^\s{}\[\]]*)?\s*(?:\[ARGS\])?\s*(?=\{)"
-_XML = r"\s*<function=(?P<xml>[^>\s]+)>"
-# An argument of Qwen3-Coder, or what ends them.
-PARAMETER = re.compile(r"\s*(?:<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>|</function>|(?=</tool_call>))", re.DOTALL)
+Place = Literal["object", "text", "element"]
+"""Where a call's name stands, and what its arguments are: in a JSON object with them; as plain text before an object;
+in <function=NAME>, which holds a <parameter=...> for each."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +22,7 @@ class ToolFormat:
         end: what it ends with; empty for nothing.
         bare: whether a brace at the beginning of an answer, or behind a call, begins one, too.
         hint: what the chat template of such a model holds.
-        head: matches a call up to its arguments. Its group of the name says how those follow: `json`, in an object with
-            the name; `named`, an object of their own; `xml`, as elements.
+        names: where the name of a call may stand; the first character tells.
         call: text before and after the arguments, with NAME for the name.
         separator: text between calls; None if there is one call only.
         style: xgrammar's, of the arguments.
@@ -40,23 +32,10 @@ class ToolFormat:
     end: str
     bare: bool
     hint: str
-    head: re.Pattern[str]
+    names: tuple[Place, ...]
     call: tuple[str, str]
     separator: str | None
     style: str = "json"
-
-    def whole(self, text: str) -> list[tuple[str, str]]:
-        """Return names and arguments of whole calls that `head` does not match, such as ones whose name comes last."""
-        calls, rest = [], text.strip("[] \t\r\n")
-        try:
-            while rest:
-                call, end = json.JSONDecoder().raw_decode(rest)
-                arguments = call["parameters"] if "parameters" in call else call["arguments"]
-                calls.append((str(call["name"]), json.dumps(arguments, ensure_ascii=False)))
-                rest = rest[end:].lstrip(";, \t\r\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return []
-        return calls
 
     def grammar(self, parameters: Mapping[str, Any], *, is_one: bool, thinks: bool) -> dict[str, Any]:
         """Return xgrammar's structural tag for one or more calls.
@@ -93,15 +72,16 @@ class ToolFormat:
 _ARGUMENTS, _PARAMETERS = '{"name": "NAME", "arguments": ', '{"name": "NAME", "parameters": '
 _XML_CALL = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>"
 _JSON_CALL = f"<tool_call>\n{_ARGUMENTS}", "}\n</tool_call>"
-_IN_TAGS, _IN_LIST = re.compile(f"{_JSON}|{_XML}"), re.compile(f"{_JSON}|{_NAMED}")
-_MARK, _BARE = "[TOOL_CALLS]", re.compile(_JSON)
+_IN_TAGS: tuple[Place, ...] = ("object", "element")
+_IN_LIST: tuple[Place, ...] = ("object", "text")
+_MARK = "[TOOL_CALLS]"
 # By the option's name; of those whose hint a template holds, the first.
 TOOL_FORMATS = {
     "qwen_xml": ToolFormat("<tool_call>", "</tool_call>", False, "<function=", _IN_TAGS, _XML_CALL, "\n", "qwen_xml"),
     "hermes": ToolFormat("<tool_call>", "</tool_call>", False, "<tool_call>", _IN_TAGS, _JSON_CALL, "\n"),
     "mistral": ToolFormat(_MARK, "", True, "[ARGS]", _IN_LIST, (f"{_MARK}NAME[ARGS]", ""), ""),
     "mistral_list": ToolFormat(_MARK, "", True, _MARK, _IN_LIST, (f"{_MARK} [{_ARGUMENTS}", "}]"), None),
-    "llama3": ToolFormat("<|python_tag|>", "", True, '{"name": function name', _BARE, (_PARAMETERS, "}"), "; "),
+    "llama3": ToolFormat("<|python_tag|>", "", True, '{"name": function name', ("object",), (_PARAMETERS, "}"), "; "),
 }
 
 _MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")

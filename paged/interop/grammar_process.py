@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,10 +18,13 @@ from paged.bounded_process import limit_memory
 Backend = Literal["xgrammar", "llguidance"]
 MAX_MEGABYTES = 512
 """Memory that a grammar may take, compiled and followed."""
-MOVE = struct.Struct("<ii")
-"""A request to follow a grammar: how many tokens to take back; the token to accept then, or -1 for none."""
 REFUSED, STOPPED = b"\x00", b"\x01"
-"""Replies in place of a mask: the grammar forbids the token; the text is complete."""
+"""Replies in place of a mask: the grammar forbids a token; the text is complete."""
+
+
+def move(num_back: int, tokens: Sequence[int]) -> bytes:
+    """Return a request to follow a grammar: to take tokens back, then to accept others."""
+    return array("i", [num_back, *tokens]).tobytes()
 
 
 def handler() -> Callable[[bytes], bytes]:
@@ -39,11 +42,14 @@ class _Followed(NamedTuple):
     mask: Callable[[], bytes]
     stop_ids: Sequence[int]
 
-    def move(self, num_back: int, token: int) -> bytes:
+    def answer(self, message: bytes) -> bytes:
+        """Answer a move by the next mask, or one of the words above."""
+        num_back, *tokens = memoryview(message).cast("i")
         if num_back:
             self.matcher.rollback(num_back)
-        if token >= 0 and not self.matcher.accept_token(token):
-            return REFUSED
+        for token in tokens:
+            if not self.matcher.accept_token(token):
+                return REFUSED
         return STOPPED if self.matcher.is_terminated() else self.mask()
 
 
@@ -57,7 +63,7 @@ class _Grammar:
     def answer(self, message: bytes) -> bytes:
         """Answer a move by a mask or one of the words above, anything else by {} or {error, missing} in JSON."""
         if self._followed is not None:
-            return self._followed.move(*MOVE.unpack(message))
+            return self._followed.answer(message)
         try:
             request = json.loads(message)
             if self._compile is None:

@@ -14,7 +14,7 @@ import torch
 
 from paged.bounded_process import Branch, ProcessEndedError, Root
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
-from paged.interop.grammar_process import MAX_MEGABYTES, MOVE, REFUSED, STOPPED, Backend
+from paged.interop.grammar_process import MAX_MEGABYTES, REFUSED, STOPPED, Backend, move
 from paged.kernels.common.scalars import as_float, shown
 from paged.printable import one_line
 
@@ -123,7 +123,7 @@ class GrammarCompiler:
                 answer = await _asked(process, {"kind": kind, "text": text}, seconds)
                 if "error" in answer:
                     raise InvalidInputError(f"{kind}: {one_line(answer['error'], 500)}")
-                mask = (await process.ask(MOVE.pack(0, -1), seconds=seconds)).message
+                mask = (await process.ask(move(0, ()), seconds=seconds)).message
             except ProcessEndedError:
                 message = f"{kind}: not compiled within {seconds} s and {MAX_MEGABYTES} MB"
                 raise InvalidInputError(message) from None
@@ -168,16 +168,17 @@ class _Matcher:
     def __init__(self, compiled: _Compiled, token_s: float) -> None:
         self._compiled, self._token_s = compiled, token_s
         self._process: Branch | None = None
+        self._tokens: list[int] = []  # so far
+        self._num_back = 0  # tokens that the process has to take back before the next move
         self._mask: bytes | None = compiled.mask  # None while it is not known
         self._is_asked = self._is_stopped = False
-        self._num_back = 0  # tokens to take back before the next move
         self._left_s = _BURST_TOKENS * token_s
         self._last_s = 0.0
 
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int = 0) -> bool:
         if self._mask is None:
             if not self._is_asked:
-                self._ask(-1)
+                self._ask()
             if not self._receive():
                 raise PagedError("the grammar refuses a token that its mask allowed")
         assert self._mask is not None
@@ -190,17 +191,26 @@ class _Matcher:
         if self._is_stopped:
             return False
         is_known = self._mask is not None
-        if self._mask is not None and not (self._mask[token_id // 8] >> token_id % 8) & 1:
-            return False
+        if self._mask is not None:
+            word = self._mask[token_id // 8 : token_id // 8 + 1]
+            if token_id < 0 or not word or not (word[0] >> token_id % 8) & 1:
+                return False
         self._ask(token_id)
         self._is_stopped = token_id in self._compiled.stop_ids
-        return is_known or self._receive()
+        if not is_known and not self._receive():
+            return False
+        self._tokens.append(token_id)
+        return True
 
     def rollback(self, num_tokens: int = 1) -> None:
+        if not 0 <= num_tokens <= len(self._tokens):
+            raise InvalidInputError(f"num_tokens: {num_tokens}, expected 0 to {len(self._tokens)}")
         if self._is_asked:
             self._receive()
-        self._num_back += num_tokens
-        self._mask, self._is_stopped = None, False
+        if num_tokens:
+            del self._tokens[-num_tokens:]
+            self._num_back += num_tokens
+            self._mask, self._is_stopped = None, False
 
     def is_terminated(self) -> bool:
         return self._is_stopped
@@ -209,8 +219,7 @@ class _Matcher:
         if self._is_asked:
             self._receive()
         twin = copy.copy(self)
-        if self._process is not None:
-            twin._process = self._branch(self._process)
+        twin._process, twin._tokens = None, self._tokens.copy()
         return twin
 
     def is_ready(self, timeout: float) -> bool:
@@ -227,21 +236,19 @@ class _Matcher:
         if self._process is not None:
             self._process.close()
 
-    def _ask(self, token: int) -> None:
+    def _ask(self, *tokens: int) -> None:
         """Send a move, without waiting for the mask that answers it."""
         self._left_s = min(self._left_s + self._token_s, _BURST_TOKENS * self._token_s)
         if self._left_s <= 0:
             raise self._error()
         if self._process is None:
-            self._process = self._branch(self._compiled.process)
-        self._process.send(MOVE.pack(self._num_back, token), cpu_s=self._left_s, seconds=self._left_s + _SPARE_S)
+            try:
+                self._process = self._compiled.process.branch()
+            except ProcessEndedError:
+                raise self._error() from None
+            tokens, self._num_back = (*self._tokens, *tokens), 0
+        self._process.send(move(self._num_back, tokens), cpu_s=self._left_s, seconds=self._left_s + _SPARE_S)
         self._mask, self._num_back, self._is_asked = None, 0, True
-
-    def _branch(self, process: Branch) -> Branch:
-        try:
-            return process.branch()
-        except ProcessEndedError:
-            raise self._error() from None
 
     def _receive(self) -> bool:
         """Take the answer to the last move; return whether the grammar allows it."""
@@ -261,7 +268,7 @@ class _Matcher:
 
     def _error(self) -> GrammarLimitError:
         return GrammarLimitError(
-            f"the grammar takes more than {1000 * self._token_s:.0f} ms a token, or more than {MAX_MEGABYTES} MB"
+            f"the grammar takes more than {1000 * self._token_s:g} ms a token, or more than {MAX_MEGABYTES} MB"
         )
 
 

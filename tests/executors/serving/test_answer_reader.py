@@ -3,10 +3,13 @@
 import asyncio
 import json
 import random
+import time
+from collections.abc import Sequence
+from itertools import product
 
 import pytest
 
-from paged.executors.serving.answer_reader import AnswerReader
+from paged.executors.serving.answer_reader import AnswerReader, Delta
 from paged.executors.serving.tool_formats import TOOL_FORMATS
 from paged.interop.structured import GrammarCompiler
 from tests.interop.test_structured import END, VOCABULARY, allowed, byte_tokenizer, sample
@@ -80,6 +83,106 @@ def test_parts_do_not_depend_on_how_the_text_comes(
         found = [[*one[:2], json.loads(str(one[2]))] if one[0] == "call" else one for one in found]
         assert found == list(map(list, expected))
         assert reader.num_calls == [one[0] for one in expected].count("call")
+
+
+# What texts are made of: markers, whole and cut, valid calls and their pieces, quotes, escapes, braces, white space.
+PIECES = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
+    *('{"name": "look", "arguments": ', '{"name": "look", "parameters": ', '{"type": "function", "name": "a", '),
+    *('{"arguments": {"a": 1}, "name": "b"}', '{"a": "}\\"{"}', '{"b": [1, {}]}', "{}", "{", "}", "[", "]", '"name"'),
+    *("<function=look>", "<parameter=city>", "</parameter>", "</function>", "<param", "</", "<", "[TOOL", "\n3\n"),
+    *(" ", "\n", "  \n\n ", "\u3000", ",", ";", ":", '"', "\\", "look", "Köln", "🙂", " x", '"q"'),
+]
+
+
+LONGEST_MARKER = len("<|python_tag|>")
+
+
+def read_in_pieces(form: str | None, pieces: Sequence[str], has_thoughts: bool, thinks: bool) -> list[Delta]:
+    """What an answer holds, with neighbours of a kind joined."""
+    reader = AnswerReader(TOOL_FORMATS.get(form or ""), has_thoughts=has_thoughts, thinks=thinks)
+    deltas = []
+    for piece in pieces:
+        deltas += reader.read(piece)
+        assert len(reader._text) - reader._at < LONGEST_MARKER  # all that is looked at again
+    joined: list[Delta] = []
+    for kind, text in deltas + reader.read("", is_last=True):
+        if joined and joined[-1].kind == kind != "call":
+            joined[-1] = Delta(kind, joined[-1].text + text)
+        else:
+            joined.append(Delta(kind, text))
+    return joined
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    longest, pieces = rng.choice([1, 2, 5, 20]), []
+    while text:
+        count = rng.randint(1, longest)
+        pieces.append(text[:count])
+        text = text[count:]
+    return pieces
+
+
+@pytest.mark.parametrize("form", [*TOOL_FORMATS, None])
+@pytest.mark.parametrize("num_texts", [400, pytest.param(20_000, marks=pytest.mark.thorough)])
+def test_every_way_to_cut_a_text_gives_what_the_whole_gives(form: str | None, num_texts: int) -> None:
+    for seed in range(num_texts):
+        rng = random.Random(seed)
+        text = "".join(rng.choices(PIECES, k=rng.randint(1, 14)))
+        if form is not None and rng.random() < 0.6:
+            text = TOOL_FORMATS[form].begin + text
+        text = "".join(letter for letter in text if rng.random() > 0.01)
+        mode = (rng.random() < 0.5, rng.random() < 0.2)
+        expected = read_in_pieces(form, [text], *mode)
+        for _ in range(3):
+            assert read_in_pieces(form, cut(text, rng), *mode) == expected, (text, mode)
+        if form is None and not any(mode):
+            assert expected == [("content", text)]
+
+
+FLOODS = [
+    *(" ", "\n ", "a", "{", "[", '"', "\\", "<", "[TOOL_CALLS]", "<tool_call>", "</tool_call", '{"a": ', ", ; ", "{} "),
+    *(
+        "<parameter=a>",
+        "<parameter=a></parameter>",
+        '{"name": "a", "arguments": {}}',
+        '{"arguments": {}, "name": "b"} ',
+    ),
+]
+
+
+def cpu_seconds(form: str | None, text: str) -> float:
+    pieces = [text[start : start + 8] for start in range(0, len(text), 8)]
+    reader = AnswerReader(TOOL_FORMATS.get(form or ""), has_thoughts=True, thinks=False)
+    begin = time.thread_time()
+    for piece in pieces:
+        reader.read(piece)
+    reader.read("", is_last=True)
+    return time.thread_time() - begin
+
+
+@pytest.mark.parametrize("form", [*TOOL_FORMATS, None])
+def test_the_time_of_an_answer_is_linear_in_its_length(form: str | None) -> None:
+    """Four times the flood, behind each beginning of a call or of reasoning, takes four times as long, not sixteen."""
+    beginnings = ["", "<think>"]
+    if form is not None:
+        begin = TOOL_FORMATS[form].begin
+        heads = [
+            "",
+            "a ",
+            '{"name": "',
+            '{"name": "a", "arguments": {"b": "',
+            "<function=a>",
+            "<function=a><parameter=b>",
+        ]
+        beginnings = [*beginnings, *(begin + head for head in heads)]
+    for beginning, flood in product(beginnings, FLOODS):
+        text = beginning + flood * (2400 // len(flood))
+        longer = text + flood * (3 * len(text) // len(flood))
+        ratios: list[float] = []
+        while not ratios or (ratios[-1] > 6 and len(ratios) < 8):
+            ratios.append(cpu_seconds(form, longer) / min(cpu_seconds(form, text) for _ in range(2)))
+        assert ratios[-1] <= 6, (beginning, flood, ratios)
 
 
 CITY = {
