@@ -163,7 +163,7 @@ class Root:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, *self._arguments, *paths],
-                stdin=other,
+                stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,

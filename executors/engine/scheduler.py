@@ -99,6 +99,8 @@ class Scheduler:
         unfinished = [one for one in self.decoding if one.num_sampled < one.max_tokens]
         deadline = perf_counter() + _MASK_WAIT_S
         decodes = [one for one in unfinished if one.has_mask(deadline)]
+        if not (decodes or self.prefilling):
+            decodes = [one for one in unfinished if one.has_mask(deadline, is_alone=True)]
         self.awaits_masks = len(decodes) < len(unfinished)
         if len(decodes) > fitting:  # in turns
             decodes = decodes[:fitting]

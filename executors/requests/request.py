@@ -269,13 +269,17 @@ class Completion:
         """Whether the host does not know its newest token yet."""
         return self.num_sampled > len(self.token_ids)
 
-    def has_mask(self, deadline: float) -> bool:
-        """Return whether its next mask is there, waiting until `deadline`, in seconds of `perf_counter`."""
+    def has_mask(self, deadline: float, *, is_alone: bool = False) -> bool:
+        """Return whether its next mask is there.
+
+        Wait for it until `deadline`, in seconds of `perf_counter`, if masks of it are quick or nothing else can run.
+        """
         if self._awaited is None:
             return True
         if self.is_behind:  # nobody can ask for the mask behind a token that only the device knows
             return self._awaited.is_quick
-        return self._awaited.is_ready(deadline - perf_counter())
+        waits = is_alone or self._awaited.is_quick
+        return self._awaited.is_ready(deadline - perf_counter() if waits else 0.0)
 
     def close_mask(self) -> None:
         """Free what its mask holds elsewhere."""

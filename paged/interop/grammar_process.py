@@ -88,7 +88,7 @@ def _xgrammar(tokenizer: str, vocab_size: int, end_token_ids: Sequence[int]) -> 
         if index < vocab_size:
             tokens[index] = token
     metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer)
-    info = xgrammar.TokenizerInfo(tokens, vocab_size=vocab_size, stop_token_ids=end_token_ids or None, **metadata)
+    info = xgrammar.TokenizerInfo(tokens, vocab_size=vocab_size, stop_token_ids=list(end_token_ids) or None, **metadata)
     words = torch.empty(1, -(-vocab_size // 32), dtype=torch.int32)
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     of_kind: dict[str, Callable[[str], Any]] = {

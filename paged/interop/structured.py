@@ -288,7 +288,8 @@ def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
         raise InvalidInputError(f"choice: {shown(grammar)}, expected texts")
     try:
         text = grammar if isinstance(grammar, str) else json.dumps(grammar)
-        size = _size(json.loads(text)) if kind in ("json", "structural_tag") else 0
+        is_json = kind in ("json", "structural_tag") and len(text) <= _MAX_CHARACTERS
+        size = _size(json.loads(text)) if is_json else 0
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{kind}: {one_line(error, 200)}") from error
     if len(text) > _MAX_CHARACTERS or size > _MAX_VALUES:

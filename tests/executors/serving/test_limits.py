@@ -19,6 +19,8 @@ from paged import EngineConfig
 from tests.deadline import HANG_S
 from tests.executors.serving.conftest import Served, serving
 from tests.executors.serving.test_openai import PROMPT, check_idle
+from tests.interop.test_structured import PROCESS
+from tests.processes import branches_of, is_alive, wait_until
 
 JSON = {"content-type": "application/json"}
 
@@ -255,16 +257,39 @@ def test_threads_that_never_end_do_not_hold_the_process(method: str, path: str, 
         assert process.stdout is not None
         port = re.match(r"paged: http://127.0.0.1:(\d+)", process.stdout.readline())
         assert port is not None
-        connection = http.client.HTTPConnection("127.0.0.1", int(port[1]), timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", int(port[1]), timeout=HANG_S)
         connection.request("POST", path, json.dumps({"prompt": [5, 17, 3] if "Engine" in method else "kite"}), JSON)
         assert process.stdout.readline() == "stuck\n"
         for _ in range(signals):
             process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(HANG_S) == 0
         connection.close()
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.thorough  # starts processes
+def test_sigterm_ends_beside_grammars_that_compile_for_ever() -> None:
+    """The server ends after the time to drain, and so do the processes that compile."""
+    command = [sys.executable, "-m", "paged", "serve", "--port", "0", "--num-blocks", "256", "--no-warmup"]
+    command += ["--drain-seconds", "1", "--compile-seconds", "3600"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    found = re.match(r"paged: http://127.0.0.1:(\d+)", process.stdout.readline())
+    assert found is not None
+    connections = []
+    for number in range(4):
+        schema = {"properties": {f"p{index}": {} for index in range(2000 + number)}}
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=HANG_S)
+        body = {"prompt": PROMPT, "structured_outputs": {"json": schema}}
+        connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+        connections.append(connection)
+    wait_until(lambda: len(branches_of(PROCESS, process.pid)) == 2 + 4)  # the root, the vocabulary
+    pids = branches_of(PROCESS, process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(HANG_S) == 0
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_models_without_images_refuse_them(served: Served) -> None:
