@@ -34,6 +34,8 @@ NAME = "paged_triton"
 # Modules of continuous batching that ask whether an implementation needs masks. Apart from "sdpa" and "paged|eager"
 # they only admit names with "flash".
 _ASKING: tuple[Any, ...] = (cache, continuous_api, initialization)
+# The cache's own method. Models of transformers 5.24 call it before the attention function; in 5.23 that function does.
+_UPDATE = cache.PagedAttentionCache.update
 # Constants of gpt-oss's gate in `fused_moe`'s "swiglu_oai".
 _CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
@@ -45,7 +47,7 @@ def register() -> None:
 
     Raises:
         UnsupportedError: this transformers version selects implementations for continuous batching differently; 5.23
-            works.
+            and 5.24 work.
     """
     for module in _ASKING:
         if not hasattr(module, "is_flash_attention_requested"):
@@ -54,6 +56,7 @@ def register() -> None:
     ExpertsInterface.register(NAME, fused_experts_forward)
     for module in _ASKING:
         module.is_flash_attention_requested = _needs_no_mask
+    cache.PagedAttentionCache.update = _update_or_pass_on
 
 
 def _needs_no_mask(
@@ -64,6 +67,19 @@ def _needs_no_mask(
     if name == NAME:
         return version is None
     return bool(generic.is_flash_attention_requested(config, requested_attention_implementation, version))
+
+
+def _update_or_pass_on(
+    self: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace `PagedAttentionCache.update`: for `paged_triton`, leave the update to the attention function.
+
+    The function then gets the new keys and values alone, and the cache in its arguments.
+    """
+    if self.config._attn_implementation != NAME:
+        return _UPDATE(self, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
+    kwargs["cache"] = self
+    return key_states, value_states
 
 
 class PagedTritonAttention:
@@ -131,7 +147,7 @@ class PagedTritonAttention:
             raise UnsupportedError(f"{shapes}; {expected}")
         if not allocator.supports_block_table:
             # A windowed layer's cache is a ring: new keys replace the oldest ones before those have been read.
-            key, value = paged_cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+            key, value = _UPDATE(paged_cache, key, value, layer, kwargs)
             flash_attn_varlen_func(
                 q,
                 key[0].transpose(0, 1),

@@ -98,6 +98,23 @@ def test_generate_batch_gives_the_same_tokens(
     assert (calls["fused_moe"] > 0) == has_experts
 
 
+def test_implementations_of_transformers_keep_their_cache(interop: Any) -> None:
+    """As before `register`, also with layers that have a window, and after the same model ran on `paged_triton`."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = _model("qwen3_window_in_one_layer", CPU)
+    greedy = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=32)
+    options = {"generation_config": greedy, "continuous_batching_config": pages, "progress_bar": False}
+    tokens_of = {}
+    for name in ("sdpa", interop.NAME, "eager"):
+        model.set_attn_implementation(name)
+        results = model.generate_batch(PROMPTS, **options)
+        assert [result.error for result in results.values()] == [None] * len(PROMPTS), name
+        tokens_of[name] = [results[request_id].generated_tokens for request_id in sorted(results)]
+    assert tokens_of["sdpa"] == tokens_of[interop.NAME] == tokens_of["eager"]
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe", "aria", "biases"])
 def test_experts_equal_those_of_transformers(kind: str, interop: Any, device: torch.device) -> None:
     """gpt-oss's weights alternate; Aria's are SiLU's."""
