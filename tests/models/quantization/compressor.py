@@ -1,5 +1,6 @@
 """Checkpoints that compressed-tensors writes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.models.edits import WEIGHTS, Tensors
+from tests.kernels.quantization.published import in_words
+from tests.models.edits import WEIGHTS, Tensors, edit_config
 from tests.models.quantization.packers import STATIC
 
 
@@ -21,8 +23,9 @@ def compress(tensors: Tensors, config: dict[str, Any], folder: Path) -> Tensors:
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
     model = _modules(tensors)
-    apply_quantization_config(model, QuantizationConfig(**config))
+    apply_quantization_config(model, QuantizationConfig(**_with_order(config, None)))
     linears = {path: each for path, each in model.named_modules() if hasattr(each, "quantization_scheme")}
+    groups_of = _order_columns(linears) if _has_order(config) else {}
     rounded: Tensors = {}
     largest: dict[torch.Size, float] = {}  # by sizes: gate and up share a scale of all weights, as key and value do
     for linear in linears.values():
@@ -39,9 +42,59 @@ def compress(tensors: Tensors, config: dict[str, Any], folder: Path) -> Tensors:
     for path in linears:
         if f"{path}.weight_packed" in stored and stored[f"{path}.weight_scale"].dtype == torch.float32:
             stored[f"{path}.weight_scale"] = stored[f"{path}.weight_scale"].half()
-    save_file(stored, folder / WEIGHTS)
     compressor.update_config(str(folder))
+    if groups_of:
+        _restore_columns(groups_of, stored, rounded)
+        written = json.loads((folder / "config.json").read_text())["quantization_config"]
+        edit_config(folder, quantization_config=_with_order(written, "group"))
+    save_file(stored, folder / WEIGHTS)
     return rounded
+
+
+def reads_order() -> bool:
+    """Return whether compressed-tensors still reads columns of a group in any order; 0.20 does not."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    try:
+        QuantizationArgs(num_bits=4, strategy="group", group_size=32, actorder="group")
+    except ValueError:
+        return False
+    return True
+
+
+def _has_order(config: dict[str, Any]) -> bool:
+    return any(group["weights"].get("actorder") for group in config["config_groups"].values())
+
+
+def _with_order(config: dict[str, Any], order: str | None) -> dict[str, Any]:
+    groups = {}
+    for name, group in config["config_groups"].items():
+        groups[name] = group | {"weights": group["weights"] | {"actorder": order}}
+    return config | {"config_groups": groups}
+
+
+def _order_columns(linears: dict[str, Any]) -> Tensors:
+    """Give every layer's columns to groups at random and put those of a group beside each other.
+
+    Returns each column's group, int32 [columns], by the layer's path.
+    """
+    groups_of: Tensors = {}
+    for path, linear in linears.items():
+        num_columns = linear.weight.shape[1]
+        group_of = torch.arange(num_columns, dtype=torch.int32) * linear.weight_scale.shape[1] // num_columns
+        groups_of[path] = group_of[torch.randperm(num_columns)]
+        linear.weight.copy_(linear.weight[:, groups_of[path].argsort(stable=True)].clone())
+    return groups_of
+
+
+def _restore_columns(groups_of: Tensors, stored: Tensors, rounded: Tensors) -> None:
+    """Put the columns of 4-bit codes and of what they stand for back in place, and store their groups."""
+    for path, group_of in groups_of.items():
+        place = group_of.argsort(stable=True).argsort()
+        codes = (stored[f"{path}.weight_packed"].unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
+        stored[f"{path}.weight_packed"] = in_words(codes.flatten(1)[:, place], 4)
+        stored[f"{path}.weight_g_idx"] = group_of
+        rounded[f"{path}.weight"] = rounded[f"{path}.weight"][:, place]
 
 
 def _modules(tensors: Tensors) -> nn.Module:
@@ -63,7 +116,7 @@ def _modules(tensors: Tensors) -> nn.Module:
 
 
 def _calibrate(linear: Any, largest: float) -> None:
-    """Fill the scales, zero points and order of columns of a layer; scales as float16 holds them.
+    """Fill the scales and zero points of a layer; scales as float16 holds them.
 
     largest: what a scale of all weights spans.
     """
@@ -71,10 +124,6 @@ def _calibrate(linear: Any, largest: float) -> None:
 
     weight, scale = linear.weight.detach(), linear.weight_scale
     rows, groups = (*scale.shape, 1)[:2]
-    if hasattr(linear, "weight_g_idx"):
-        group_of = torch.arange(weight.shape[1]) * groups // weight.shape[1]
-        linear.weight_g_idx.copy_(group_of[torch.randperm(len(group_of))])
-        weight = weight[:, linear.weight_g_idx.argsort()]
     blocks = weight.unflatten(1, (groups, -1)).unflatten(0, (rows, -1))
     total = getattr(linear, "weight_global_scale", None)
     if total is not None:

@@ -20,6 +20,7 @@ from tests.models.edits import assert_refused, edit_config
 from tests.models.families import assert_same_logits, forward, logits_of
 from tests.models.lora.folders import Adapter
 from tests.models.quantization.checkpoints import PROMPT, WEIGHTS, Folders, assert_as_unpacked, load, packed_weights
+from tests.models.quantization.compressor import reads_order
 from tests.models.quantization.packers import FORMATS
 from tests.tolerance import assert_within
 
@@ -193,8 +194,16 @@ def test_logits_as_transformers_reads(folders: Folders) -> None:
     """With activations rounded as the configuration says, but for those in 4 bits, which stay as they are."""
     from transformers import AutoModelForCausalLM
 
+    if "order" in folders.name and not reads_order():
+        pytest.skip("this compressed-tensors reads no columns in another order than their groups")
     with torch.compiler.set_stance("force_eager"):  # as in `compress`
-        model = AutoModelForCausalLM.from_pretrained(folders.packed, dtype=torch.float32)
+        # compressed-tensors 0.20 makes room for zero points that are not packed.
+        options = {"dtype": torch.float32, "ignore_mismatched_sizes": "zeros" in folders.name}
+        model = AutoModelForCausalLM.from_pretrained(folders.packed, **options)
+        for name, tensor in load_file(folders.packed / WEIGHTS).items():
+            if name.endswith(".weight_zero_point"):
+                module = model.get_submodule(name.removesuffix(".weight_zero_point"))
+                module.weight_zero_point = torch.nn.Parameter(tensor, requires_grad=False)
         model.hf_quantizer.compressor.decompress_model(model)
     is_nvfp4 = folders.name == "nvfp4-pack-quantized"
     for module in model.modules() if is_nvfp4 else ():
