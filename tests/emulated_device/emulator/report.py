@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 _ROOM = str(Path(__file__).resolve().parent)
 _ROOT = str(Path(__file__).resolve().parents[3])
+# Wraps functions of Triton's interpreter, so it stands between a kernel and its accesses.
+_COMPAT = os.path.join(_ROOT, "kernels", "common", "compat.py")
 
 
 class HazardError(Exception):
@@ -113,7 +115,7 @@ class Report:
 
 
 def place() -> str:
-    """file:line of the innermost caller that is neither of this instrument nor of a library."""
+    """file:line of the innermost caller that belongs neither to this instrument nor to a library or what wraps one."""
     frame = sys._getframe(1)
     while frame is not None:
         if (name := _source(frame.f_code.co_filename)) is not None:
@@ -127,4 +129,4 @@ def _source(file: str) -> str | None:
     if not file.startswith(_ROOT) or "site-packages" in file:
         return None
     path = os.path.realpath(file)
-    return None if os.path.dirname(path) == _ROOM else os.path.relpath(path, _ROOT)
+    return None if os.path.dirname(path) == _ROOM or path == _COMPAT else os.path.relpath(path, _ROOT)
