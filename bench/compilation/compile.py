@@ -1,6 +1,6 @@
 """Compiles every kernel configuration ahead of time, without a GPU, and reports what the compilers made of it.
 
-    python -m bench.compilation.compile [--target sm_90 ...] [--only NAME] [--new [--again]] [--record]
+    python -m bench.compilation.compile [--target sm_90 ...] [--only NAME] [--new [--again] [--sample N]] [--record]
         [--json FILE]
 
 Registers, spills, shared memory and the instructions that matter come from the compiled code itself: `cuobjdump` and
@@ -9,7 +9,7 @@ loop. Run without TRITON_INTERPRET.
 
 Compiling all takes about 35 minutes of one core. `--record` keeps in clean/ which cases were found without a
 problem, by a hash of all that the result depends on; `--new` compiles those that are not there, and with `--again` a
-sixteenth of the others.
+sixteenth of the others. If clean/ has no case of a target, as for a new Triton, `--sample` compiles N cases of it.
 """
 
 from __future__ import annotations
@@ -128,17 +128,22 @@ def needs_compiling(key: str, clean: set[str], again: bool = False) -> bool:
     return key not in clean or (again and int(key, 16) % 16 == 0)
 
 
-def reports(
-    cases: list[CompileCase], targets: list[str], clean: set[str] | None = None, again: bool = False
-) -> Iterator[tuple[CompileCase, Report]]:
-    """Compile each case for each of `targets` that it is meant for, and read the results.
+def choose_new(
+    cases: list[CompileCase], target: str, clean: set[str], again: bool = False, sample: int | None = None
+) -> list[CompileCase]:
+    """Return the cases of a target that `needs_compiling`.
 
-    clean, again: keys of cases that are left out unless `needs_compiling`.
+    sample: if `clean` has no case of the target, return this many of them, from all over the list.
     """
-    for target in targets:
-        chosen = [case for case in cases if target in case.targets]
-        if clean is not None:
-            chosen = [case for case in chosen if needs_compiling(case_key(case, target), clean, again)]
+    keys = [case_key(case, target) for case in cases]
+    if sample is not None and sample < len(cases) and clean.isdisjoint(keys):
+        return [cases[index * len(cases) // sample] for index in range(sample)]
+    return [case for case, key in zip(cases, keys, strict=True) if needs_compiling(key, clean, again)]
+
+
+def reports(cases: dict[str, list[CompileCase]]) -> Iterator[tuple[CompileCase, Report]]:
+    """Compile the cases of each target and read the results."""
+    for target, chosen in cases.items():
         for start in range(0, len(chosen), _AT_ONCE):
             group = chosen[start : start + _AT_ONCE]
             yield from zip(group, _compile_group(group, target), strict=True)
@@ -261,6 +266,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--new", action="store_true", help="leave out what clean/ names")
     parser.add_argument("--again", action="store_true", help="with --new: a sixteenth of that, too")
+    parser.add_argument("--sample", type=int, metavar="N", help="with --new: N cases of a target without a clean one")
     parser.add_argument("--record", action="store_true", help="keep in clean/ what has no problem")
     args = parser.parse_args(argv)
     every_case = all_cases()
@@ -268,7 +274,15 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     clean = set(CLEAN.read_text().split()) if CLEAN.exists() else set()
     done, failed = [], 0
     write(HEADER)
-    for case, report in reports(cases, args.target, clean if args.new else None, args.again):
+    chosen = {target: [case for case in cases if target in case.targets] for target in args.target}
+    if args.new:
+        for target, of_target in chosen.items():
+            chosen[target] = choose_new(of_target, target, clean, args.again, args.sample)
+            if args.sample is not None and len(chosen[target]) == args.sample < len(of_target):
+                write(
+                    f"{target}: a sample of {args.sample}, as triton {triton.__version__} has no record of clean cases"
+                )
+    for case, report in reports(chosen):
         wrong = problems(case, report)
         failed += bool(wrong)
         key = case_key(case, report.target)

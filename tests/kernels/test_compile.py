@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,15 @@ pytest.importorskip("triton", reason="ahead-of-time compilation needs triton")
 import triton.language as tl
 
 from paged.bench.compilation.case import EVERY_CASE, TARGETS, CompileCase
-from paged.bench.compilation.compile import SHARED_LIMIT, Report, all_cases, case_key, needs_compiling, problems
+from paged.bench.compilation.compile import (
+    SHARED_LIMIT,
+    Report,
+    all_cases,
+    case_key,
+    choose_new,
+    needs_compiling,
+    problems,
+)
 from paged.bench.compilation.machine_code import count, occupancy, read_code
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
@@ -32,8 +41,12 @@ def _compile(*options: str, **environment: str) -> str:
 
 @pytest.mark.long
 def test_changed_configurations_compile() -> None:
-    """For every target."""
-    assert _compile("--new", PYTHONPATH="").startswith("case")
+    """For every target; a sample of those that have no record for this Triton."""
+    printed = _compile("--new", "--sample", "2", PYTHONPATH="")
+    assert printed.startswith("case")
+    samples = [line for line in printed.splitlines() if "a sample" in line]
+    if samples:
+        warnings.warn("\n".join(samples), stacklevel=1)
 
 
 @pytest.mark.long
@@ -41,7 +54,7 @@ def test_changed_configurations_compile() -> None:
 @pytest.mark.parametrize("targets", [list(TARGETS)[::2], list(TARGETS)[1::2]], ids=str)
 def test_a_share_of_all_configurations_compiles(targets: list[str], tmp_path: Path) -> None:
     path = tmp_path / "reports.json"
-    _compile("--target", *targets, "--new", "--again", "--json", str(path), PYTHONPATH="")
+    _compile("--target", *targets, "--new", "--again", "--sample", "2", "--json", str(path), PYTHONPATH="")
     reports = json.loads(path.read_text())["reports"]
     assert {report["target"] for report in reports if report["loop"]} == set(targets)
 
@@ -93,6 +106,15 @@ def test_new_cases_are_compiled_and_some_of_the_known_where_asked() -> None:
     keys = [f"{value:016x}" for value in range(64)]
     assert all(needs_compiling(key, set()) for key in keys)
     assert [sum(needs_compiling(key, set(keys), again) for key in keys) for again in (False, True)] == [0, 4]
+
+
+def test_a_target_without_a_record_is_sampled() -> None:
+    cases = [CompileCase(f"{index}", Source("def run(): return 0"), {}, {}, num_warps=index) for index in range(64)]
+    known = {case_key(cases[5], "sm_90")}
+    assert choose_new(cases, "sm_90", known, sample=4) == cases[:5] + cases[6:]
+    assert choose_new(cases, "sm_80", known) == cases
+    assert choose_new(cases, "sm_80", known, sample=4) == cases[::16]
+    assert choose_new(cases, "sm_80", known, sample=100) == cases
 
 
 def test_problems_are_seen() -> None:
