@@ -96,6 +96,14 @@ def test_every_family_has_a_row() -> None:
     assert {row[0]: row[1] for row in rows if row[0] in WRAPPERS} == WRAPPERS
 
 
+def test_pages_count_the_architectures() -> None:
+    counts = {}
+    for page in PAGES:
+        for count in re.findall(r"(\d+) \[?architectures", page.read_text()):
+            counts[page.name] = int(count)
+    assert counts == {"README.md": len(ARCHITECTURES), "executors.md": len(ARCHITECTURES)}
+
+
 @pytest.mark.thorough  # 5 s; it also fails on a dead link
 def test_site_has_every_public_name(tmp_path: Path) -> None:
     run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)], ROOT)

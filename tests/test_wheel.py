@@ -19,9 +19,19 @@ IGNORED = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "re
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, as building leaves files in the source tree."""
+    """Built from a copy, as building leaves files in the source tree.
+
+    The copy is a git repository, whose files setuptools-scm lists, with such a list of an earlier build.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=IGNORED)
+    git = ["git", "-C", str(folder / "source")]
+    for command in (["init", "--quiet"], ["add", "--all"]):
+        subprocess.run([*git, *command], check=True)
+    listed = subprocess.run([*git, "ls-files"], check=True, capture_output=True, text=True).stdout
+    assert "paged/kernels\n" in listed  # a link
+    (folder / "source" / "paged.egg-info").mkdir()
+    (folder / "source" / "paged.egg-info" / "SOURCES.txt").write_text(listed)
     try:
         has_backend = int(version("setuptools").partition(".")[0]) >= 77
     except PackageNotFoundError:

@@ -53,8 +53,7 @@ def cascade_attention(
 
     Raises:
         InvalidInputError: shared_prefix_len is not a multiple of the block size or exceeds the table; on a CPU also if
-            a
-            sequence with a query does not hold the prefix.
+            a sequence with a query does not hold the prefix.
     """
     check_attention_tensors(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
     shared_prefix_len, return_lse = as_int("shared_prefix_len", shared_prefix_len), as_bool("return_lse", return_lse)
