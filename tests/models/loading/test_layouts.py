@@ -137,7 +137,9 @@ def test_text_part_of_a_model_that_reads_pictures(
     with caplog.at_level(logging.WARNING, "paged"):
         model = load_model(tmp_path, num_blocks=32)
     assert "tensors are not loaded, because text does not need them" in caplog.text
-    assert_same_logits(model.forward_verify("a", PROMPT), logits_of(theirs, PROMPT))
+    # Without a picture Llama 4 is its language model; the forward around it fails in transformers 5.24.
+    text_model = theirs.language_model if name == "llama4" else theirs
+    assert_same_logits(model.forward_verify("a", PROMPT), logits_of(text_model, PROMPT))
     assert_unexpected(tmp_path, "model.taste_tower.weight")
 
 
