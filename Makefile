@@ -6,10 +6,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TYPES := $(BIN)/mypy -p paged
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
+IN_TWO := -m pytest -n 2 --dist worksteal --durations=20
+PYTEST := $(BIN)/python $(IN_TWO)
 HEADROOM := --headroom build/headroom
 CHECKED := bench docs examples executors kernels models paged tests
 
+NEWEST := .newest
 OUT ?= bench/results/gpu
 FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
@@ -22,7 +24,7 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all test-cpus check lint format picture docs compile record soak fuzz vllm vllm-engine gpu rehearse report clean
+.PHONY: demo test test-all test-cpus test-newest check lint format picture docs compile record soak fuzz vllm vllm-engine gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -43,6 +45,13 @@ test-all: $(VLLM)
 # The fast tests as on other processors: 7 settings, 35 minutes on two cores.
 test-cpus: $(VENV)/installed-dev
 	$(BIN)/python -m tests.cpus -n 2 --dist worksteal -m 'not thorough'
+
+# The first set on what a plain `pip install` gets today: the newest release of everything, in an environment of its own.
+test-newest:
+	test -d $(NEWEST) || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test]'
+	$(NEWEST)/bin/python -m pip list --disable-pip-version-check
+	$(NEWEST)/bin/python $(IN_TWO) -m 'not thorough'
 
 check: lint
 	$(TYPES)
@@ -141,4 +150,4 @@ $(VENV)/installed-%: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(REHEARSE) $(VLLM) $(VLLM_ENGINE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(VLLM_ENGINE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
