@@ -17,7 +17,7 @@ from tests.interop.test_structured import END, PROCESS, VOCABULARY, ambiguous, b
 from tests.processes import branches_of, wait_until
 
 pytest.importorskip("xgrammar", reason="needs the extra serve")
-jsonschema = pytest.importorskip("jsonschema", reason="comes with schemathesis")
+jsonschema = pytest.importorskip("jsonschema", reason="needs the extra test")
 
 WAYS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     "plain": (False, {}, {}),
