@@ -10,6 +10,7 @@ Continuous batching keeps K and V in transformers' own pages; layers with full a
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -52,11 +53,13 @@ def register() -> None:
     for module in _ASKING:
         if not hasattr(module, "is_flash_attention_requested"):
             raise UnsupportedError(f"transformers {transformers.__version__}: {module.__name__} differs from 5.23")
+    if signature(_UPDATE).parameters.keys() != signature(_update_or_pass_on).parameters.keys():
+        raise UnsupportedError(f"transformers {transformers.__version__}: PagedAttentionCache.update differs from 5.23")
     AttentionInterface.register(NAME, PagedTritonAttention())
     ExpertsInterface.register(NAME, fused_experts_forward)
     for module in _ASKING:
         module.is_flash_attention_requested = _needs_no_mask
-    cache.PagedAttentionCache.update = _update_or_pass_on
+    cache.PagedAttentionCache.update = _update_or_pass_on  # type: ignore[method-assign]
 
 
 def _needs_no_mask(

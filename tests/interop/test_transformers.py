@@ -196,3 +196,7 @@ def test_another_transformers_is_refused(interop: Any, monkeypatch: pytest.Monke
     monkeypatch.delattr(continuous_api, "is_flash_attention_requested")
     with pytest.raises(UnsupportedError, match="continuous_api"):
         interop.register()
+    monkeypatch.undo()
+    monkeypatch.setattr(interop, "_UPDATE", lambda self, key_states, value_states: None)
+    with pytest.raises(UnsupportedError, match=r"PagedAttentionCache\.update"):
+        interop.register()
