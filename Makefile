@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TYPES := $(BIN)/mypy -p paged
 IN_TWO := -m pytest -n 2 --dist worksteal --durations=20
 PYTEST := $(BIN)/python $(IN_TWO)
-HEADROOM := --headroom build/headroom
+HEADROOM := --headroom=build/headroom
 CHECKED := bench docs examples executors kernels models paged tests
 
 NEWEST := .newest

@@ -58,7 +58,7 @@ def features() -> dict[str, bool]:
 def run(name: str, arguments: list[str]) -> tuple[str, list[str]]:
     """Run pytest under a setting; return the row of the table, and the tests that failed."""
     headroom = _ROOT / "build" / "headroom" / f"{name.replace(' ', '-')}.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--headroom", str(headroom), *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--headroom={headroom}", *arguments]
     begin = time.monotonic()
     result = subprocess.run(
         command, env=os.environ | SETTINGS[name], cwd=_ROOT, capture_output=True, text=True, check=False

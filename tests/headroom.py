@@ -1,6 +1,6 @@
 """How near tests are to failing: the largest error of each, as a share of its budget.
 
-    python -m pytest --headroom FILE       notes the share of every test in FILE
+    python -m pytest --headroom=FILE       notes the share of every test in FILE
     python -m tests.headroom FILE [FILE]   prints the twenty largest; fails if one is above 0.5
 
 A test above half of its budget passes here and may fail on another processor, whose sums have another order.

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.requests.sampling_params import SamplingParams
+from paged.executors.requests.token_texts import TokenReader, TokenRow
 from paged.executors.serving.answer_reader import AnswerReader, Delta
 from paged.executors.serving.answers import Event, Form, finite
 from paged.executors.serving.errors import ApiError, dumps
 from paged.executors.serving.schemas import ChatBody, Grammar, Sampling, Tool, Untyped, excess_of
 from paged.executors.serving.service import Piece, service_of
-from paged.executors.serving.token_texts import TokenReader, TokenRow
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 
 _OWN_VARIABLES = {"messages", "tools", "longest", "parse_special", "expand"}

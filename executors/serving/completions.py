@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.requests.output import RequestOutput
+from paged.executors.requests.token_texts import TokenReader, TokenRow
 from paged.executors.serving.answers import Event, Form, finite
 from paged.executors.serving.errors import ApiError, dumps, reply
 from paged.executors.serving.schemas import CompletionBody, EmbeddingsBody
 from paged.executors.serving.service import Piece, service_of
-from paged.executors.serving.token_texts import TokenReader, TokenRow
 
 
 async def complete(body: CompletionBody, request: Request) -> Response:

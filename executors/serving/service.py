@@ -18,12 +18,12 @@ from paged.errors import InvalidInputError, SequenceTooLongError, UnsupportedErr
 from paged.executors.engine.async_engine import AsyncEngine
 from paged.executors.requests.output import CompletionOutput, RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
+from paged.executors.requests.token_texts import TokenReader, TokenTexts
 from paged.executors.serving.config import ServeConfig
 from paged.executors.serving.errors import ApiError
 from paged.executors.serving.gate import Record
 from paged.executors.serving.metrics import ServerMetrics
 from paged.executors.serving.schemas import Grammar, Sampling
-from paged.executors.serving.token_texts import TokenReader, TokenTexts
 from paged.executors.serving.tool_formats import TOOL_FORMATS, MarkedTokenizer, ToolFormat
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.executors.vision.images import ByteBudget

@@ -10,7 +10,7 @@ import tokenizers
 
 from paged import ChatTokenizer
 from paged.executors.requests.output import CompletionOutput, Growth
-from paged.executors.serving.token_texts import TokenReader, TokenTexts
+from paged.executors.requests.token_texts import TokenReader, TokenTexts
 from paged.executors.text.chat_template import ChatTemplate
 from paged.executors.text.detokenizer import Detokenizer
 from tests.executors.serving.conftest import Served

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paged import ChatTokenizer
-from tests.executors.serving.chromium import CHROMIUM, tab
+from tests.chromium import CHROMIUM, tab
 from tests.executors.serving.conftest import serving
 from tests.executors.serving.test_openai import PROMPT, check_idle
 

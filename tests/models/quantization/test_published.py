@@ -65,8 +65,9 @@ def test_published(source: str, bases: dict[str, Path], tmp_path: Path, monkeypa
     paths = {f"model.{path.rpartition('.')[0]}.{end}" for path in packed_weights(model) for end in _PROJECTIONS}
     want = _theirs(folders.plain, paths, one.rounds)
     has_experts = one.base in ("experts", "minimax_m2", "deepseek_v3")  # whose input transformers does not show
-    budget = 1e-4 * plain.abs().max() + (1.0 if has_experts else 0.1) * (want - plain).abs().max()
-    assert_within(got, want, budget)
+    # As in `assert_as_unpacked`: an activation may fall on another code.
+    part = 1.0 if has_experts else 0.5
+    assert_within((got - want).norm(), 0.0, 1e-4 * plain.norm() + part * (want - plain).norm())
 
 
 # kv_b_proj is read as a matrix, so its input is not rounded.

@@ -9,9 +9,8 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from paged.executors.requests.output import CompletionOutput
-from paged.executors.serving.tool_formats import MarkedTokenizer
 from paged.executors.text.chat_tokenizer import ChatTokenizer
-from paged.executors.text.detokenizer import Detokenizer
+from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.special_tokens import encoded
 
 _REPLACED = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
@@ -95,7 +94,7 @@ class TokenRow(NamedTuple):
 class TokenReader:
     """Yields the tokens of one text as it grows, each once its part of the text is known."""
 
-    def __init__(self, texts: TokenTexts, tokenizer: MarkedTokenizer | ChatTokenizer, offset: int = 0) -> None:
+    def __init__(self, texts: TokenTexts, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._texts, self._detokenizer = texts, Detokenizer(tokenizer)
         self._offset = offset
         self._shown = 0  # bytes of the text
