@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -53,22 +52,27 @@ def test_quick_checks_pass_and_say_how_closely(verify: Verify, capsys: pytest.Ca
     assert verify("no such case")[0] == 1, "nothing was checked"
 
 
-# Rounding to e4m3 takes up to 1/16 of a number, of a budget of 7/100.
-ROUNDED = {"reshape_and_cache.fp8", "qk_norm_rope_and_cache.fp8", "concat_and_cache_mla.packed"}
+# Rounding to e4m3 takes up to 1/16 of a number, of a budget of 7/100; to int8 half a step.
+ROUNDED = {
+    "reshape_and_cache.fp8",
+    "reshape_and_cache: int8",
+    "qk_norm_rope_and_cache.fp8",
+    "concat_and_cache_mla.packed",
+}
 
 
 @pytest.mark.long
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_row_is_right(backend: str) -> None:
+def test_every_row_is_right(backend: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command, as whoever installs the library runs it, with half of every budget to spare."""
-    command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", backend, "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.stdout, run.stderr
-    report = json.loads(run.stdout)
+    if backend == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code = cli.main(["verify", "--device", "cpu", "--backend", backend, "--json"])
+    report = json.loads(capsys.readouterr().out)
     rows = report["rows"]
     assert [row for row in rows if not row["ok"]] == []
-    assert (run.returncode, report["wrong"], report["backend"]) == (0, 0, backend)
+    assert (code, report["wrong"], report["backend"]) == (0, 0, backend)
     dtypes = 2 if backend == "triton" else 3
     assert len(rows) == dtypes * len(CHECKS)
     assert {row["case"] for row in rows if row["worst"] > 0.5} <= ROUNDED

