@@ -87,6 +87,20 @@ def assert_within(
         )
 
 
+def assert_rounded_alike(
+    actual: torch.Tensor, expected: torch.Tensor, unrounded: torch.Tensor, part: float = 0.5
+) -> None:
+    """Assert that two computations that round numbers to codes on the way give the same.
+
+    A number near the middle of two codes may fall on the other one, which moves the results by up to a fifth of what
+    all rounding does; another rounding moves them by 1.4 of that. So errors are judged together, by their norm.
+
+    unrounded: the results without that rounding. part: of its effect that is allowed.
+    """
+    effect = (unrounded.double() - expected).norm()
+    assert_within((actual.double() - expected).norm(), 0.0, 1e-4 * expected.norm() + part * effect)
+
+
 def assert_logprobs(actual: Numbers, expected: Numbers) -> None:
     """Assert that two forwards gave a token the same log probability.
 
