@@ -17,7 +17,7 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.seq_id import SeqId
 from tests.executors.oracle import chunk, forward, item, prompt, step
 from tests.executors.parrot import VOCAB, Parrot, other_executor
-from tests.tolerance import assert_close
+from tests.models.families import assert_same_logits
 
 Want = Callable[[Sequence[int]], torch.Tensor]
 TOKENS = [(5 * i * i + 3 * i + 1) % VOCAB for i in range(40)]
@@ -57,15 +57,15 @@ def test_prefill_decode_truncate(llama: LlmExecutor, want: Want) -> None:
     out = llama.prefill(prompt(TOKENS[:9], TOKENS[9:18]))
     assert out.logits.shape == (2, 1, VOCAB)
     for row, logits in enumerate(out.last_token_logits()):
-        assert_close(logits, want(TOKENS[9 * row : 9 * row + 9]))
+        assert_same_logits(logits, want(TOKENS[9 * row : 9 * row + 9]))
     handle = out.kv_caches[0]
     llama.truncate_kv_for_cache_id(handle.cache_id, 6)
-    assert_close(llama.decode(step(handle, 7)).logits[0], want([*TOKENS[:6], 7]))
+    assert_same_logits(llama.decode(step(handle, 7)).logits[0], want([*TOKENS[:6], 7]))
     verified = llama.forward_verify([step(handle, token) for token in TOKENS[10:14]])
-    assert_close(verified[-1].logits[0], want([*TOKENS[:6], 7, *TOKENS[10:14]]))
+    assert_same_logits(verified[-1].logits[0], want([*TOKENS[:6], 7, *TOKENS[10:14]]))
     llama.truncate_kv(handle, 3)
     out = llama.prefill(prompt(TOKENS[20:31], kv_caches=[handle]))
-    assert_close(out.last_token_logits()[0], want([*TOKENS[:3], *TOKENS[20:31]]))
+    assert_same_logits(out.last_token_logits()[0], want([*TOKENS[:3], *TOKENS[20:31]]))
 
 
 def test_a_batch_is_one_forward(llama: LlmExecutor, want: Want, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +84,11 @@ def test_a_batch_is_one_forward(llama: LlmExecutor, want: Want, monkeypatch: pyt
     )
     assert calls.call_count == 1
     assert none is None
-    assert_close(a, want(TOKENS[:9]))
-    assert_close(b, want(TOKENS[:17]))
+    assert_same_logits(a, want(TOKENS[:9]))
+    assert_same_logits(b, want(TOKENS[:17]))
     assert int(token) == int(want(TOKENS[:4]).argmax())
     for length in range(3):
-        assert_close(verified[length], want(TOKENS[: 7 + length]))
+        assert_same_logits(verified[length], want(TOKENS[: 7 + length]))
     status = llama.status()
     assert (status.prefill_count, status.decode_count) == (4, 1 + 3)
     assert status.prefill_tokens == 8 + 5 + 12 + 3 + 4 + 6
@@ -97,7 +97,7 @@ def test_a_batch_is_one_forward(llama: LlmExecutor, want: Want, monkeypatch: pyt
     decoded = llama.batch_decode([step(out.kv_cache, 11) for out in outs])
     assert calls.call_count == 3
     for i, out in enumerate(decoded):
-        assert_close(out.logits[0], want([*TOKENS[: 3 + i], 11]))
+        assert_same_logits(out.logits[0], want([*TOKENS[: 3 + i], 11]))
 
 
 def test_it_describes_the_model(llama: LlmExecutor, checkpoint: tuple[Path, Any]) -> None:

@@ -392,17 +392,16 @@ def assert_same_logits(actual: torch.Tensor | None, expected: torch.Tensor) -> N
 
 
 def assert_logits_of(actual: torch.Tensor, theirs: Any, tokens: list[int], rows: slice = slice(None)) -> None:
-    """Logits of the tokens at `rows`, within 16 times the error of transformers' own forward in float32.
+    """Logits of the tokens at `rows`, within 24 times the error of transformers' own forward in float32.
 
-    That error is measured against its forward in float64. Ours is up to 5 times as large, in gated delta nets.
-    Latent attention of random weights has scores of 40 and more, which magnify the rounding: its forwards are off by up
-    to 1e-4 of the largest logit in transformers, and by 3 times as much where the latents are multiplied first. Other
-    models are off by 1e-6 to 1e-5.
+    That error is measured against its forward in float64: 1e-6 to 1e-5 of the largest logit, and 1e-4 in latent
+    attention, whose scores of 40 and more for random weights magnify the rounding. Ours is up to 8 times as large: in
+    gated delta nets, and in latent attention by MKL's oldest kernels.
     """
     rounded = logits_of(theirs, tokens)
     exact = logits_of(as_float64(theirs), tokens)
     assert actual.dtype == torch.float32
-    assert_within(actual, exact[rows], 16 * (rounded - exact).abs().max() + 1e-5 * exact.abs().max())
+    assert_within(actual, exact[rows], 24 * (rounded - exact).abs().max() + 1e-5 * exact.abs().max())
 
 
 def as_float64(theirs: Any) -> Any:
