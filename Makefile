@@ -36,6 +36,7 @@ test: lint
 
 # After `make test`, whose numeric tests run again as on older processors. The end says which tests are near to failing.
 test-all: $(VLLM)
+	mkdir -p build/headroom && find build/headroom -name '*.json' ! -name test.json -delete
 	$(PYTEST) $(HEADROOM)/thorough.json -m thorough --ignore tests/vllm
 	PYTHONPATH=$(VLLM) $(PYTEST) $(HEADROOM)/vllm.json tests/vllm tests/bench/moe/test_peer_vllm.py
 	$(BIN)/python -m tests.cpus --only AVX2 --only 'AVX-512 without VNNI and bfloat16' --tests build/headroom/test.json \
