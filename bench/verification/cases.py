@@ -20,7 +20,7 @@ from paged.bench.attention.problem import Problem, Solved, solve
 from paged.bench.attention.problems import PROBLEMS
 from paged.bench.check import Result
 from paged.bench.kernels.cases import CASES, Case
-from paged.bench.kernels.work import Draw, lora_work, tensors
+from paged.bench.kernels.work import Draw, lora_work, moe_budgets, tensors
 from paged.bench.mla import problem as mla_problem
 from paged.bench.moe.cases import MoeCase, MoeModel
 from paged.bench.moe.formats import FORMATS
@@ -113,10 +113,8 @@ def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> R
             "w2_bias": torch.randn(8, 48, device=device),
             "expert_map": torch.tensor([3, 0, -1, 7, 5, -1, 1, 2], dtype=torch.int32, device=device),
         }
-        # As in `work.fused_moe`: the activation is rounded too.
-        budgets = 1 if dtype == torch.float32 else 2
         for result in _both("fused_moe", moe_reference, x, 4 * w1, *others, **options):
-            yield result._replace(budgets=budgets)
+            yield result._replace(budgets=moe_budgets(dtype))
 
 
 def _quantized_moe(layout: str, device: torch.device, dtype: torch.dtype) -> Results:
