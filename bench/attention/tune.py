@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from paged.bench.attention.cases import CASES, MAX_LAYERS, AttentionCase, ours
-from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.benchmark import RESUMABLE, Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.limits import speed
 from paged.bench.timing import num_sets, take
@@ -114,7 +114,7 @@ BENCHMARK = Benchmark(
     cases,
     measure,
     {"cuda": 30},
-    options=("json", "only", "repeats", "budget", "resume"),
+    options=RESUMABLE,
     device="cuda",
 )
 main = BENCHMARK.main

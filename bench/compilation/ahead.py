@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 
 from paged.bench.benchmark import option_parser
 from paged.bench.compilation.case import TARGETS
+from paged.bench.watchdog import WATCHDOG
 from paged.kernels.common.compilation import compile_all
 
 
@@ -91,6 +92,7 @@ def compile_ahead(variants: Sequence[bytes], seconds: float) -> list[str]:
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for error in pool.map(compile_variant, variants):
             done.append(error)
+            WATCHDOG.progress()
             if time.monotonic() > end:
                 pool.shutdown(cancel_futures=True)
                 break

@@ -17,7 +17,8 @@ from paged.bench.benchmark import benchmark_dtype
 from paged.bench.engine.cost import weights
 from paged.bench.engine.models import MODELS, random_executor
 from paged.bench.limits import Cost, at_least, speed
-from paged.bench.timing import ceilings, timed
+from paged.bench.timing import ceilings, late_kernels
+from paged.bench.watchdog import WATCHDOG
 
 # Samples of each ceiling.
 _CEILING_REPEATS = 10
@@ -54,9 +55,11 @@ def decode(
     executor = random_executor(config, device, batch * per_sequence)
     manager = executor.kv_manager
     assert manager is not None
+    WATCHDOG.progress()
     batch = min(batch, executor.kv_capacity() // per_sequence)
     with timed_replays() as replays:
         executor.warmup()
+    WATCHDOG.progress()
     limits = ceilings(device, benchmark_dtype(device), _CEILING_REPEATS)
 
     engine = Engine(executor, EngineConfig(token_budget=max(8192, batch)), eos_token_ids=())
@@ -64,15 +67,16 @@ def decode(
     params = SamplingParams(temperature=0, max_tokens=per_sequence - context)
     for _ in range(batch):
         engine.add_request([rng.randrange(config["vocab_size"]) for _ in range(context)], params)
-    with timed():
+    steps: list[float] = []
+    with late_kernels() as late:
         start = perf_counter()
         while engine.status().decoding < batch:
             engine.step()
+            WATCHDOG.progress()
         prefill_seconds = perf_counter() - start
 
-    steps, num_tokens = [], manager.stats().num_tokens
-    replays.clear()
-    with timed():
+        num_tokens = manager.stats().num_tokens
+        replays.clear()
         for _ in range(repeats):
             start = perf_counter()
             engine.step()
@@ -94,4 +98,4 @@ def decode(
     }
     goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found["percent"], goal)]
     row = {"name": f"decode.{model}", "value": batch / found["median_us"] * 1e6, "unit": "tokens/s", "goals": goals}
-    return {**row, "detail": detail, **found, "cold": True}
+    return {**row, "late_kernels": ", ".join(late), "detail": detail, **found, "cold": True}

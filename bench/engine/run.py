@@ -47,13 +47,13 @@ from paged import (
     PagedKvCacheManager,
     SamplingParams,
 )
-from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.benchmark import RESUMABLE, Benchmark, Setting
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode
 from paged.bench.engine.long_prompt import long_prompt
 from paged.bench.engine.throughput import throughput
 from paged.bench.limits import at_most, times_us
-from paged.bench.timing import timed
+from paged.bench.timing import late_kernels
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.executors.sampling import sampler
 from paged.forward_step import ForwardStep
@@ -118,7 +118,7 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
     with (
         timed_inside(sampler, "greedy_argmax", "sample_tokens") as sampling,
         timed_inside(executor, "unified_decode") as executing,
-        timed(),
+        late_kernels() as late,
     ):
         for _ in range(repeats):
             executing[0] = sampling[0] = 0.0
@@ -134,7 +134,8 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
         "p80_us": times["p80_us"],
         "with_sampling_us": statistics.median(with_sampling) * 1e6,
     }
-    return {"name": name, "value": median, "unit": "us", "goals": [at_most("300 us", median, 300)], "detail": detail}
+    row = {"name": name, "value": median, "unit": "us", "goals": [at_most("300 us", median, 300)]}
+    return {**row, "late_kernels": ", ".join(late), "detail": detail}
 
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=2000)
@@ -175,7 +176,7 @@ BENCHMARK = Benchmark(
     lambda setting: [case for case in CASES if case.runs(setting)],
     lambda case, setting: case.measure(setting.device, setting.repeats),
     {"cuda": 100, "cpu": 100},
-    options=("json", "only", "repeats", "budget", "device", "threads", "resume", "peers"),
+    options=(*RESUMABLE, "device", "threads", "peers"),
     device="cpu",
     threads=1,
     has_limits=False,

@@ -19,7 +19,8 @@ import torch
 from paged import Engine, SamplingParams
 from paged.bench.check import WrongResultError
 from paged.bench.limits import Ceilings, Cost, at_least, speed
-from paged.bench.timing import stolen_seconds, timed
+from paged.bench.timing import late_kernels, stolen_seconds
+from paged.bench.watchdog import WATCHDOG
 from paged.executors.model_executor import ModelExecutor
 
 # Largest CPU steal of a run, as a fraction of a core's time. With more, a run of 1.9 s took up to 5 s, by chance for
@@ -67,11 +68,12 @@ def _kill_group(process: int) -> None:
 
 
 class Run(NamedTuple):
-    """seconds: total. first_seconds: until each prompt's first token, if known."""
+    """seconds: total. first_seconds: until each prompt's first token, if known. late_kernels: compiled meanwhile."""
 
     seconds: float
     first_seconds: list[float]
     tokens: list[list[int]]
+    late_kernels: str = ""
 
 
 def run_engine(executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_tokens: int) -> Run:
@@ -118,10 +120,11 @@ def quiet_runs(
         for engine in sorted(engines, reverse=number % 2 == 1):
             sleep(rest_s)
             before = stolen_seconds()
-            with timed():
+            with late_kernels() as late:
                 run = engines[engine](number)
+            WATCHDOG.progress()
             stolen = max(after - first for after, first in zip(stolen_seconds(), before, strict=True))
-            found[engine].append((stolen / run.seconds, number, run))
+            found[engine].append((stolen / run.seconds, number, run._replace(late_kernels=", ".join(late))))
         after_round()
         quietest = [sorted(runs)[:rounds] for runs in found.values()]
         worst = max(runs[-1][0] for runs in quietest)
@@ -161,5 +164,6 @@ def row_beside(
             detail[f"{whose}first_token_ms"] = statistics.median(medians) * 1e3
     goal = at_least(f"{least:g}x {peer_name}", peers[fastest]["ratio"], least)
     value = num_tokens / ours["median_us"] * 1e6
-    row = {"name": name, "value": value, "unit": "tokens/s", "goals": [goal], "detail": detail}
-    return {**row, **ours, "cold": True, "peers": peers}
+    late = dict.fromkeys(run.late_kernels for found in runs.values() for run in found if run.late_kernels)
+    row = {"name": name, "value": value, "unit": "tokens/s", "goals": [goal], "late_kernels": "; ".join(late)}
+    return {**row, "detail": detail, **ours, "cold": True, "peers": peers}

@@ -17,6 +17,7 @@ from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS, save_random
 from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.timing import measured_ceilings
+from paged.bench.watchdog import WATCHDOG
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
 
@@ -38,10 +39,13 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> d
     prompts = [[rng.randrange(config["vocab_size"]) for _ in range(rng.randint(8, 128))] for _ in range(_NUM_PROMPTS)]
     with tempfile.TemporaryDirectory() as folder:
         model = save_random(config, dtype, folder, device.type)
+        WATCHDOG.progress()
         block_size = default_block_size(device_of(device).arch)
         num_blocks = _CACHE_TOKENS // block_size
         executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=num_blocks, block_size=block_size)
+    WATCHDOG.progress()
     executor.warmup()
+    WATCHDOG.progress()
 
     def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> Run:
         options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -64,6 +68,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> d
     )
     run_engine(executor, prompts, 2)
     theirs(sized, 2)
+    WATCHDOG.progress()
     runs, stolen = quiet_runs(
         {
             "ours": lambda _: run_engine(executor, prompts, _NEW_TOKENS),

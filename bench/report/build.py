@@ -110,6 +110,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
         _named("unit", "unit"),
         ("goals", _goals),
         _named("made of", "detail", "{:,.4g}"),
+        _named("loaded while timed", "late_kernels"),
         _named("limited by", "bound_by"),
         _number("GB/s", "gb_per_s", "{:,.0f}"),
         _number("TFLOP/s", "tflop_per_s", "{:,.4g}"),

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from paged.bench.benchmark import Benchmark, Setting
-from paged.bench.check import compare
+from paged.bench.benchmark import RESUMABLE, Benchmark, Setting
 from paged.bench.compilation.ahead import compile_ahead, variants_of
+from paged.bench.verification import run
 from paged.bench.verification.cases import CHECKS, Check
 from paged.kernels.common.compat import triton
 
@@ -38,22 +38,18 @@ CASES = [
 def compile_cases(setting: Setting) -> None:
     """Compile what all cases launch."""
 
-    def run() -> None:
+    def launch_all() -> None:
         for check in CASES:
             with suppress(Exception):  # its results mean nothing
                 list(check.results(setting.device, setting.dtype))
 
-    compile_ahead(variants_of(run), math.inf)
+    compile_ahead(variants_of(launch_all), math.inf)
 
 
 def measure(check: Check, setting: Setting) -> dict[str, Any]:
-    """The number of results that are right."""
+    """Return how many results are right."""
     compile_cases(setting)
-    torch.manual_seed(0)
-    results = list(check.results(setting.device, setting.dtype))
-    for result in results:
-        compare(*result)
-    return {"name": check.name, "value": len(results), "unit": "results"}
+    return run.measure(check, setting)
 
 
 BENCHMARK = Benchmark(
@@ -62,7 +58,7 @@ BENCHMARK = Benchmark(
     lambda _: CASES,
     measure,
     {"cuda": 1},
-    options=("json", "only", "repeats", "budget", "resume"),
+    options=RESUMABLE,
     device="cuda",
     has_limits=False,
 )

@@ -17,6 +17,7 @@ from paged.bench.kernels import run as bench_kernels
 from paged.bench.limits import Ceilings
 from paged.bench.moe import run as bench_moe
 from paged.bench.report.build import main
+from paged.bench.verification import run as verify
 from paged.bench.verification import sanitize
 
 FOLDER = Path(__file__).parent
@@ -79,6 +80,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         rows = [sanitize.measure(sanitize.CASES[0], Setting(CPU, 1))]
         paths["sanitize"] = folder / "sanitize.json"
         paths["sanitize"].write_text(json.dumps({**environment("sanitize", CPU), "rows": rows}))
+
+        paths["verify"] = folder / "verify.json"
+        options = ["--device", "cpu", "--only", "norm", "--json", str(paths["verify"])]
+        assert verify.main(options, lambda _: None) == 0
 
         def step(name: str, code: str) -> gpu.Step:
             return gpu.Step(1, name, 1.0, lambda _: [sys.executable, "-c", code])

@@ -1,6 +1,9 @@
 """A benchmark whose process ends goes on in another: every case gets its row or its refusal once."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +12,9 @@ from typing import Any
 import pytest
 
 from paged.bench import benchmark
-from paged.bench.benchmark import DEVICE_LOST, Benchmark
+from paged.bench.benchmark import DEVICE_LOST, HUNG, Benchmark
 from paged.bench.timing import CompiledWhileTimedError
+from tests.deadline import HANG_S
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
 
@@ -55,6 +59,45 @@ def test_every_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "illegal memory access" in found["refused"]["loses"]
     assert found["not_run"] == []
     assert "running" not in found
+
+
+_HANGS = """
+import sys, threading
+from pathlib import Path
+from typing import NamedTuple
+from paged.bench.benchmark import Benchmark
+from paged.bench.watchdog import WATCHDOG
+
+class Case(NamedTuple):
+    name: str
+
+def measure(case, _):
+    if case.name == "hangs":
+        threading.Event().wait()
+    for _ in range(3):  # together longer than the limit
+        threading.Event().wait(0.7)
+        WATCHDOG.progress()
+    return {"name": case.name}
+
+cases = [Case(name) for name in ("slow", "hangs", "last")]
+benchmark = Benchmark("some", "Some.", lambda _: cases, measure, {"cpu": 2}, device="cpu", has_limits=False)
+sys.exit(benchmark.main(sys.argv[1:]))
+"""
+
+
+def test_a_case_that_hangs_ends_its_process_alone(tmp_path: Path) -> None:
+    """And the next process says where; a case that is slow but makes progress is let be."""
+    path = tmp_path / "some.json"
+    command = [sys.executable, "-c", _HANGS, "--json", str(path), "--resume", "--case-limit", "1.5"]
+    first = subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_S)
+    assert first.returncode == -signal.SIGALRM, first.stderr
+    assert json.loads(path.read_text())["running"] == "hangs"
+    second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_S)
+    assert second.returncode == 1, second.stderr
+    results = json.loads(path.read_text())
+    assert [row["name"] for row in results["rows"]] == ["slow", "last"]
+    assert results["refused"]["hangs"].startswith(f"{HUNG} at threading.py:")
+    assert "<string>:" in results["refused"]["hangs"]
 
 
 def test_results_are_gone_on_from(tmp_path: Path) -> None:

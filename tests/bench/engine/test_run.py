@@ -1,11 +1,13 @@
 """The engine's benchmark: what its rows are made of, and that wrong text gets no speed."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paged import SamplingParams
+from paged.bench.benchmark import line
 from paged.bench.check import WrongResultError
 from paged.bench.engine import decode, long_prompt, models, throughput
 from paged.bench.engine import run as bench_engine
@@ -37,6 +39,23 @@ def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyP
     assert 0 < row["detail"]["lowest_us"] <= row["value"] < row["detail"]["with_sampling_us"]
     assert row["detail"]["lowest_us"] < slept_s * 1e6 / 2
     assert row["goals"][0]["met"] == (row["value"] <= 300)
+
+
+def test_a_kernel_loaded_late_is_said_beside_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is not built again, as it is where a row of a kernel is measured again."""
+    triton = pytest.importorskip("triton")
+    step, built = bench_engine.Engine.step, []
+    monkeypatch.setattr(long_prompt, "random_executor", lambda *a: built.append(1) or models.random_executor(*a))
+
+    def loading(engine: bench_engine.Engine) -> object:
+        if hook := triton.knobs.runtime.jit_post_compile_hook:
+            hook(fn=SimpleNamespace(name="_late_kernel"))
+        return step(engine)
+
+    monkeypatch.setattr(bench_engine.Engine, "step", loading)
+    row = long_prompt.long_prompt("x", "Llama-tiny", None, CPU, 2)
+    assert (row["late_kernels"], len(built)) == ("_late_kernel", 1)
+    assert "loaded while timed: _late_kernel" in line(row)
 
 
 def test_texts_must_agree() -> None:
