@@ -192,8 +192,7 @@ def _resumed(path: Path, report: Json) -> Json:
     found = json.loads(path.read_text())
     if any(found[name] != report[name] for name in ("device", "torch", "triton")):
         return {}
-    kept = {name: found[name] for name in ("rows", "refused", "not_run")}
-    return kept
+    return {name: found[name] for name in ("rows", "refused", "not_run")}
 
 
 def benchmark_dtype(device: torch.device) -> torch.dtype:

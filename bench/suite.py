@@ -3,7 +3,7 @@
     python -m bench.suite PATH ... [--processes N] [--limit SECONDS] [--skip REGEX] [--done FILE] [PYTEST OPTIONS]
 
 Needs only pytest. A process's output is passed on when it ends; without failures, only its last line. If a process
-ends early, another runs the tests that it had not begun.
+ends early, or is killed because no test of it has ended for SECONDS, another runs the tests that it had not begun.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -39,38 +40,53 @@ def groups(ids: Sequence[str], most: int) -> list[list[str]]:
     return [tests[start : start + most] for tests in by_file.values() for start in range(0, len(tests), most)]
 
 
-def run_group(ids: Sequence[str], limit: float) -> tuple[int, str]:
-    """Run tests in a process; return its exit code, -9 if killed at `limit` seconds, and its output.
+def run_group(ids: Sequence[str], limit: float, note: Callable[[str], object]) -> tuple[int, str]:
+    """Run tests in a process; return its exit code, -9 if killed after `limit` seconds of silence, and its output.
 
-    If it ended early, other processes run the tests that it had not begun, and their output follows.
+    If it ended early, other processes run the tests that it had not begun, and their output follows. note: is given
+    every line at once.
     """
-    code, text = _run_process(ids, limit)
+    code, text = _run_process(ids, limit, note)
     rest = [one for one in ids if f"\n{one} " not in text]
     if code in (0, _FAILED, _NO_TESTS) or len(rest) in (0, len(ids)):
         return code, text
-    return code, text + run_group(rest, limit)[1]
+    return code, text + run_group(rest, limit, note)[1]
 
 
-def _run_process(ids: Sequence[str], limit: float) -> tuple[int, str]:
+def _run_process(ids: Sequence[str], limit: float, note: Callable[[str], object]) -> tuple[int, str]:
+    text = ""
     with tempfile.NamedTemporaryFile("w+", suffix=".txt") as file:
         file.write("\n".join(ids))
         file.flush()
         # Verbose, so that the last line of a killed process is its current test.
         command = [*_PYTEST, "-v", "-rf", "--tb=short", f"@{file.name}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            try:
-                text, _ = process.communicate(timeout=limit)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                text, _ = process.communicate()
+            assert process.stdout is not None
+            watch = _timer(limit, process)
+            for line in process.stdout:
+                watch.cancel()
+                note(line)
+                text += line
+                watch = _timer(limit, process)
+            process.wait()
+            watch.cancel()
     return process.returncode, text
+
+
+def _timer(seconds: float, process: subprocess.Popen[str]) -> threading.Timer:
+    """Kill the process after so many seconds, unless it is cancelled."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    return timer
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Run the tests; the exit code is 1 if one failed, a process was killed, or a file cannot be read."""
     parser = option_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds a process; %(default)s by default")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, metavar="SECONDS", help="of a test; %(default)s by default"
+    )
     parser.add_argument("--skip", type=re.compile, help="leave out tests whose id holds a match")
     parser.add_argument("--done", type=Path, help="leave out tests whose ids this file has; those that pass are added")
     args, options = parser.parse_known_args(argv)
@@ -81,15 +97,20 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     # Two groups a process, so that none waits long for the last: to start one takes longer than most tests.
     parts = groups(ids, max(40, len(ids) // (2 * args.processes)))
     num_failed = 0
+
+    def note(line: str) -> None:
+        """Keep at once that a test has passed, in case this process is killed."""
+        passed = re.match("(.+::.+) PASSED", line)
+        if passed and args.done:
+            with args.done.open("a") as file:
+                file.write(f"{passed[1]}\n")
+
     with ThreadPoolExecutor(args.processes) as pool:
-        futures = {pool.submit(run_group, part, args.limit): part[0].partition("::")[0] for part in parts}
+        futures = {pool.submit(run_group, part, args.limit, note): part[0].partition("::")[0] for part in parts}
         for future in as_completed(futures):
             code, text = future.result()
             failed = code not in (0, _NO_TESTS)
             num_failed += failed
-            if args.done:
-                with args.done.open("a") as file:
-                    file.writelines(f"{one}\n" for one in re.findall("^(.+::.+) PASSED", text, re.MULTILINE))
             lines = [line for line in text.splitlines() if " PASSED" not in line]
             write("\n".join([*(lines if failed else lines[-1:]), f"{futures[future]}: exit code {code}"]))
     write(f"{len(ids)} tests, {len(parts) - num_failed} groups passed, {num_failed} groups failed")

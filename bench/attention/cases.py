@@ -228,13 +228,18 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     *({"heads": heads} for heads in ((64, 8), (28, 4), (16, 16))),
     *({"block_size": size} for size in (64, 128)),
 )
-# Most important first: a run that is out of time has done these.
-CASES = (
+# Most important first: a run that is out of time has done these. They begin with the engine's default block size.
+_ORDER = (
+    _decode(64, 8, block_size=64),
+    _prefill(1, 8, block_size=64),
+    _prefill(4, 4, block_size=64),
+    _chunk(block_size=64),
+    _decode(1, 1, block_size=64),
+    _latents("decode", "64x8k", (64, 1, 8192)),
+    _latents("decode", "64x8k", (64, 1, 8192), heads=16),
     _decode(64, 8),
     _prefill(1, 8),
     _chunk(),
-    _latents("decode", "64x8k", (64, 1, 8192)),
-    _latents("decode", "64x8k", (64, 1, 8192), heads=16),
     AttentionCase("mixed", "1x128k+31x4k", ((1, 1, 1 << 17), (31, 1, 4096))),
     AttentionCase("mixed", "122x600+8x10000", ((122, 1, 600), (8, 1, 10_000))),
     AttentionCase("mixed", "verify_64x5x8k", ((64, 5, 8192),)),
@@ -260,3 +265,4 @@ CASES = (
     _latents("decode", "1x128k", (1, 1, 1 << 17)),
     _latents("mixed", "verify_64x2x8k", (64, 2, 8192)),
 )
+CASES = tuple(dict.fromkeys(_ORDER))

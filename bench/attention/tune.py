@@ -3,8 +3,9 @@
     python -m bench.attention.tune [--json FILE] [--budget SECONDS] [--only NAME] [--repeats N]
 
 A candidate is refused, with the reason, if it does not compile, spills too much to launch, or differs from the
-chooser's tile. The report sorts the others by `over_chosen`, the chooser's time over theirs. Copy the winners into
-`kernels/attention/config.py` by hand, with the measurement in the comment. Needs a GPU.
+chooser's tile. The report sorts the others by `over_chosen`, the chooser's time over theirs, both measured in turns.
+`--only "chosen with"` compares numbers of stages alone. Copy the winners into `kernels/attention/config.py` by hand,
+with the measurement in the comment. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +26,7 @@ from paged.bench.attention.cases import CASES, MAX_LAYERS, AttentionCase, ours
 from paged.bench.benchmark import RESUMABLE, Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.limits import speed
-from paged.bench.timing import num_sets, take
+from paged.bench.timing import num_sets, sampler, take_in_turns
 from paged.kernels.attention import config as attention_config
 from paged.kernels.common.attention.tile import AttentionTile
 
@@ -37,14 +39,20 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True)
 class TileCase:
-    """A batch with one tile, or with the chooser's."""
+    """A batch with one tile, or with the chooser's; num_stages: with so many stages instead of the chooser's."""
 
     case: AttentionCase
     tile: AttentionTile | None = None
+    num_stages: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.case.name} {self.tile or 'chosen'}"
+        return f"{self.case.name} {self.tile or self.chosen}"
+
+    @property
+    def chosen(self) -> str:
+        """What is taken in place of a tile."""
+        return "chosen" if self.num_stages is None else f"chosen with {self.num_stages} stages"
 
     @property
     def kind(self) -> str:
@@ -68,18 +76,31 @@ def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
                 yield replace(tile, by_tma=True)
 
 
-def with_tile(kind: str, tile: AttentionTile | None) -> mock._patch:  # type: ignore[type-arg]
-    """Return a context in which plans use `tile` for their sequences of one kind; None for the chooser's."""
+def with_tile(kind: str, tile: AttentionTile | None, num_stages: int | None = None) -> mock._patch:  # type: ignore[type-arg]
+    """Return a context in which plans use `tile` for their sequences of one kind; None for the chooser's.
+
+    num_stages: stages of the tile; None for its own.
+    """
     name = "prefill_tile" if kind == "prefill" else "decode_tile"
     choose = getattr(attention_config, name)
-    return mock.patch.object(attention_config, name, choose if tile is None else lambda *_, **__: tile)
+
+    def changed(*args: Any, **options: Any) -> AttentionTile:
+        chosen: AttentionTile = tile or choose(*args, **options)
+        return chosen if num_stages is None else replace(chosen, num_stages=num_stages)
+
+    return mock.patch.object(attention_config, name, changed)
 
 
 def cases(_: Setting) -> list[TileCase]:
-    """Return the cases in an order that spreads them over all batches and tiles, in case time runs out."""
+    """Return the cases in an order that spreads them over all batches and tiles, in case time runs out.
+
+    First come the chooser's tiles with every number of stages that a candidate has.
+    """
     found = []
     for case in (case for case in CASES if case.name in NAMES):
         tiles = list(candidates(TileCase(case).kind, case.block_size))
+        stages = sorted({tile.num_stages for tile in tiles}, reverse=True)
+        found += [(-1, TileCase(case, num_stages=num_stages)) for num_stages in stages]
         random.Random(0).shuffle(tiles)
         found += [(rank // _AT_ONCE, TileCase(case, tile)) for rank, tile in enumerate([None, *tiles])]
     return [case for _, case in sorted(found, key=lambda pair: pair[0])]
@@ -87,25 +108,26 @@ def cases(_: Setting) -> list[TileCase]:
 
 @functools.lru_cache(maxsize=1)
 def _batch(case: AttentionCase, setting: Setting) -> tuple[Any, ...]:
-    """Return tensors, the chooser's result, and its median time in microseconds."""
+    """Return tensors, the chooser's result, and a function that times a call of it."""
     torch.manual_seed(0)
-    cost = case.cost(setting.dtype)
-    tensors = case.tensors(setting.device, setting.dtype, num_sets(cost.num_bytes, setting.device, MAX_LAYERS)[0])
+    num_bytes = case.cost(setting.dtype).num_bytes
+    tensors = case.tensors(setting.device, setting.dtype, num_sets(num_bytes, setting.device, MAX_LAYERS)[0])
     calls = ours(*tensors)
-    chosen = speed(take(calls, setting.device, setting.repeats), cost, setting.limits)
-    return tensors, calls[0](), chosen["median_us"]
+    return tensors, calls[0](), sampler(calls, setting.device)[1]
 
 
 def measure(case: TileCase, setting: Setting) -> dict[str, Any]:
-    """Measure the row of a tile."""
-    tensors, want, chosen_us = _batch(case.case, setting)
-    with with_tile(case.kind, case.tile):
+    """Measure the row of a tile, in turns with the chooser's."""
+    tensors, want, time_chosen = _batch(case.case, setting)
+    with with_tile(case.kind, case.tile, case.num_stages):
         calls = ours(*tensors)
         compare(calls[0](), want)
-        found = speed(take(calls, setting.device, setting.repeats), case.case.cost(setting.dtype), setting.limits)
-    tile = "the chooser's" if case.tile is None else asdict(case.tile)
-    row = {"name": case.case.name, "tile": tile, "over_chosen": chosen_us / found["median_us"]}
-    return {**row, **found, "cold": True}
+        _, time_tile = sampler(calls, setting.device)
+        samples = take_in_turns({"chosen": time_chosen, "tile": time_tile}, setting.repeats)
+    found = speed(samples["tile"], case.case.cost(setting.dtype), setting.limits)
+    tile = case.chosen if case.tile is None else asdict(case.tile)
+    over_chosen = statistics.median(samples["chosen"]) * 1e6 / found["median_us"]
+    return {"name": case.case.name, "tile": tile, "over_chosen": over_chosen, **found, "cold": True}
 
 
 BENCHMARK = Benchmark(

@@ -15,7 +15,7 @@ from paged.bench.timing import Call
 
 ROUTINGS = ("balanced", "zipf")
 # The sizes that goals are set for come first, so that a budget that runs out costs little.
-TOKENS = (1, 16384, 128, 32768, 16, 1024, 4, 256, 64, 4096, 2, 8, 32, 512, 2048, 8192)
+TOKENS = (1, 128, 16384, 32768, 16, 1024, 4, 256, 64, 4096, 2, 8, 32, 512, 2048, 8192)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ class MoeCase:
         return Cost(6 * sum(histogram) * model.hidden_size * model.intermediate_size, num_bytes)
 
 
-CASES = (
+_ORDER = (
+    *(MoeCase(MODELS[0], num_tokens, "balanced") for num_tokens in TOKENS[:3]),
     *(MoeCase(model, num_tokens, routing) for routing in ROUTINGS for num_tokens in TOKENS for model in MODELS),
     *(
         MoeCase(MODELS[0], num_tokens, "balanced", layout)
@@ -190,4 +191,5 @@ CASES = (
     ),
     *(MoeCase(GPT_OSS, num_tokens, "balanced", MXFP4) for num_tokens in QUANTIZED_TOKENS),
 )
+CASES = tuple(dict.fromkeys(_ORDER))
 CPU_CASES = tuple(MoeCase(CPU_MODEL, 2**exponent, "balanced") for exponent in range(10))

@@ -48,7 +48,9 @@ def test_unreadable_file_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_process_that_hangs_is_killed(folder: Path) -> None:
     """What it had not begun runs in another."""
     (folder / "test_hang.py").write_text("import time\ndef test_five(): time.sleep(3600)\ndef test_six(): pass\n")
-    code, text = suite.run_group(["test_hang.py::test_five", "test_hang.py::test_six"], 10.0)
+    lines: list[str] = []
+    code, text = suite.run_group(["test_hang.py::test_five", "test_hang.py::test_six"], 10.0, lines.append)
+    assert "".join(lines) == text
     assert code == -9
     assert "test_six PASSED" in text
 

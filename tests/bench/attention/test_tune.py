@@ -1,5 +1,7 @@
 """The parts of the tuner that need no GPU: its candidates, and that a plan takes the tile it is given."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,6 +27,8 @@ def test_batches_take_turns() -> None:
     found = cases(Setting(torch.device("cuda"), 2))
     assert len({case.name for case in found}) == len(found)
     assert {case.case.name for case in found[: 16 * len(NAMES)]} == set(NAMES)
+    stages = {case.num_stages for case in found if case.kind == "prefill" and "chosen with" in case.name}
+    assert stages == {tile.num_stages for tile in candidates("prefill", 16)}
 
 
 def test_plans_take_the_tile(device: torch.device) -> None:
@@ -40,4 +44,6 @@ def test_plans_take_the_tile(device: torch.device) -> None:
         assert tile_of_a_plan() == other
     with with_tile("decode", None):
         assert tile_of_a_plan() == chosen != other
+    with with_tile("decode", None, 7):
+        assert tile_of_a_plan() == replace(chosen, num_stages=7)
     assert tile_of_a_plan() == chosen
