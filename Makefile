@@ -1,7 +1,7 @@
 # Every target but gpu sets up .venv itself: Python >= 3.11 and make are all that is needed. gpu installs nothing: it takes
-# PYTHON as it is, with its torch, triton and pytest, runs SLICE (1 to 5, all by default), goes on from RESULTS, an archive of
-# an earlier slice, writes to OUT and compares with the packages in PEERS, a folder. ONLY names steps, CASES a part of cases'
-# names. report makes a page of RESULTS, by default of all that lie in bench/results and build/gpu, in REPORT.
+# PYTHON as it is, with its torch, triton and pytest, runs SLICE (1 to 5, all by default), goes on from RESULTS, archives of
+# earlier slices or build/gpu, writes to OUT and compares with the packages in PEERS, a folder. ONLY names steps, CASES a part
+# of cases' names. report makes a page of RESULTS, by default of all that lie in bench/results and build/gpu, in REPORT.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,10 +16,11 @@ OUT ?= bench/results/gpu
 FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
 VLLM_ENGINE := .peers/vllm-engine
-RESULTS ?= $(wildcard bench/results/*.json build/gpu/*.json)
+RESULTS ?= $(wildcard bench/results/*.json build/gpu/*/*.json)
+CONTINUED = $(filter %.tar.xz build/gpu,$(RESULTS))
 REPORT ?= build/report
 REHEARSE ?= .rehearse
-REHEARSE_S ?= 150
+REHEARSE_S ?= 300
 REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/work paged.bench.gpu --out $(REHEARSE)/out --budget $(REHEARSE_S)
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
@@ -121,12 +122,13 @@ $(VLLM_ENGINE)/installed: $(VLLM)
 	touch $@
 
 gpu:
-	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(SLICE),--slice $(SLICE)) $(addprefix --results ,$(filter %.tar.xz,$(RESULTS))) \
+	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(SLICE),--slice $(SLICE)) $(if $(CONTINUED),--results $(CONTINUED)) \
 		$(if $(PEERS),--peers $(PEERS)) $(if $(ONLY),--only $(ONLY)) $(if $(CASES),--cases $(CASES))
 
 # What a machine with a GPU runs, without one: by its versions, and without a kernel run, which triton 3.6.0's interpreter
-# cannot do with numpy 2.4 and newer. The slices go first, for REHEARSE_S seconds each, from the archive of the last; then
-# what they launched is compiled for an H200, and $(REHEARSE)/out/slice-4.tar.xz holds it for RESULTS of the first slice there.
+# cannot do with numpy 2.4 and newer. The slices run for REHEARSE_S seconds each, from the archive of the last; then what they
+# launched is compiled. $(REHEARSE)/variants.tar.xz names it, for RESULTS of the first slice there, which compiles it again on
+# all cores: what this Python has compiled another one does not find.
 rehearse: $(REHEARSE)/installed
 	$(REHEARSE)/bin/python -c 'import paged; [getattr(paged, name) for name in paged.__all__]'
 	$(REHEARSE)/bin/python -m pytest --collect-only -qq -p no:cacheprovider
@@ -134,8 +136,9 @@ rehearse: $(REHEARSE)/installed
 	$(REHEARSE)/bin/python -m tests.emulated_device.variants --record
 	$(REHEARSE)/bin/python -m pytest -q -p no:cacheprovider tests/emulated_device -k 'engine and not answers'
 	$(REHEARSAL) --slice 1
-	for slice in 2 3 4 5; do $(REHEARSAL) --slice $$slice --results $(REHEARSE)/out/slice-$$((slice - 1)).tar.xz || exit 1; done
-	$(REHEARSAL) --slice 1 2 3 4 --only compile --budget 300 --results $(REHEARSE)/out/slice-5.tar.xz
+	for slice in 2 3 4 5; do $(REHEARSAL) --slice $$slice --results $(REHEARSE)/out/results-$$((slice - 1)).tar.xz || exit 1; done
+	tar -C $(REHEARSE)/work -cJf $(REHEARSE)/variants.tar.xz variants
+	TRITON_CACHE_DIR=$(REHEARSE)/cache $(REHEARSE)/bin/python -m paged.bench.compilation.ahead $(REHEARSE)/work/variants/*
 
 $(REHEARSE)/installed:
 	$(PYTHON) -m venv $(REHEARSE)

@@ -271,6 +271,8 @@ def line(row: Json) -> str:
         if goal["met"] is not None
     ]
     parts += [f"{name} {value:.4g}" for name, value in row.get("detail", {}).items()]
+    if "over_chosen" in row:
+        parts.append(f"{row['over_chosen']:.3f}x the chooser's, {row['tile']}")
     if row.get("late_kernels"):
         parts.append(f"loaded while timed: {row['late_kernels']}")
     return f"{row['name']:44} {', '.join(parts)}"

@@ -1,16 +1,19 @@
 """Run everything for a machine with a GPU, in slices of nine minutes, each useful alone.
 
-    python -m bench.gpu [--slice N ...] [--results ARCHIVE] [--out DIR] [--budget SECONDS] [--peers DIR]
+    python -m bench.gpu [--slice N ...] [--results PATH ...] [--out DIR] [--budget SECONDS] [--peers DIR]
         [--only STEP ...] [--cases TEXT]      or  make gpu SLICE=N
 
-Slices: 1 correctness and the first attention cases; 2 the engine; 3 attention and experts against peers; 4 all kernels,
-then tiles; 5 sanitizers. Needs torch, triton and pytest, and installs nothing. Each step is a process with a share of
-its slice's remaining time. If one fails or runs out of time, the others still run, and its results so far are kept. If
-a benchmark's process ends early or loses the GPU, another one continues with the remaining cases.
+Slices: 1 what matters most, a little of everything; 2 the engine, tiles; 3 attention, experts and kernels against
+peers; 4 the other tests, more tiles; 5 sanitizers. The first three tell enough. Needs torch, triton and pytest, and
+installs nothing. Each step is a process with a share of its slice's remaining time. If one fails or runs out of time,
+the others still run, and its results so far are kept. If a benchmark's process ends early, loses the GPU or hangs,
+another one continues with the remaining cases.
 
-DIR gets report.html and, after every step, slice-N.tar.xz with results, tuned tiles, the log and Triton's cache. Pass
-it to the next slice as `--results`, on this machine or another: cases with rows and passed tests are skipped, refused
-cases come last, and nothing is compiled twice. Without `--results`, everything starts anew.
+DIR gets report.html and, after every step, results-N.tar.xz: results of each device, tuned tiles, what passed, the log.
+At the end it gets Triton's cache in kernels-1.tar.xz, kernels-2.tar.xz, ..., of at most 15 MiB each. Pass all of them
+to the next slice as `--results`, on this machine or another: cases with rows and passed tests are skipped, refused
+cases come last, and nothing is compiled twice. `--results build/gpu` goes on from what is there. Without `--results`,
+everything starts anew.
 """
 
 from __future__ import annotations
@@ -33,23 +36,34 @@ from typing import TextIO
 
 import torch
 
-from paged.bench.benchmark import DEVICE, environment, option_parser, save
+from paged.bench.benchmark import HUNG, environment, option_parser, save
+from paged.bench.timing import device_name
 
 ROOT = Path(__file__).resolve().parents[1]
 # How to run a module, and the folder of results until they are packed; an emulated device replaces both.
 PYTHON: Sequence[str] = (sys.executable, "-m")
 WORK = ROOT / "build" / "gpu"
+_CACHE = "cache"  # Triton's, in WORK
+# Seconds without progress after which a benchmark's case is hung: a step of one minute then still has time for others.
+CASE_SECONDS = 45.0
 _SLICES = range(1, 6)
 # Compiling is most of the tests' time; so many processes keep most of 16 cores busy with it and share the GPU.
 _TEST_PROCESSES = 14
 # Tests without a Triton kernel, and those of kernels with faults, which may end the device's context.
 _SKIPPED_TESTS = r"[\[-]torch[\]-]|pytorch|numba|test_checks_see_the_fault|test_plan.py"
-# A benchmark starts no case this long before its end: the slowest takes as long with its compilation.
-_LAST_CASE_SECONDS = 30.0
+# A benchmark starts no case this long before its end: most take a few seconds.
+_LAST_CASE_SECONDS = 10.0
 # Processes that a benchmark may use up.
 _MOST_PROCESSES = 6
+# What is left of a slice's time for packing.
+_PACKING_SECONDS = 15.0
+# Archives of kernels end behind the kernel that takes them past this; the compressor holds less than a MiB back.
+_ARCHIVE_BYTES = 13 << 20
 # What compilers say of kernels, Triton, LLVM and ptxas: it is in the log alone.
 _COMPILER_WARNING = re.compile(r"ptxas|wgmma|MLIR|(loc\(.*\)|\w:\d+:\d+): (warning|remark):")
+# What ncu is asked: limits, why warps stall, L2 and shared memory, registers and programs an SM.
+_NCU_SECTIONS = ("SpeedOfLight", "SchedulerStats", "WarpStateStats", "MemoryWorkloadAnalysis",
+                 "MemoryWorkloadAnalysis_Tables", "Occupancy", "LaunchStats")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,19 @@ class Outcome:
     summary: str
 
 
+def results_folder(work: Path) -> Path:
+    """Return the folder for results of this device: another device's are kept beside them."""
+    return work / re.sub(r"\W+", "-", device_name(_device()))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
     """Return the steps of all slices; their shares are seconds of 540. cases: only benchmarks, and only cases whose
     name contains this."""
+    folder = results_folder(work)
 
     def budget(seconds: float) -> list[str]:
         return ["--budget", str(max(seconds / 2, seconds - _LAST_CASE_SECONDS))]
@@ -85,13 +109,15 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
     def bench(number: int, name: str, share: float, module: str, *options: str) -> Step:
         def command(seconds: float) -> list[str]:
             only = ["--only", cases] if cases else []
-            path = work / f"{module.replace('.run', '').replace('.', '_')}.json"
+            path = folder / f"{module.replace('.run', '').replace('.', '_')}.json"
             return [
                 *PYTHON,
                 f"paged.bench.{module}",
                 "--json",
                 str(path),
                 "--resume",
+                "--case-limit",
+                str(CASE_SECONDS),
                 *budget(seconds),
                 *options,
                 *only,
@@ -102,51 +128,78 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
     def plain(number: int, name: str, share: float, *command: str, is_timed: bool = False) -> Step:
         return Step(number, name, share, lambda seconds: [*command, *(budget(seconds) if is_timed else [])])
 
-    def tests(number: int, name: str, share: float, *paths: str) -> Step:
-        options = ["--skip", _SKIPPED_TESTS, "--done", str(work / "passed.txt")]
+    def tests(number: int, share: float, *paths: str, name: str = "tests") -> Step:
+        options = ["--skip", _SKIPPED_TESTS, "--done", str(folder / "passed.txt")]
         suite = [*PYTHON, "paged.bench.suite", "--processes", str(_TEST_PROCESSES), *options]
         return plain(number, name, share, *suite, *(f"tests/{path}" for path in paths))
 
-    def compiled(number: int, *names: str) -> Step:
-        """Compile what these programs launched on an emulated device."""
-        files = [str(path) for name in names if (path := work / "variants" / name).exists()]
+    def compiled(number: int, share: float) -> Step:
+        """Compile what this slice launched on an emulated device, in the order of its steps."""
+        files = sorted(work.glob(f"variants/{number}.*"), key=lambda path: path.stat().st_mtime)
         ahead = [sys.executable, "-m", "paged.bench.compilation.ahead"]
-        return plain(number, "compile", 60, *ahead, *files, is_timed=True)
+        return plain(number, "compile", share, *ahead, *map(str, files), is_timed=True)
+
+    def profile(name: str, kernel: str, module: str, case: str) -> list[Step]:
+        """Have ncu look at the first launch of a kernel in a case; no step where there is no ncu."""
+        ncu = _tool("ncu")
+        if ncu is None:
+            return []
+        sections = [word for section in _NCU_SECTIONS for word in ("--section", section)]
+        options = ["--clock-control", "none", "--launch-count", "1", "--print-details", "all", *sections]
+        where = ["--force-overwrite", "--log-file", str(folder / f"{name}.txt"), "--kernel-name", kernel]
+        program = [*PYTHON, f"paged.bench.{module}", "--repeats", "2", "--only", case]
+        return [plain(1, name, 20, ncu, *options, *where, *program)]
 
     def report(number: int) -> Step:
         command = [*PYTHON, "paged.bench.report.build", "--out", str(out)]
-        return Step(number, "report", 10, lambda _: [*command, *map(str, sorted(work.glob("*.json")))])
+        return Step(number, "report", 15, lambda _: [*command, *map(str, sorted(work.glob("*/*.json")))])
 
-    verify = [*PYTHON, "paged", "verify", "--quick"]
-    tune = [*PYTHON, "paged.bench.moe.tune", "--model", "Qwen3-30B-A3B", "--tokens", "64", "4096"]
-    memcheck = shutil.which("compute-sanitizer")
+    def tune(number: int, share: float, *tokens: str) -> Step:
+        command = [*PYTHON, "paged.bench.moe.tune", "--model", "Qwen3-30B-A3B", "--tokens", *tokens]
+        return plain(number, "tune", share, *command, "--out", str(folder / "tiles"), is_timed=True)
+
+    memcheck = _tool("compute-sanitizer")
     gpu = ("--device", "cuda")
-    found = [
-        bench(1, "first", 45, "kernels.run", *gpu, "--only", "rms_norm"),
-        compiled(1, "paged", "attention"),
-        plain(1, "verify", 60, *verify),
-        tests(1, "graphs", 60, "models/test_step_graphs.py"),
-        tests(1, "tests", 200, *(f"kernels/{family}" for family in ("attention", "cache", "moe"))),
-        bench(1, "attention", 105, "attention.run", *gpu),
+    every = [
+        bench(1, "ceilings", 20, "kernels.run", *gpu, "--only", "rms_norm"),
+        compiled(1, 70),
+        bench(1, "verify", 75, "verification.run", *gpu),
+        bench(1, "attention", 75, "attention.run", *gpu),
+        bench(1, "stages", 45, "attention.tune", "--only", "chosen with"),
+        bench(1, "moe", 35, "moe.run", *gpu, "--only", "Qwen3-30B-A3B.balanced"),
+        tests(1, 30, "models/test_step_graphs.py", name="graphs"),
+        bench(1, "engine", 75, "engine.run", *gpu, "--only", "decode.Qwen3-8B"),
+        *profile("ncu_decode", "_attention_kernel", "attention.run", "decode.64x8k.h32_8.b64"),
+        *profile("ncu_prefill", "_attention_kernel", "attention.run", "prefill.4x4k.h32_8.b64"),
+        *profile("ncu_experts", "_expert_gemm_kernel", "moe.run", "Qwen3-30B-A3B.balanced.16384"),
+        tests(1, 45, *(f"kernels/{family}" for family in ("attention", "cache", "moe"))),
         report(1),
-        compiled(2, "engine"),
-        bench(2, "engine", 470, "engine.run", *gpu),
+        compiled(2, 40),
+        bench(2, "engine", 310, "engine.run", *gpu),
+        tune(2, 120, "64", "4096"),
+        bench(2, "tune_attention", 65, "attention.tune"),
         report(2),
-        compiled(3, "attention", "moe"),
-        bench(3, "attention", 200, "attention.run", *gpu),
-        bench(3, "moe", 270, "moe.run", *gpu),
+        compiled(3, 50),
+        bench(3, "attention", 190, "attention.run", *gpu),
+        bench(3, "moe", 190, "moe.run", *gpu),
+        bench(3, "kernels", 105, "kernels.run", *gpu),
         report(3),
-        compiled(4, "kernels", "attention.tune"),
-        bench(4, "kernels", 100, "kernels.run", *gpu),
-        tests(4, "tests", 110, *(f"kernels/{family}" for family in ("layers", "lora", "quantization", "sampling"))),
-        plain(4, "tune", 180, *tune, "--out", str(work / "tiles"), is_timed=True),
-        bench(4, "tune_attention", 80, "attention.tune"),
+        tests(4, 150, *(f"kernels/{family}" for family in ("layers", "lora", "quantization", "sampling"))),
+        tune(4, 200, "16", "1024", "16384"),
+        bench(4, "tune_attention", 185, "attention.tune"),
         report(4),
         bench(5, "sanitize", 330, "verification.sanitize"),
-        *([plain(5, "memcheck", 200, memcheck, "--error-exitcode", "9", *verify)] if memcheck else []),
-        report(5),
     ]
-    return [step for step in found if not cases or (step.resumes and step.name != "first")]
+    if memcheck is not None:
+        verify = [*PYTHON, "paged", "verify", "--quick"]
+        every.append(plain(5, "memcheck", 200, memcheck, "--error-exitcode", "9", *verify))
+    every.append(report(5))
+    return [step for step in every if not cases or (step.resumes and step.name != "ceilings")]
+
+
+def _tool(name: str) -> str | None:
+    """Find a program of the CUDA toolkit, whose folder need not be on PATH."""
+    return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
 
 
 def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO) -> Outcome:
@@ -195,51 +248,84 @@ def _run_process(command: Sequence[str], seconds: float, variables: Mapping[str,
     return returncode, summary
 
 
-def pack(work: Path, path: Path) -> None:
-    """Write a folder to one file, atomically."""
+def pack_results(work: Path, path: Path) -> None:
+    """Write everything but the compiled kernels to one file, atomically."""
     draft = path.with_suffix(".part")
     with tarfile.open(draft, "w:xz", preset=1) as archive:
-        archive.add(work, ".")
+        for member in sorted(work.iterdir()):
+            if member.name != _CACHE:
+                archive.add(member, member.name)
     os.replace(draft, path)
 
 
-def unpack(path: Path, work: Path) -> None:
-    """Unpack an archive so that another run can continue. Cases that were refused, or running at the end, come last."""
-    with tarfile.open(path) as archive:
-        archive.extractall(work, filter="data")
-    for group in (work / "cache").rglob("__grp__*"):  # in which Triton names the files of a kernel by their whole paths
+def pack_kernels(work: Path, out: Path) -> list[Path]:
+    """Write the compiled kernels to files of at most 15 MiB, in place of those that are there."""
+    for path in out.glob("kernels-*.tar.xz"):
+        path.unlink()
+    waiting = sorted((work / _CACHE).glob("*"))
+    paths: list[Path] = []
+    while waiting:
+        paths.append(out / f"kernels-{len(paths) + 1}.tar.xz")
+        with paths[-1].open("wb") as file, tarfile.open(fileobj=file, mode="w:xz", preset=1) as archive:
+            while waiting and file.tell() < _ARCHIVE_BYTES:
+                member = waiting.pop(0)
+                archive.add(member, f"{_CACHE}/{member.name}")
+    return paths
+
+
+def unpack(paths: Sequence[Path], work: Path) -> None:
+    """Unpack archives so that another run can continue."""
+    for path in paths:
+        with tarfile.open(path) as archive:
+            archive.extractall(work, filter="data")
+    for group in (work / _CACHE).rglob("__grp__*"):  # in which Triton names the files of a kernel by their whole paths
         files = json.loads(group.read_text())["child_paths"]
         group.write_text(json.dumps({"child_paths": {name: str(group.with_name(name)) for name in files}}))
-    for file in work.glob("*.json"):
-        results = json.loads(file.read_text())
+
+
+def requeue(folder: Path) -> None:
+    """Put cases that were refused, or running when their time was up, behind the others; those that hung stay refused,
+    as each would take most of a minute again."""
+    for path in folder.glob("*.json"):
+        results = json.loads(path.read_text())
         if "not_run" in results:
-            last = [*results["refused"], *filter(None, [results.pop("running", None)])]
+            hung = {name: reason for name, reason in results["refused"].items() if reason.startswith(HUNG)}
+            last = [name for name in results["refused"] if name not in hung]
+            last += filter(None, [results.pop("running", None)])
             first = [name for name in results["not_run"] if name not in last]
-            save(file, {**results, "refused": {}, "not_run": first + last})
+            save(path, {**results, "refused": hung, "not_run": first + last})
 
 
 def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path | None = None) -> int:
-    """Run the steps, those of a slice within `budget` seconds; write gpu.json and the slice's archive after each.
+    """Run the steps, those of a slice within `budget` seconds; write gpu.json and the results after each, and the
+    kernels at the end.
 
     Returns 1 if a step failed; one that was cut at its limit has not.
     """
     paths = [str(ROOT), *([str(peers.resolve())] if peers else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     # One thread: the references work on tensors so small that waiting for other threads takes 20 times as long.
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    variables |= {"TRITON_CACHE_DIR": str(work / "cache"), "TRITON_STORE_BINARY_ONLY": "1"}
-    told, path = environment("gpu", torch.device(DEVICE)), work / "gpu.json"
+    variables |= {"TRITON_CACHE_DIR": str(work / _CACHE), "TRITON_STORE_BINARY_ONLY": "1"}
+    folder = results_folder(work)
+    folder.mkdir(exist_ok=True)
+    about, path = environment("gpu", _device()), folder / "gpu.json"
     before = json.loads(path.read_text())["steps"] if path.exists() else []
     outcomes: list[Outcome] = []
+    written: list[Path] = []
     with (work / "gpu.log").open("a") as log:
         for number, members in groupby(steps, lambda step: step.slice):
-            end, waiting = time.monotonic() + budget, list(members)
+            requeue(folder)
+            written.append(out / f"results-{number}.tar.xz")
+            end, waiting = time.monotonic() + budget - _PACKING_SECONDS, list(members)
             while waiting:
                 share = waiting[0].share / sum(step.share for step in waiting)
                 seconds = max(1.0, share * (end - time.monotonic()))
                 outcomes.append(run_step(waiting.pop(0), seconds, variables, log))
-                save(path, {**told, "steps": [*before, *map(asdict, outcomes)]})
-                pack(work, archive := out / f"slice-{number}.tar.xz")
-            print(f"{archive}: {archive.stat().st_size / 1e6:.1f} MB")
+                save(path, {**about, "steps": [*before, *map(asdict, outcomes)]})
+                pack_results(work, written[-1])
+    written += pack_kernels(work, out)
+    for archive in written:
+        print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB")
     for outcome in outcomes:
         print(f"{outcome.name:16} {outcome.returncode:4} {outcome.seconds:6.0f} s  {outcome.summary}")
     return int(any(outcome.returncode not in (0, -signal.SIGKILL) for outcome in outcomes))
@@ -249,7 +335,9 @@ def main(argv: list[str] | None = None) -> int:
     """Refuses a machine without a GPU, where a benchmark of it would mean nothing."""
     parser = option_parser(__doc__)
     parser.add_argument("--slice", type=int, nargs="+", choices=_SLICES, default=_SLICES, help="all by default")
-    parser.add_argument("--results", type=Path, metavar="ARCHIVE", help="of an earlier slice, to continue from")
+    parser.add_argument(
+        "--results", type=Path, nargs="+", default=[], metavar="PATH", help=f"archives to continue from, or {WORK}"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu", help="%(default)s by default")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds per slice; %(default)s by default")
     parser.add_argument("--peers", type=Path, help="folder with peers' packages, added to PYTHONPATH")
@@ -262,14 +350,17 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("torch finds no GPU")
     if args.peers and not args.peers.is_dir():
         parser.error(f"--peers {args.peers}: no such folder")
-    if args.results and not args.results.is_file():
-        parser.error(f"--results {args.results}: no such file")
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
+    goes_on = [path for path in args.results if path.resolve() == WORK]
+    archives = [path for path in args.results if path not in goes_on]
+    for path in archives:
+        if not path.is_file():
+            parser.error(f"--results {path}: no such file")
+    if not goes_on:
+        shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()  # the steps run in the repository's folder
     out.mkdir(parents=True, exist_ok=True)
-    if args.results:
-        unpack(args.results, WORK)
+    unpack(archives, WORK)
     chosen = [
         step
         for step in steps(WORK, out, args.cases)

@@ -15,7 +15,7 @@ import torch
 from paged import Engine, EngineConfig, SamplingParams
 from paged.bench.benchmark import benchmark_dtype
 from paged.bench.engine.cost import weights
-from paged.bench.engine.models import MODELS, random_executor
+from paged.bench.engine.models import MODELS, random_executor, warm_up
 from paged.bench.limits import Cost, at_least, speed
 from paged.bench.timing import ceilings, late_kernels
 from paged.bench.watchdog import WATCHDOG
@@ -58,8 +58,7 @@ def decode(
     WATCHDOG.progress()
     batch = min(batch, executor.kv_capacity() // per_sequence)
     with timed_replays() as replays:
-        executor.warmup()
-    WATCHDOG.progress()
+        warm_up(executor)
     limits = ceilings(device, benchmark_dtype(device), _CEILING_REPEATS)
 
     engine = Engine(executor, EngineConfig(token_budget=max(8192, batch)), eos_token_ids=())

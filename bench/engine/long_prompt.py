@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paged import Engine, EngineConfig, SamplingParams
-from paged.bench.engine.models import MODELS, random_executor
+from paged.bench.engine.models import MODELS, random_executor, warm_up
 from paged.bench.limits import at_most
 from paged.bench.timing import late_kernels
 from paged.bench.watchdog import WATCHDOG
@@ -28,8 +28,7 @@ def long_prompt(name: str, model: str, stretch: float | None, device: torch.devi
     room = _NUM_DECODES * (100 + 2 * repeats + length // 8) + length
     executor = random_executor(MODELS[model], device, room)
     WATCHDOG.progress()
-    executor.warmup()
-    WATCHDOG.progress()
+    warm_up(executor)
     engine = Engine(executor, EngineConfig(token_budget=_BUDGET, decode_stretch=stretch), eos_token_ids=())
     for index in range(_NUM_DECODES):
         engine.add_request([index] * (30 + 2 * index), SamplingParams(temperature=0, max_tokens=length))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +13,10 @@ import torch
 
 from paged import LlmExecutor
 from paged.bench.benchmark import benchmark_dtype
+from paged.bench.watchdog import WATCHDOG
+from paged.executors import llm_executor
 from paged.executors.command_line.checkpoint_summary import summarize
+from paged.executors.progress import tracked
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
 from paged.models import registry
@@ -83,6 +86,19 @@ def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens:
         return LlmExecutor.from_pretrained(
             folder, device=device, dtype=dtype, num_blocks=-(-num_tokens // block_size), block_size=block_size
         )
+
+
+def warm_up(executor: LlmExecutor) -> None:
+    """Warm up an executor; every kernel and every graph is progress for the watchdog."""
+
+    def watched(items: Sequence[Any], **options: Any) -> Iterator[Any]:
+        for item in tracked(items, **options):
+            WATCHDOG.progress()
+            yield item
+
+    with mock.patch.object(llm_executor, "tracked", watched):
+        executor.warmup()
+    WATCHDOG.progress()
 
 
 def _random_network(

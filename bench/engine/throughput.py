@@ -14,7 +14,7 @@ import torch
 from paged import LlmExecutor
 from paged.bench.benchmark import benchmark_dtype
 from paged.bench.engine.cost import generation
-from paged.bench.engine.models import MODELS, save_random
+from paged.bench.engine.models import MODELS, save_random, warm_up
 from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.timing import measured_ceilings
 from paged.bench.watchdog import WATCHDOG
@@ -44,8 +44,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> d
         num_blocks = _CACHE_TOKENS // block_size
         executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=num_blocks, block_size=block_size)
     WATCHDOG.progress()
-    executor.warmup()
-    WATCHDOG.progress()
+    warm_up(executor)
 
     def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> Run:
         options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -90,7 +90,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
         steps = [step("good", "print('3 passed')"), step("bad", "print('1 failed | <b>'); raise SystemExit(3)")]
         assert gpu.run(steps, folder, tmp_path_factory.mktemp("out"), 20.0) == 1
-    return {**paths, "cache": CACHE, "gpu": folder / "gpu.json"}
+    return {**paths, "cache": CACHE, "gpu": gpu.results_folder(folder) / "gpu.json"}
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ import triton.language as tl
 
 from paged.bench import gpu
 from paged.bench.attention import run as bench_attention
+from paged.bench.benchmark import HUNG
 from paged.bench.compilation import ahead
 from paged.bench.engine import run as bench_engine
 from paged.bench.kernels import run as bench_kernels
 from paged.bench.moe import run as bench_moe
 from paged.bench.moe import tune as bench_tune
 from paged.bench.report import build as report
+from paged.bench.verification import run as bench_verify
 from tests.deadline import HANG_S
 
 
@@ -45,35 +48,45 @@ def test_steps_follow_one_another_whatever_happens(folders: tuple[Path, Path]) -
     ]
     work, out = folders
     assert gpu.run(steps, work, out, 600.0, out / "peers") == 1
-    written = json.loads((work / "gpu.json").read_text())["steps"]
+    written = json.loads((gpu.results_folder(work) / "gpu.json").read_text())["steps"]
     assert [step["returncode"] for step in written] == [0, 3, -9, 0]
     assert written[2]["seconds"] < HANG_S, "it does not wait for the child, which sleeps twice as long"
     assert [step["summary"] for step in written[:3]] == ["3 passed", "1 failed", "started"]
     assert written[3]["summary"].split(":")[:2] == [str(gpu.ROOT), str(out / "peers")]
     assert "first\n3 passed" in (work / "gpu.log").read_text()
-    assert [path.name for path in out.iterdir()] == ["slice-1.tar.xz"]
+    assert [path.name for path in out.iterdir()] == ["results-1.tar.xz"]
 
 
 def test_time_goes_to_the_steps_that_are_left(folders: tuple[Path, Path]) -> None:
     """By their shares, in a slice; what a step leaves is the others'."""
     steps = [_step("some", "", 1.0), _step("more", "", 3.0), _step("other slice", "", 0.1, number=2)]
     assert gpu.run(steps, *folders, 40_000.0) == 0
-    some, more, other = (step["limit_s"] for step in json.loads((folders[0] / "gpu.json").read_text())["steps"])
+    some, more, other = (
+        step["limit_s"] for step in json.loads((gpu.results_folder(folders[0]) / "gpu.json").read_text())["steps"]
+    )
     assert 9_900 < some <= 10_000
     assert min(more, other) > 39_000, "all but what the first took to start and end"
 
 
 def test_another_run_goes_on_from_an_archive(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Steps are added to those before; what was refused, or running when the time was up, comes last."""
+    """Steps are added to those before; what was refused, or running when the time was up, comes last; what hung does
+    not come again, and another device's results stay as they are."""
     work, out = folders
     kept = {"rows": [{"name": "a"}], "refused": {"b": "wrong"}, "not_run": ["c", "d"], "running": "c"}
-    (work / "moe.json").write_text(json.dumps(kept))
+    kept["refused"]["e"] = f"{HUNG} at a.py:1"
+    for folder in (gpu.results_folder(work), work / "another"):
+        folder.mkdir()
+        (folder / "moe.json").write_text(json.dumps(kept))
     assert gpu.run([_step("good", "print(1)")], work, out, HANG_S) == 0
-    gpu.unpack(out / "slice-1.tar.xz", again := tmp_path / "again")
-    found = json.loads((again / "moe.json").read_text())
-    assert found == {"rows": [{"name": "a"}], "refused": {}, "not_run": ["d", "b", "c"]}
+    gpu.unpack([out / "results-1.tar.xz"], again := tmp_path / "again")
+    assert json.loads((again / "another" / "moe.json").read_text()) == kept
+    found = json.loads((gpu.results_folder(again) / "moe.json").read_text())
+    assert found == {"rows": [{"name": "a"}], "refused": {"e": f"{HUNG} at a.py:1"}, "not_run": ["d", "b", "c"]}
     assert gpu.run([_step("better", "print(1)", number=2)], again, out, HANG_S) == 0
-    assert [step["name"] for step in json.loads((again / "gpu.json").read_text())["steps"]] == ["1.good", "2.better"]
+    assert [step["name"] for step in json.loads((gpu.results_folder(again) / "gpu.json").read_text())["steps"]] == [
+        "1.good",
+        "2.better",
+    ]
 
 
 @triton.jit
@@ -93,10 +106,29 @@ def test_compiled_kernels_are_found_elsewhere(folders: tuple[Path, Path], tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")
         assert gpu.run([_step("compiles", code)], work, out, HANG_S) == 0
-        gpu.unpack(out / "slice-1.tar.xz", again := tmp_path / "again")
+        gpu.unpack(sorted(out.glob("*.tar.xz")), again := tmp_path / "again")
         shutil.rmtree(work)
         assert gpu.run([_step("finds", code)], again, out, HANG_S) == 0
-    assert [step["summary"] for step in json.loads((again / "gpu.json").read_text())["steps"]] == ["False", "True"]
+    assert [step["summary"] for step in json.loads((gpu.results_folder(again) / "gpu.json").read_text())["steps"]] == [
+        "False",
+        "True",
+    ]
+
+
+def test_archives_of_kernels_are_small(folders: tuple[Path, Path]) -> None:
+    """Of what no compressor makes smaller; old ones go, and the results hold none of them."""
+    work, out = folders
+    for name in range(40):
+        (kernel := work / "cache" / f"kernel{name}").mkdir(parents=True)
+        (kernel / "code.cubin").write_bytes(random.Random(name).randbytes(1 << 20))
+    (out / "kernels-9.tar.xz").touch()
+    assert gpu.run([_step("good", "print(1)")], work, out, HANG_S) == 0
+    sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+    assert sorted(sizes) == [*(f"kernels-{number}.tar.xz" for number in (1, 2, 3)), "results-1.tar.xz"]
+    assert sizes.pop("results-1.tar.xz") < 10_000
+    assert max(sizes.values()) <= 15 << 20
+    gpu.unpack(sorted(out.glob("*.tar.xz")), again := work / "again")
+    assert len(list((again / "cache").iterdir())) == 40
 
 
 def test_benchmark_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,18 +150,19 @@ def test_commands_are_understood(folders: tuple[Path, Path]) -> None:
     """Those of benchmarks and report, with no case to run; the tests that steps name are there."""
     work, out = folders
     every = gpu.steps(work, out)
-    commands = [step.command(50.0) for step in every]
+    commands = [step.command(20.0) for step in every]
     paths = [word for command in commands for word in command if word.startswith("tests/")]
     assert len(paths) == 8
     assert all((gpu.ROOT / path).exists() for path in paths)
     assert gpu.run([_step("good", "print(1)")], work, out, HANG_S) == 0
     assert {step.slice for step in every} == set(range(1, 6))
-    modules = {module.__name__: module for module in (bench_attention, bench_moe, bench_kernels, bench_engine)}
+    benches = (bench_attention, bench_moe, bench_kernels, bench_engine, bench_verify)
+    modules = {module.__name__: module for module in benches}
     benchmarks = [step for step in gpu.steps(work, out, cases="no such case") if step.command(1.0)[2] in modules]
-    assert len(benchmarks) == 5
+    assert len(benchmarks) == 8
     for step in benchmarks:
-        python, flag, name, *words = step.command(50.0)
-        assert (python, flag, words[words.index("--budget") + 1]) == (sys.executable, "-m", "25.0")
+        python, flag, name, *words = step.command(20.0)
+        assert (python, flag, words[words.index("--budget") + 1]) == (sys.executable, "-m", "10.0")
         assert modules[name].main([*words, "--device", "cpu", "--repeats", "2"], lambda _: None) == 0
     for name, module in (("paged.bench.moe.tune", bench_tune), ("paged.bench.compilation.ahead", ahead)):
         (words, *_) = [command[3:] for command in commands if name in command]

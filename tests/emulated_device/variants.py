@@ -7,6 +7,8 @@ The tests run on an emulated device that computes nothing: their launches count,
 while clean.txt has the hash of its sources and Triton's version; --record adds those whose variants are all accepted.
 """
 
+from __future__ import annotations
+
 import argparse
 import hashlib
 import os
@@ -17,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import triton
@@ -28,16 +30,21 @@ from paged.bench.compilation.ahead import Variant
 from paged.bench.compilation.case import TARGETS
 from paged.bench.compilation.compile import all_cases, sources
 
+if TYPE_CHECKING:
+    from tests.emulated_device.emulator.device import EmulatedCuda
+
 CLEAN = Path(__file__).with_name("clean.txt")
 TARGET = TARGETS["sm_90"]
 # What is compiled of a Triton whose kernels have not been recorded.
 SAMPLE = "tests/kernels/layers"
+# Of an H100, so that what fits it is seen; an H200 differs in that alone.
+_MEMORY = 78 << 30
 STEPS = "tests/models/test_same_logits.py", "tests/models/test_step_graphs.py"
 
 
 @contextmanager
-def noted(note: Callable[[bytes], object]) -> Iterator[None]:
-    """On an emulated H200 that computes nothing, in a process with TRITON_INTERPRET=1: every variant that is launched
+def noted(note: Callable[[bytes], object]) -> Iterator[EmulatedCuda]:
+    """On an emulated H100 that computes nothing, in a process with TRITON_INTERPRET=1: every variant that is launched
     inside is given to `note`, pickled."""
     from tests.emulated_device.emulator import kernels
     from tests.emulated_device.emulator.device import EmulatedCuda
@@ -55,9 +62,9 @@ def noted(note: Callable[[bytes], object]) -> Iterator[None]:
 
     with (
         mock.patch.object(kernels._Kernel, "_do_compile", compile_noted),
-        EmulatedCuda(executes=False, num_sms=132, total_memory=139 << 30),
+        EmulatedCuda(executes=False, num_sms=132, total_memory=_MEMORY) as machine,
     ):
-        yield
+        yield machine
 
 
 def record(path: Path, tests: list[str]) -> None:

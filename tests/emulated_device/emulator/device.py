@@ -44,6 +44,7 @@ class EmulatedCuda:
 
     executes: False computes nothing. Every result is zeros, in memory that is not there until somebody writes to it, so
     that models of any size run; what is launched, compiled, allocated and waited for is the same.
+    fault: "hangs" or "lost" for a device whose work never ends, or whose context an error has ended.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EmulatedCuda:
     ) -> None:  # fmt: skip
         self.num_devices, self.num_sms, self.capability = num_devices, num_sms, capability
         self.total_memory, self.executes = total_memory, executes
+        self.fault = ""
         self.report = Report()
         self.lock = threading.RLock()
         self.host: Clock = {}  # what the host knows to be over
@@ -147,6 +149,10 @@ class EmulatedCuda:
 
     def wait_for(self, what: str, clock: Clock | None = None) -> None:
         """The host waits: for the current stream, or until all in `clock` is over, which may be the case already."""
+        if self.fault == "hangs":
+            threading.Event().wait()
+        if self.fault == "lost":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if self.thread.capturing is not None:
             self.report.hazard("wait in a capture", what)
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
