@@ -13,6 +13,7 @@ from paged.bench.benchmark import Setting
 from paged.bench.check import WrongResultError
 from paged.bench.limits import Cost, speed
 from paged.bench.timing import Call, sampler, take_in_turns
+from paged.bench.watchdog import WATCHDOG
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Contest:
         for peer in peers:
             reason = peer.refuses(case, self._setting.dtype, self._setting.device)
             if reason is None:
+                WATCHDOG.progress()  # a peer may compile for long
                 try:
                     self.add(peer.name, make(peer), check)
                     continue

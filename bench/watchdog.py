@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import TextIO
 
 # Between the stack and the end, so that the stack is written.
 _GRACE_S = 1.0
+# How much sooner than at its limit a case may end: putting the alarm off starts a thread, up to a millisecond.
+_SLACK = 0.1
 # Frames that say where a case hung.
 _MOST_FRAMES = 4
 
@@ -24,12 +28,13 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._begun = 0.0
         self._file: TextIO | None = None
 
     @contextmanager
     def watching(self, seconds: float, stack: Path) -> Iterator[None]:
         """After so many seconds without progress inside, write the stacks of all threads and end by SIGALRM."""
-        self._seconds = seconds
+        self._seconds, self._begun = seconds, -math.inf
         with stack.open("w") as self._file:
             try:
                 self.progress()
@@ -41,7 +46,9 @@ class Watchdog:
 
     def progress(self) -> None:
         """Begin the time anew, if this process is watched."""
-        if self._file is not None:
+        now = time.monotonic()
+        if self._file is not None and now - self._begun > _SLACK * self._seconds:
+            self._begun = now
             faulthandler.dump_traceback_later(self._seconds, file=self._file)
             signal.setitimer(signal.ITIMER_REAL, self._seconds + _GRACE_S)
 
