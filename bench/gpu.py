@@ -140,12 +140,15 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
         return plain(number, "compile", share, *ahead, *map(str, files), is_timed=True)
 
     def profile(name: str, kernel: str, module: str, case: str) -> list[Step]:
-        """Have ncu look at the first launch of a kernel in a case; no step where there is no ncu."""
+        """Have ncu look at the first two launches of a kernel in a case; no step where there is no ncu.
+
+        Prompts launch a tile for short sequences, too, and experts two products.
+        """
         ncu = _tool("ncu")
         if ncu is None:
             return []
         sections = [word for section in _NCU_SECTIONS for word in ("--section", section)]
-        options = ["--clock-control", "none", "--launch-count", "1", "--print-details", "all", *sections]
+        options = ["--clock-control", "none", "--launch-count", "2", "--print-details", "all", *sections]
         where = ["--force-overwrite", "--log-file", str(folder / f"{name}.txt"), "--kernel-name", kernel]
         program = [*PYTHON, f"paged.bench.{module}", "--repeats", "2", "--only", case]
         return [plain(1, name, 20, ncu, *options, *where, *program)]
