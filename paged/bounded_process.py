@@ -1,14 +1,14 @@
 """Processes for work that cannot be interrupted: the system ends them at a limit of time or memory.
 
 A root process is started once and loads its modules. Every piece of work runs in a branch, a fork of it, which takes
-milliseconds and has the root's state. A branch can branch again. A branch ends with its work's limit or when its
-`Branch` is dropped; all branches of a root end with it, and the root ends with the process that started it, however
-that ends.
+milliseconds and has the root's state. A branch can branch again. A branch ends with its work's limit, when its `Branch`
+is closed or dropped, and with the process that holds that, however it ends and whatever the branch does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -47,11 +47,10 @@ class Reply(NamedTuple):
 
 
 class Branch:
-    """The caller's end of a process. It answers requests in turn."""
+    """The caller's end of a process, which answers one request at a time."""
 
-    def __init__(self, connection: socket.socket, root: Branch | None = None) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._root = root  # which ends all of its branches when it is dropped
 
     def branch(self) -> Branch:
         """Return a copy of the process in its state of now, if no request is under way.
@@ -66,7 +65,7 @@ class Branch:
             except OSError as error:
                 own.close()
                 raise ProcessEndedError("the process has ended") from error
-        return Branch(own, self._root or self)
+        return Branch(own)
 
     def send(self, message: bytes, *, cpu_s: float, seconds: float) -> None:
         """Send a request. The process ends if it takes more CPU time than `cpu_s`, or more time than `seconds`.
@@ -78,12 +77,10 @@ class Branch:
 
     def is_ready(self, timeout: float = 0.0) -> bool:
         """Wait until a reply is there, or the process has ended; return whether that came within `timeout` seconds."""
-        waiter = select.poll()
-        waiter.register(self._socket, select.POLLIN)
-        return bool(waiter.poll(max(timeout, 0.0) * 1000))
+        return _is_readable(self._socket, timeout)
 
     def receive(self) -> Reply:
-        """Wait for the reply to the oldest request.
+        """Wait for the reply to the request.
 
         Raises:
             ProcessEndedError: the process has ended.
@@ -120,8 +117,9 @@ class Branch:
         return self.receive()
 
     def close(self) -> None:
-        """Let the process end, once it has done what it does."""
-        self._socket.close()
+        """End the process, whatever it does. What waits for a reply gets `ProcessEndedError`."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class Root:
@@ -167,7 +165,9 @@ class Root:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # only the caller handles the terminal's interrupts
+                # Only the caller handles the terminal's interrupts. A session of its own would take half of a busy CPU,
+                # however nice: Linux shares it out among sessions first (sched_autogroup).
+                process_group=0,
             )
         except (OSError, ValueError) as error:
             own.close()
@@ -175,16 +175,14 @@ class Root:
         finally:
             other.close()
         branch = Branch(own)
-        weakref.finalize(branch, _end_group, process, own, os.getpid())
+        weakref.finalize(branch, _end, process, os.getpid())
         return branch
 
 
-def _end_group(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
-    """End a root and all its branches."""
-    connection.close()
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End a root."""
     if owner == os.getpid():  # not in a fork of the owner
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 
@@ -194,7 +192,6 @@ def serve(module: str, niceness: int) -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a branch that has ended leaves nothing
-    root = os.getpid()
     os.nice(niceness)
     handle = import_module(module).handler()
     while True:
@@ -203,8 +200,6 @@ def serve(module: str, niceness: int) -> None:
         except OSError:
             header, descriptors = b"", []
         if len(header) < _REQUEST.size:
-            if os.getpid() == root:
-                os.killpg(root, signal.SIGKILL)  # its branches, too
             os._exit(0)
         if descriptors:
             if os.fork():
@@ -219,11 +214,24 @@ def serve(module: str, niceness: int) -> None:
         # Nothing handles these signals, so the system ends the process, even within a function in C++.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, seconds)
+        flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO when the other end is closed
+        if _is_readable(connection):  # it was closed before
+            os._exit(0)
         answer = handle(message)
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with contextlib.suppress(OSError):  # nobody waits any more
             connection.sendall(_REPLY.pack(len(answer), time.process_time() - before) + answer)
+
+
+def _is_readable(connection: socket.socket, timeout: float = 0.0) -> bool:
+    """Wait for bytes or the end; return whether that came within `timeout` seconds."""
+    waiter = select.poll()
+    waiter.register(connection, select.POLLIN)
+    return bool(waiter.poll(max(timeout, 0.0) * 1000))
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

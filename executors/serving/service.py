@@ -35,7 +35,7 @@ from paged.prompt_embeds import PromptEmbeds
 R = TypeVar("R")
 _LONG = 1 << 14  # bytes, characters or tokens of work that is done in another thread
 _LONGEST_GRAMMAR = 1 << 16  # in characters
-_MAX_TOKENIZED = 1 << 18  # tokens, if the model takes fewer
+_MAX_TOKENIZED = 1 << 16  # tokens, if the model takes fewer
 # Arguments that may leave no token to choose.
 _LEAVES_NONE = ("allowed_token_ids", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _WITH_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
@@ -218,6 +218,8 @@ class Service:
             return await self.grammars.compile(kind, text, seconds=self.config.compile_seconds)
         except InvalidInputError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
+        except GrammarLimitError as error:
+            raise ApiError(429, f"{param}: {error}", param) from error
 
     async def pieces(
         self,

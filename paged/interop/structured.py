@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Kind = Literal["json", "regex", "grammar", "choice", "structural_tag"]
 # xgrammar's time grows with the cube of a schema's properties: 1,000 take 1.6 s over 288 tokens, 3,000 more than 25 s.
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 16, 2048, 64
-# Grammars that compile at once: a hostile one takes its place until its time is up.
-_MAX_COMPILING = 8
+# Grammars that compile at once; beyond, the one that began first gives way. So short ones never wait for long ones.
+_MAX_COMPILING = 16
 _ROOT = Root("paged.interop.grammar_process", niceness=10)
 _START_S = 120.0  # to load torch and xgrammar on a busy machine
 # Tokens whose time one token may take together. The first mask over a large vocabulary is the slowest.
@@ -36,7 +36,7 @@ _QUICK_S = 0.005
 
 
 class GrammarLimitError(PagedError):
-    """A grammar takes more time for a token, or more memory, than it may; its completion ends."""
+    """A grammar takes more time or memory than it may: for a token, or to be compiled beside many others."""
 
 
 class GrammarCompiler:
@@ -84,6 +84,7 @@ class GrammarCompiler:
         Raises:
             InvalidInputError: it is malformed, larger than 65,536 characters or 2,048 JSON values, deeper than 64, or
                 takes longer than `seconds` or more than 512 MB.
+            GrammarLimitError: 16 others have begun to compile meanwhile.
             UnsupportedError: the backend is not installed, or this system has no fork.
         """
         kind, text = _checked(kind, grammar)
@@ -117,16 +118,22 @@ class GrammarCompiler:
         return task
 
     async def _compile(self, vocabulary: Branch, kind: str, text: str, seconds: float) -> _Compiled:
-        async with self._slots:
-            try:
-                process = vocabulary.branch()
-                answer = await _asked(process, {"kind": kind, "text": text}, seconds)
-                if "error" in answer:
-                    raise InvalidInputError(f"{kind}: {one_line(answer['error'], 500)}")
-                mask = (await process.ask(move(0, ()), seconds=seconds)).message
-            except ProcessEndedError:
-                message = f"{kind}: not compiled within {seconds} s and {MAX_MEGABYTES} MB"
-                raise InvalidInputError(message) from None
+        process = vocabulary.branch()
+        self._compiling.append(process)
+        if len(self._compiling) > _MAX_COMPILING:
+            self._compiling.pop(0).close()
+        try:
+            answer = await _asked(process, {"kind": kind, "text": text}, seconds)
+            if "error" in answer:
+                raise InvalidInputError(f"{kind}: {one_line(answer['error'], 500)}")
+            mask = (await process.ask(move(0, ()), seconds=seconds)).message
+        except ProcessEndedError:
+            if process not in self._compiling:
+                raise GrammarLimitError(f"{kind}: not compiled before {_MAX_COMPILING} others had begun") from None
+            raise InvalidInputError(f"{kind}: not compiled within {seconds} s and {MAX_MEGABYTES} MB") from None
+        finally:
+            if process in self._compiling:
+                self._compiling.remove(process)
         return _Compiled(process, mask, frozenset(answer["stops"]))
 
     async def _started(self) -> Branch:
@@ -134,7 +141,7 @@ class GrammarCompiler:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._tasks = loop, {}
-            self._starting, self._slots = asyncio.Lock(), asyncio.Semaphore(_MAX_COMPILING)
+            self._starting, self._compiling = asyncio.Lock(), list[Branch]()
         async with self._starting:
             if self._vocabulary is None or self._vocabulary.is_ready():  # it answers nothing now, so it has ended
                 process = await asyncio.to_thread(_ROOT.branch)

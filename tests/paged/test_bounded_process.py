@@ -60,9 +60,25 @@ def test_branches_end_when_they_are_dropped(root: Root) -> None:
     wait_until(lambda: len(branches_of(WORK)) <= 1)
     branches = [root.branch() for _ in range(5)]
     assert [told(branch, "say", "a") for branch in branches] == ["a"] * 5
+    for branch, kind in zip(branches, ["spin", "spin in C", "sleep"], strict=False):
+        branch.send(json.dumps([kind, "b"]).encode(), cpu_s=3600, seconds=3600)
     assert len(branches_of(WORK)) == 6
-    del branches
+    branches[0].close()
+    with pytest.raises(ProcessEndedError):
+        branches[0].receive()
+    del branch, branches
     wait_until(lambda: len(branches_of(WORK)) == 1)
+
+
+def test_niceness_counts_beside_the_owner() -> None:
+    """Linux shares the CPU out to sessions first, so the processes are in the owner's."""
+    nice = Root(WORK, niceness=7)
+    before = branches_of(WORK)
+    branch = nice.branch()
+    assert told(branch, "say", "a") == "a"
+    for pid in branches_of(WORK) - before:
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 7, 19)
+        assert os.getsid(pid) == os.getsid(0)
 
 
 def test_a_root_that_has_ended_starts_again() -> None:

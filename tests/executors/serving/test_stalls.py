@@ -143,8 +143,8 @@ LARGE: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": "a ", "structured_outputs": {"choice": ["a"] * 800_000}}),
     (COMPLETION, {"prompt": "otter: " * 500, "n": 64, "echo": True, "logprobs": 20, "max_tokens": 2}),
     (COMPLETION, {"prompt": "otter: " * 500, "n": 64, "echo": True, "logprobs": 20, "max_tokens": 2, "stream": True}),
-    ("/tokenize", {"prompt": "a " * 130_000, "return_token_strs": True}),
-    ("/detokenize", {"tokens": [5] * 260_000}),
+    ("/tokenize", {"prompt": "a " * 65_000, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [5] * 65_000}),
 ]
 # A part of a conversation is blamed as a part of it.
 BLAMED = {"system": "messages", "instructions": "input"}
