@@ -1,16 +1,17 @@
 """Takes an answer's text apart while it comes: reasoning, content, and calls of tools in the forms of known models.
 
-The reader looks at every character once. What it cannot judge yet is shorter than a marker, so the cost of an answer
-is linear in its length, however it is cut.
+What the reader cannot judge yet is shorter than a marker, or than the longest beginning of a call. It looks at no other
+character twice, so the cost of an answer is linear in its length, however it is cut.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator
 from typing import Literal, NamedTuple, TypeVar
 
-from paged.executors.serving.tool_formats import Place, ToolFormat
+from paged.executors.serving.tool_formats import ToolFormat
 
 T = TypeVar("T")
 _Kind = Literal["content", "reasoning", "call", "arguments"]
@@ -18,9 +19,9 @@ _Reading = Generator[None, None, T]
 """A part of the reading that returns T; each `yield` waits for more text."""
 
 _THINK, _THOUGHT = "<think>", "</think>"
+_LONGEST_HEAD = 512  # characters of a call before its arguments; a name has up to 256
 _BETWEEN_CALLS = " \t\r\n;,]"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_FUNCTION_END, _PARAMETER, _PARAMETER_END = "</function>", "<parameter=", "</parameter>"
 
 
 class Delta(NamedTuple):
@@ -42,7 +43,6 @@ class AnswerReader:
     def __init__(self, tools: ToolFormat | None, *, has_thoughts: bool, thinks: bool) -> None:
         self._tools, self._is_last, self.num_calls = tools, False, 0
         self._text, self._at = "", 0  # what has come, and how much of it is read
-        self._taken: list[str] = []  # what was read of a call that may turn out to be none
         self._parts: list[tuple[_Kind, list[str]]] = []
         self._run = self._answer(has_thoughts=has_thoughts, thinks=thinks)
         next(self._run)
@@ -79,17 +79,17 @@ class AnswerReader:
 
     def _call(self, form: ToolFormat, opened: str) -> _Reading[None]:
         """Read what is called behind a marker, its arguments as they come; what is no call is content."""
-        self._taken = []
-        place = yield from self._place(form)
-        name = (yield from self._name(place, form.end[:1])) if place else ""
-        if name:
-            self._begin(name)
-            yield from self._elements() if place == "element" else self._object()
-            if place == "object":
+        head = yield from self._head(form)
+        if head is not None:
+            self._at += head.end()
+            self._begin(head[head.lastgroup or 0])
+            yield from self._elements() if head.lastgroup == "element" else self._object()
+            if head.lastgroup == "object":
                 yield from self._close(form.end)
         else:
-            is_ended = yield from self._up_to(form.end, self._taken.append)
-            body = "".join(self._taken)
+            pieces: list[str] = []
+            is_ended = yield from self._up_to(form.end, pieces.append)
+            body = "".join(pieces)
             calls = _whole_calls(body)
             if not calls:
                 self._content(f"{opened}{body}{form.end if is_ended else ''}")
@@ -100,61 +100,15 @@ class AnswerReader:
         if form.end and (yield from self._comes(form.end)):
             yield from self._while("\n".__contains__)
 
-    # Up to the arguments: where the name stands, and the name. What is read of it is kept.
-
-    def _place(self, form: ToolFormat) -> _Reading[Place | None]:
-        """Return where the name stands, by the first character; None if this is no call."""
-        yield from self._keep(str.isspace)
-        first = yield from self._next()
-        place: Place = "text"
-        if first in ("{", "["):
-            place = "object"
-        elif first == "<" and "element" in form.names:
-            place = "element"
-        return place if first and place in form.names else None
-
-    def _name(self, place: Place, end: str) -> _Reading[str]:
-        """Return the name, empty if this is no call; end: the first character of the marker behind a call."""
-        if place == "element":
-            if not (yield from self._takes(_FUNCTION)):
-                return ""
-            name = yield from self._keep(lambda letter: not letter.isspace() and letter != ">")
-            return name if (yield from self._takes(">")) else ""
-        if place == "text":
-            name = yield from self._keep(_is_name)
-            yield from self._keep(str.isspace)
-            if (yield from self._takes("[CALL_ID]")):
-                yield from self._keep(_is_name)
-                yield from self._keep(str.isspace)
-            yield from self._takes("[ARGS]")
-        else:
-            yield from self._keep(lambda letter: letter == "[" or letter.isspace())
-            yield from self._takes("{")
-            key = yield from self._quoted(end)
-            if key == "type":
-                is_function = (yield from self._sign(":")) and (yield from self._quoted(end)) == "function"
-                key = (yield from self._quoted(end)) if is_function and (yield from self._sign(",")) else ""
-            if key != "name" or not (yield from self._sign(":")):
-                return ""
-            name = yield from self._quoted(end)
-            if not (yield from self._sign(",")):
-                return ""
-            key = yield from self._quoted(end)
-            if key not in ("arguments", "parameters") or not (yield from self._sign(":")):
-                return ""
-        yield from self._keep(str.isspace)
-        return name if (yield from self._next()) == "{" else ""
-
-    def _quoted(self, end: str) -> _Reading[str]:
-        """Return a text in quotes, without escapes; empty if none comes."""
-        if not (yield from self._sign('"')):
-            return ""
-        text = yield from self._keep(lambda letter: letter not in ('"', "\\", end))
-        return text if (yield from self._takes('"')) else ""
-
-    def _sign(self, sign: str) -> _Reading[bool]:
-        yield from self._keep(str.isspace)
-        return (yield from self._takes(sign))
+    def _head(self, form: ToolFormat) -> _Reading[re.Match[str] | None]:
+        """Return what comes before the arguments of a call, without reading it; None if this is no call."""
+        while True:
+            text = self._text[self._at : self._at + _LONGEST_HEAD]
+            end = text.find(form.end) if form.end else -1
+            head = form.head.match(text[:end] if end >= 0 else text)
+            if head is not None or end >= 0 or self._is_last or len(text) == _LONGEST_HEAD:
+                return head
+            yield
 
     # Arguments
 
@@ -189,26 +143,27 @@ class AnswerReader:
 
     def _elements(self) -> _Reading[None]:
         """Pass on an element for each argument as a JSON object; what is none is content."""
-        before = "{"
-        self._taken = []
+        before, rest = "{", ""
         while True:
             yield from self._while(str.isspace)
-            if not (yield from self._takes(_PARAMETER)):
+            if not (yield from self._comes(_PARAMETER)):
                 yield from self._comes(_FUNCTION_END)
                 break
-            name = yield from self._keep(lambda letter: not letter.isspace() and letter != ">")
-            if not (name and (yield from self._takes(">"))):
+            name = yield from self._while(lambda letter: not letter.isspace() and letter != ">")
+            rest = f"{_PARAMETER}{name}"
+            if not (name and (yield from self._comes(">"))):
                 break
-            value: list[str] = []
-            is_whole = yield from self._up_to(_PARAMETER_END, value.append)
+            pieces: list[str] = []
+            is_whole = yield from self._up_to(_PARAMETER_END, pieces.append)
+            value = "".join(pieces)
             if not is_whole:
-                self._taken += value
+                rest += f">{value}"
                 break
-            text = "".join(value).removeprefix("\n").removesuffix("\n")
-            self._put("arguments", f"{before}{json.dumps(name)}: {_as_json(text)}")
-            before, self._taken = ", ", []
+            value = value.removeprefix("\n").removesuffix("\n")
+            self._put("arguments", f"{before}{json.dumps(name)}: {_as_json(value)}")
+            before, rest = ", ", ""
         self._put("arguments", "{}" if before == "{" else "}")
-        self._content("".join(self._taken))
+        self._content(rest)
 
     # What all parts are made of: each looks at a character once.
 
@@ -246,17 +201,6 @@ class AnswerReader:
                 return False
             yield
 
-    def _keep(self, condition: Callable[[str], object]) -> _Reading[str]:
-        text = yield from self._while(condition)
-        self._taken.append(text)
-        return text
-
-    def _takes(self, text: str) -> _Reading[bool]:
-        if not (yield from self._comes(text)):
-            return False
-        self._taken.append(text)
-        return True
-
     def _up_to(self, marker: str, take: Callable[[str], None]) -> _Reading[bool]:
         """Read to a marker, or without one to the end; `take` gets what is before it. Return whether it came."""
         while (yield from self._next()):
@@ -288,10 +232,6 @@ class AnswerReader:
             self._parts[-1][1].append(text)
         else:
             self._parts.append((kind, [text]))
-
-
-def _is_name(letter: str) -> bool:
-    return not letter.isspace() and letter not in "{}[]"
 
 
 def _whole_calls(text: str) -> list[tuple[str, str]]:

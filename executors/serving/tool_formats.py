@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 
-Place = Literal["object", "text", "element"]
-"""Where a call's name stands, and what its arguments are: in a JSON object with them; as plain text before an object;
-in <function=NAME>, which holds a <parameter=...> for each."""
+# What comes before the arguments of a call. Each of its characters can be read in one way only, so matching is linear.
+_OBJECT_HEAD = (
+    r'\s*(?:\[\s*)?\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:\s*"(?P<object>[^"\\]+)"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_TEXT_HEAD = r"\s*(?P<text>[^\s{}\[\]]+)\s*(?:\[CALL_ID\][^\s{}\[\]]*\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+_ELEMENT_HEAD = r"\s*<function=(?P<element>[^\s>]+)>"
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,8 @@ class ToolFormat:
         end: what it ends with; empty for nothing.
         bare: whether a brace at the beginning of an answer, or behind a call, begins one, too.
         hint: what the chat template of such a model holds.
-        names: where the name of a call may stand; the first character tells.
+        head: what comes before the arguments. The group of the name says where it stands: in a JSON "object" with them;
+            as "text" before an object; in an "element", which holds a <parameter=...> for each.
         call: text before and after the arguments, with NAME for the name.
         separator: text between calls; None if there is one call only.
         style: xgrammar's, of the arguments.
@@ -32,7 +38,7 @@ class ToolFormat:
     end: str
     bare: bool
     hint: str
-    names: tuple[Place, ...]
+    head: re.Pattern[str]
     call: tuple[str, str]
     separator: str | None
     style: str = "json"
@@ -72,8 +78,7 @@ class ToolFormat:
 _ARGUMENTS, _PARAMETERS = '{"name": "NAME", "arguments": ', '{"name": "NAME", "parameters": '
 _XML_CALL = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>"
 _JSON_CALL = f"<tool_call>\n{_ARGUMENTS}", "}\n</tool_call>"
-_IN_TAGS: tuple[Place, ...] = ("object", "element")
-_IN_LIST: tuple[Place, ...] = ("object", "text")
+_IN_TAGS, _IN_LIST = re.compile(f"{_OBJECT_HEAD}|{_ELEMENT_HEAD}"), re.compile(f"{_OBJECT_HEAD}|{_TEXT_HEAD}")
 _MARK = "[TOOL_CALLS]"
 # By the option's name; of those whose hint a template holds, the first.
 TOOL_FORMATS = {
@@ -81,7 +86,9 @@ TOOL_FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>", False, "<tool_call>", _IN_TAGS, _JSON_CALL, "\n"),
     "mistral": ToolFormat(_MARK, "", True, "[ARGS]", _IN_LIST, (f"{_MARK}NAME[ARGS]", ""), ""),
     "mistral_list": ToolFormat(_MARK, "", True, _MARK, _IN_LIST, (f"{_MARK} [{_ARGUMENTS}", "}]"), None),
-    "llama3": ToolFormat("<|python_tag|>", "", True, '{"name": function name', ("object",), (_PARAMETERS, "}"), "; "),
+    "llama3": ToolFormat(
+        "<|python_tag|>", "", True, '{"name": function name', re.compile(_OBJECT_HEAD), (_PARAMETERS, "}"), "; "
+    ),
 }
 
 _MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")

@@ -95,7 +95,7 @@ PIECES = [
 ]
 
 
-LONGEST_MARKER = len("<|python_tag|>")
+LONGEST_HEAD = 512
 
 
 def read_in_pieces(form: str | None, pieces: Sequence[str], has_thoughts: bool, thinks: bool) -> list[Delta]:
@@ -104,7 +104,7 @@ def read_in_pieces(form: str | None, pieces: Sequence[str], has_thoughts: bool, 
     deltas = []
     for piece in pieces:
         deltas += reader.read(piece)
-        assert len(reader._text) - reader._at < LONGEST_MARKER  # all that is looked at again
+        assert len(reader._text) - reader._at < LONGEST_HEAD  # all that is looked at again
     joined: list[Delta] = []
     for kind, text in deltas + reader.read("", is_last=True):
         if joined and joined[-1].kind == kind != "call":
