@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import NamedTuple
 
 from paged.executors.requests.output import CompletionOutput
@@ -98,8 +98,9 @@ class TokenReader:
         self._texts, self._detokenizer = texts, Detokenizer(tokenizer)
         self._offset = offset
         self._shown = 0  # bytes of the text
-        self._held: deque[TokenRow] = deque()
-        self._num_read = self._num_open = 0  # tokens, and those at the end of `_held` whose text is not known
+        self._num_read = 0
+        self._open: list[TokenRow] = []  # the last tokens, whose text is not known
+        self._known: deque[TokenRow] = deque()  # those before, whose text may yet be part of a stop string
 
     def read(self, part: CompletionOutput) -> Iterator[TokenRow]:
         """Yield tokens of a text that has grown by `part`."""
@@ -112,35 +113,32 @@ class TokenReader:
         """Yield tokens of a text; rows: log probabilities of the new ones. is_last: the text ends with them."""
         for row in rows:
             token, is_first = token_ids[self._num_read], self._num_read == 0
+            self._open.append(TokenRow(token, is_first, self._offset, b"", row))
             self._num_read += 1
-            self._held.append(TokenRow(token, is_first, self._offset, b"", row))
-            self._num_open += 1
             is_end = is_last and self._num_read == len(token_ids)
             text = self._detokenizer.read(token_ids, self._num_read, is_last=is_end)
             if text or is_end:
                 self._close(text)
-        while self._held and (is_last or len(self._held) > self._num_open):
-            row_bytes = self._held[0].bytes
-            if len(row_bytes) > self._shown and not is_last:  # may be part of a stop string
-                return
-            row_bytes = row_bytes[: self._shown]
-            self._shown -= len(row_bytes)
-            yield self._held.popleft()._replace(bytes=row_bytes)
+        if is_last and self._open:  # ended without another token
+            self._close(self._detokenizer.read(token_ids, self._num_read, is_last=True))
+        while self._known and (is_last or len(self._known[0].bytes) <= self._shown):
+            known = self._known.popleft()
+            known = known._replace(bytes=known.bytes[: self._shown])
+            self._shown -= len(known.bytes)
+            yield known
 
     def _close(self, text: str) -> None:
         """Give each open token its part of the text that they have added; the last all of it if they do not join."""
-        data = text.encode()
-        first = len(self._held) - self._num_open
-        parts = [
-            self._texts.bytes(row.token, is_first=row.is_first) if self._texts.is_shown(row.token) else b""
-            for row in islice(self._held, first, None)
-        ]
-        if b"".join(parts) != data:
-            parts = [b""] * (len(parts) - 1) + [data]
+        parts = []
+        for row in self._open:
+            is_shown = self._texts.is_shown(row.token)
+            parts.append(self._texts.bytes(row.token, is_first=row.is_first) if is_shown else b"")
+        if b"".join(parts) != text.encode():
+            parts = [b""] * (len(parts) - 1) + [text.encode()]
         begin = b""
-        for index, part in enumerate(parts, start=first):
+        for row, part in zip(self._open, parts, strict=True):
             offset = self._offset + len(begin.decode(errors="ignore"))
-            self._held[index] = self._held[index]._replace(offset=offset, bytes=part)
+            self._known.append(row._replace(offset=offset, bytes=part))
             begin += part
+        self._open.clear()
         self._offset += len(text)
-        self._num_open = 0
