@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 
 import paged
 from paged.kernels.common import id_checks
+from paged.kernels.common.device import using_numba
 from paged.kernels.common.operation import Bound
 from paged.kernels.moe.fused_moe import moe_block_size
 
@@ -115,7 +116,6 @@ def moe_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) 
     del layer["silu_and_mul"]
     return {
         **layer,
-        "moe_block_size": lambda: moe_block_size(num_tokens, _TOP_K, w2),
         "route_and_align": lambda: route(logits, routing, block_size, ticket=ticket),
         "fused_moe": lambda: experts(x, w1, w2, topk_weights, topk_ids, aligned=aligned),
     }
@@ -160,7 +160,8 @@ def main() -> None:
         rows: dict[str, list[float]] = {}
         for layer in (layer_of(), layer_of(lambda operation: operation)):
             for operation, call in layer.items():
-                rows.setdefault(operation, []).extend((microseconds(call), python_calls(call)))
+                with using_numba(False):  # as a forward does, which reads the environment once
+                    rows.setdefault(operation, []).extend((microseconds(call), python_calls(call)))
         rows[f"{name} layer"] = [sum(column) for column in zip(*rows.values(), strict=True)]
         for operation, numbers in rows.items():
             print("{:28} {:7.1f} us {:5} calls   plain {:7.1f} us {:5} calls".format(operation, *numbers))

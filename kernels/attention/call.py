@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
+from paged.kernels.common.attention.plan import AttentionPlan
+
 # A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.
 NO_LIMIT = 1 << 30
-# Fields of a call that may differ between calls of one binding.
-TENSORS = (
-    "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seq_lens", "sinks", "alibi_slopes", "k_scale", "v_scale",
-    "mask", "out", "lse",
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class AttentionCall:
     """Arguments of `kernels.attention.paged_attention.paged_attention`, checked, with defaults filled in.
 
@@ -33,20 +30,20 @@ class AttentionCall:
     block_table: torch.Tensor
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
-    softmax_scale: float
-    window: tuple[int, int]
-    chunk_size: int
+    max_seqlen_q: int
     is_causal: torch.Tensor | None
-    softcap: float
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     mask: torch.Tensor | None
-    max_seqlen_q: int
-    deterministic: bool
     out: torch.Tensor
     lse: torch.Tensor | None
+    softmax_scale: float
+    window: tuple[int, int]
+    chunk_size: int
+    softcap: float
+    deterministic: bool
 
     @property
     def head_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -70,3 +67,7 @@ class AttentionCall:
         """A function that counts the multiplications of one query of each sequence, from `seq_lens` on the host."""
         of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
         return lambda given: int(given["seq_lens"].sum()) * of_a_key
+
+
+BindStep = Callable[[AttentionCall, AttentionPlan | None], Callable[[AttentionCall], None]]
+"""Bound to a layout of q and caches: makes what computes the calls of one step, of its first call and its plan."""

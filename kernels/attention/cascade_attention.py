@@ -10,7 +10,7 @@ from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.paged_attention import ATTENTION_OP, check_attention_tensors, new_output, paged_attention
 from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_bool, as_int
 
 
@@ -72,15 +72,26 @@ def cascade_attention(
     plans, has_prefix = (plan, prefix_plan), bool(num_blocks and seq_lens.numel())
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
 
-    def run(given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        block_table = given["block_table"]
-        shared = options | {name: given[name] for name in ("q", "k_cache", "v_cache", "k_scale", "v_scale")}
+    def run(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
+        shared: dict[str, Any] = {"q": q, **caches, **options}
 
         def attend(plan: AttentionPlan, **own: Any) -> Any:
             lengths: Any = {"cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens}
             return paged_attention(**shared, **lengths, plan=plan, return_lse=True, **own)
 
-        own = {"sinks": given["sinks"], "mask": given["mask"], "max_seqlen_q": max_seqlen_q}
+        own = {"sinks": sinks, "mask": mask, "max_seqlen_q": max_seqlen_q}
         states = attend(plans[0], block_table=block_table[:, num_blocks:], **own)
         if has_prefix:
             prefix = {"block_table": block_table[:1, :num_blocks], "max_seqlen_q": num_tokens, "causal": False}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
 from paged.kernels.attention.config import MAX_KEYS_AT_ONCE, AttentionShape, box_keys
@@ -15,20 +15,20 @@ from paged.kernels.common.checks import scale_strides
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.id_checks import Sequences, check_sequences, checks_on_device
-from paged.kernels.common.launch import Box, Compute, Launch, strides
+from paged.kernels.common.launch import Box, Launch, strides
 
 
-def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
-    """Return a function that fills `out`, and `lse` if given, for calls like this one.
+def bind(call: AttentionCall, plan: AttentionPlan | None) -> Callable[[AttentionCall], None]:
+    """Return a function that fills `out`, and `lse` if given, of calls like this one in the same step.
 
-    It takes the call's tensors by the names of its fields and runs the plan's work lists.
+    It runs the plan's work lists.
     """
     numbers = (
         len(call.q), *call.k_cache.shape[:2], call.max_seqlen_q, call.window[0], MAX_KEYS_AT_ONCE,
         call.chunk_size or NO_LIMIT,
     )  # fmt: skip
     check_sequences(Sequences(call.block_table, call.cu_seqlens_q, call.seq_lens, *numbers))
-    is_on_gpu = call.q.is_cuda
+    checks = call.q.is_cuda and checks_on_device()  # in every replay of a graph, too
     if plan is None:
         max_seqlen_k = call.block_table.shape[1] * call.k_cache.shape[1]
         lengths = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": max_seqlen_k}
@@ -58,26 +58,26 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
             launches.append(merge_launch(call.out, shape, plan, schedule))
     has_work = any(schedule.items.shape[0] for schedule in schedules)
 
-    def compute(given: dict[str, Any]) -> None:
-        if is_on_gpu and checks_on_device():  # in every replay of a graph, too
-            check_sequences(Sequences(given["block_table"], given["cu_seqlens_q"], given["seq_lens"], *numbers))
-        out, lse, sinks, slopes = given["out"], given["lse"], given["sinks"], given["alibi_slopes"]
+    def compute(call: AttentionCall) -> None:
+        if checks:
+            check_sequences(Sequences(call.block_table, call.cu_seqlens_q, call.seq_lens, *numbers))
+        out, lse, sinks, slopes = call.out, call.lse, call.sinks, call.alibi_slopes
         if not has_work:  # all is padding
             out.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
             return
         arguments = {
-            "q_ptr": given["q"],
-            "k_cache": as_kernel_argument(given["k_cache"]),
-            "v_cache": as_kernel_argument(given["v_cache"]),
+            "q_ptr": call.q,
+            "k_cache": as_kernel_argument(call.k_cache),
+            "v_cache": as_kernel_argument(call.v_cache),
             "out_ptr": out,
             "lse_ptr": lse,
-            "block_table_ptr": given["block_table"],
+            "block_table_ptr": call.block_table,
             "sinks_ptr": None if sinks is None else sinks.contiguous(),
             "alibi_slopes_ptr": None if slopes is None else slopes.contiguous(),
-            "k_scale_ptr": given["k_scale"],
-            "v_scale_ptr": given["v_scale"],
+            "k_scale_ptr": call.k_scale,
+            "v_scale_ptr": call.v_scale,
         }
         for launch in launches:
             launch(arguments)

@@ -9,7 +9,7 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous,
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile
-from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
+from paged.kernels.common.operation import Run, like_the_first, operation
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_lse_a_head", "stride_lse_b_head", "stride_lse_head"])
@@ -102,12 +102,15 @@ def merge_attn_states(
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
         check_last_dim_contiguous(name, tensor)
     if not use_triton(out_a):
-        return lambda given: torch_op.merge_attn_states(**given)
+        return torch_op.merge_attn_states
     launch = _prepare(out_a, lse_a, out_b, lse_b) if out_a.numel() else nothing
 
-    def run(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _new(**given)
-        launch({**{f"{name}_ptr": part for name, part in given.items()}, "out_ptr": out, "lse_ptr": lse})
+    def run(
+        out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = _new(out_a, lse_a)
+        states = {"out_a_ptr": out_a, "lse_a_ptr": lse_a, "out_b_ptr": out_b, "lse_b_ptr": lse_b}
+        launch({**states, "out_ptr": out, "lse_ptr": lse})
         return out, lse
 
     return run

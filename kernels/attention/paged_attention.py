@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from paged.kernels.attention import launches
-from paged.kernels.attention.call import NO_LIMIT, AttentionCall
+from paged.kernels.attention.call import NO_LIMIT, AttentionCall, BindStep
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
 from paged.kernels.common.attention.plan import AttentionPlan, check_plan
 from paged.kernels.common.attention.tile import MAX_HEAD_DIM
@@ -23,7 +24,6 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Compute
 from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
@@ -140,9 +140,7 @@ def paged_attention(
         InvalidInputError: a shape, dtype, device or value does not fit.
         UnsupportedError: an argument requires a gradient.
     """
-    if isinstance(causal, torch.Tensor) and causal.dim() == 0:
-        causal = as_bool("causal", causal)
-    is_causal = causal if isinstance(causal, torch.Tensor) else None
+    is_causal = causal if isinstance(causal, torch.Tensor) and causal.dim() else None
     left, right = _window(window_size)
     softcap = as_float("softcap", softcap, 0.0, 1000.0)
     if 0.0 < softcap < 1e-6:
@@ -152,47 +150,63 @@ def paged_attention(
         check_tensor("out", out, (*q.shape[:2], v_cache.shape[3]), (q.dtype,), q.device)
         check_last_dim_contiguous("out", out)
         check_writable("out", out)
-    meta_out, meta_lse = new_output(q, v_cache, device="meta")  # for their layout alone
-    call = AttentionCall(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seq_lens,
-        softmax_scale=1 / math.sqrt(q.shape[2])
-        if softmax_scale is None
-        else as_float("softmax_scale", softmax_scale, 0.0, 1e30),
-        window=(left, 0 if is_causal is None and as_bool("causal", causal) else right),
-        chunk_size=as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT),
-        is_causal=is_causal,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        mask=mask,
-        max_seqlen_q=min(as_int("max_seqlen_q", max_seqlen_q), len(q)),
-        deterministic=as_bool("deterministic", deterministic),
-        out=meta_out if out is None else out,
-        lse=meta_lse if as_bool("return_lse", return_lse) else None,
-    )
-    _check_options(call)
-    check_plan(plan, cu_seqlens_q, seq_lens, call.max_seqlen_q)
-    return _run(call, (launches if use_triton(q) else torch_op).bind(call, plan))
+    scale = 1 / math.sqrt(q.shape[2])
+    if softmax_scale is not None:
+        scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
+    chunk_size = as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT)
+    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), len(q))
+    deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
+    _check_options(
+        q, k_cache, v_cache, seq_lens, max_seqlen_q, is_causal, sinks, alibi_slopes, k_scale, v_scale, mask
+    )  # fmt: skip
+    check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
+    window = left, 0 if is_causal is None and as_bool("causal", causal) else right
+    numbers = scale, window, chunk_size, softcap, deterministic
+    if use_triton(q):
+        bind_step: BindStep = partial(launches.bind)  # an object of its own, by which plans keep what it returns
+    else:
+        # Fused attention never writes scores, and takes a third of the time.
+        is_plain = not return_lse and sinks is None and alibi_slopes is None and softcap == 0
+        is_masked = mask is not None or is_causal is not None
+        bind_step = torch_op.bind(
+            q, k_cache, v_cache, window, chunk_size, deterministic, is_plain=is_plain,
+            takes_loops=is_plain and not is_masked and k_scale is None and v_scale is None,
+        )  # fmt: skip
 
-
-def _run(call: AttentionCall, compute: Compute) -> Run[Any]:
-    """`compute` on the tensors of a call like this one."""
-    has_lse = call.lse is not None
-
-    def run(given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        q, v_cache, out, lse = given["q"], given["v_cache"], given["out"], None
+    def run(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seqlen_q: int,
+        causal: Any = True,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
+        out: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if out is None:
             out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
-        if has_lse:
-            lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        compute({**given, "out": out, "lse": lse})
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device) if return_lse else None
+        flags = causal if isinstance(causal, torch.Tensor) and causal.dim() else None
+        longest = min(int(max_seqlen_q), len(q))
+        call = AttentionCall(
+            q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, longest, flags, sinks, alibi_slopes, k_scale,
+            v_scale, mask, out, lse, *numbers,
+        )  # fmt: skip
+        compute = None if plan is None else plan.calls.get(bind_step)
+        if compute is None:
+            compute = bind_step(call, plan)
+            if plan is not None:
+                plan.calls[bind_step] = compute
+        compute(call)
         return out if lse is None else (out, lse)
 
     return run
@@ -235,19 +249,30 @@ def _window(window_size: tuple[int, int]) -> list[int]:
     return [NO_LIMIT if size == -1 else min(size, NO_LIMIT) for size in sizes]
 
 
-def _check_options(call: AttentionCall) -> None:
-    device = call.q.device
-    num_tokens, num_q_heads, _ = call.q.shape
-    if call.is_causal is not None:
-        check_tensor("causal", call.is_causal, call.seq_lens.shape, (torch.bool,), device)
-        check_last_dim_contiguous("causal", call.is_causal)
-    for name, value in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
+def _check_options(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    is_causal: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> None:
+    num_tokens, num_q_heads, _ = q.shape
+    if is_causal is not None:
+        check_tensor("causal", is_causal, seq_lens.shape, (torch.bool,), q.device)
+        check_last_dim_contiguous("causal", is_causal)
+    for name, value in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if value is not None:
-            check_tensor(name, value, (num_q_heads,), FLOAT_DTYPES, device)
-    check_scale("k_scale", call.k_scale, call.k_cache)
-    check_scale("v_scale", call.v_scale, call.v_cache)
-    if call.mask is not None:
-        check_tensor("mask", call.mask, (num_tokens, "longest query"), (torch.bool,), device)
-        check_last_dim_contiguous("mask", call.mask)
-        if call.mask.shape[1] < call.max_seqlen_q:
-            raise InvalidInputError(f"mask: {call.mask.shape[1]} columns, expected at least {call.max_seqlen_q}")
+            check_tensor(name, value, (num_q_heads,), FLOAT_DTYPES, q.device)
+    check_scale("k_scale", k_scale, k_cache)
+    check_scale("v_scale", v_scale, v_cache)
+    if mask is not None:
+        check_tensor("mask", mask, (num_tokens, "longest query"), (torch.bool,), q.device)
+        check_last_dim_contiguous("mask", mask)
+        if mask.shape[1] < max_seqlen_q:
+            raise InvalidInputError(f"mask: {mask.shape[1]} columns, expected at least {max_seqlen_q}")

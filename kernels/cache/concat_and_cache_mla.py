@@ -27,8 +27,8 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, nothing, strides
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.launch import Compute, Launch, nothing, strides
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 
@@ -210,13 +210,21 @@ def concat_and_cache_mla(
     write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
     write.check()
     if not use_triton(latent):
-        return lambda given: torch_op.concat_and_cache_mla(*LatentWrite(**given))
+        return torch_op.concat_and_cache_mla
+    checks = checks_ids(latent)
     launch = _prepare(write, None, None) if len(latent) else nothing
     none = dict.fromkeys(("q_ptr", "positions_ptr", "cos_sin_cache_ptr", "weight_ptr"))
 
-    def run(given: Arguments) -> None:
-        write = LatentWrite(**given)
-        if checks_ids(write.latent):
+    def run(
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
+        if checks:
             check_all_ids("concat_and_cache_mla", write.slots, by_triton=True)
         launch({**none, **write.tensors()})
 
@@ -265,25 +273,41 @@ def mla_norm_rope_and_cache(
     check_writable("q_rope", q_rope)
     check_rotary(positions, cos_sin_cache, q_rope)
     check_tensor("latent_weight", latent_weight, (size,), FLOAT_DTYPES, latent.device)
-    names = LatentWrite._fields
-    if not use_triton(latent):
-        options = {"eps": eps, "interleaved": interleaved}
-        return lambda given: torch_op.mla_norm_rope_and_cache(**given | options)
-    launch = _prepare(write, q_rope, cos_sin_cache, eps, interleaved) if len(latent) else nothing
+    by_triton = use_triton(latent)
+    checks = by_triton and checks_ids(latent)
+    launch: Compute = nothing
+    if by_triton and len(latent):
+        launch = _prepare(write, q_rope, cos_sin_cache, eps, interleaved)
 
-    def run(given: Arguments) -> torch.Tensor:
-        write = LatentWrite(*[given[name] for name in names])
-        q_rope: torch.Tensor = given["q_rope"]
-        if checks_ids(q_rope):
-            ids = write.slots, positions_of(given["positions"], given["cos_sin_cache"])
+    def run(
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        latent_weight: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
+        if not by_triton:
+            rotation = positions, cos_sin_cache
+            return torch_op.mla_norm_rope_and_cache(
+                q_rope, *write, *rotation, latent_weight, eps=eps, interleaved=interleaved
+            )
+        if checks:
+            ids = write.slots, positions_of(positions, cos_sin_cache)
             check_all_ids("mla_norm_rope_and_cache", *ids, by_triton=True)
         launch(
             {
                 "q_ptr": q_rope,
                 **write.tensors(),
-                "positions_ptr": given["positions"].contiguous(),
-                "cos_sin_cache_ptr": given["cos_sin_cache"],
-                "weight_ptr": given["latent_weight"].contiguous(),
+                "positions_ptr": positions.contiguous(),
+                "cos_sin_cache_ptr": cos_sin_cache,
+                "weight_ptr": latent_weight.contiguous(),
             }
         )
         return q_rope

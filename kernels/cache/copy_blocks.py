@@ -139,8 +139,8 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     return _copy
 
 
-def _copy(given: Arguments) -> None:
-    caches, pairs = given["caches"], _as_tensor(given["block_pairs"])  # which may be an iterator: it is read once
+def _copy(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
+    pairs = _as_tensor(block_pairs)  # which may be an iterator: it is read once
     if not caches:
         return
     first = caches[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.cache.torch_ops import qk_norm_rope_and_cache as torch_op
+from paged.kernels.cache.torch_ops.reshape_and_cache import reshape_and_cache
 from paged.kernels.cache.write import (
     SCALE_CACHES,
     WRITES_SCALES,
@@ -12,6 +13,7 @@ from paged.kernels.cache.write import (
     inverse_scales,
     scale_pointers,
     slot_offset,
+    slots_of,
 )
 from paged.kernels.common.cache_kinds import cast_to_cache
 from paged.kernels.common.checks import (
@@ -24,9 +26,10 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Compute, Launch, nothing, strides
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 
@@ -169,66 +172,71 @@ def qk_norm_rope_and_cache(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
-    return _run(q, write, cos_sin_cache, q_weight, k_weight, eps, interleaved)
-
-
-def _run(
-    q: torch.Tensor,
-    write: CacheWrite,
-    cos_sin_cache: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    interleaved: bool,
-) -> Run[torch.Tensor]:
-    by_triton, has_scales = use_triton(q), write.k_scale is not None or write.v_scale is not None
+    by_triton = use_triton(q)
+    checks = by_triton and checks_ids(q)
     launch: Compute | None = None
     if by_triton:
-        num_heads = q.shape[1] + write.key.shape[1]
-        has_work = write.key.shape[0] * num_heads * write.key.shape[2] > 0
+        has_work = num_tokens * (q.shape[1] + k.shape[1]) * head_dim > 0
         launch = _prepare(q, write, cos_sin_cache, eps, interleaved) if has_work else nothing
-    elif not has_scales:  # which numba's kernel does not know
+    elif k_scale is None and v_scale is None:  # which numba's kernel does not know
         loops = loops_of(torch_op, q, *write[:4], weights=[q_weight, k_weight])
         if loops is not None:
             launch = loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
-    if launch is None:
-        return lambda given: torch_op.qk_norm_rope_and_cache(
-            given["q"], _write_of(given), given["positions"], given["cos_sin_cache"], given["q_weight"],
-            given["k_weight"], eps=eps, interleaved=interleaved,
-        )  # fmt: skip
 
-    def run(given: Arguments) -> torch.Tensor:
-        q, write = given["q"], _write_of(given)
-
-        def check_ids() -> None:
-            ids = write.slots, positions_of(given["positions"], given["cos_sin_cache"])
-            check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=by_triton)
-
-        if by_triton and checks_ids(q):
-            check_ids()
-        q_weight, k_weight = given["q_weight"], given["k_weight"]
-        has_wrong_ids = launch(
-            {
-                "q_ptr": q,
-                "k_ptr": write.key,
-                "v_ptr": write.value,
-                **write.tensors(),
-                "positions_ptr": given["positions"].contiguous(),
-                "cos_sin_cache_ptr": given["cos_sin_cache"],
-                "q_weight_ptr": None if q_weight is None else q_weight.contiguous(),
-                "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
-            }
-        )
-        if has_wrong_ids:  # a loop looks at them itself
-            check_ids()
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        *,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        if launch is None:
+            rotated = q, k, positions, cos_sin_cache, q_weight, k_weight
+            wide_q, wide_k = torch_op.qk_norm_rope(*rotated, eps=eps, interleaved=interleaved)
+            reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+            return q.copy_(wide_q)
+        tensors = {
+            "q_ptr": q,
+            "k_ptr": k,
+            "v_ptr": v,
+            "k_cache_ptr": as_kernel_argument(k_cache),
+            "v_cache_ptr": as_kernel_argument(v_cache),
+            "slot_mapping_ptr": slot_mapping.contiguous(),
+            "k_scale_ptr": k_scale,
+            "v_scale_ptr": v_scale,
+            "positions_ptr": positions.contiguous(),
+            "cos_sin_cache_ptr": cos_sin_cache,
+            "q_weight_ptr": None if q_weight is None else q_weight.contiguous(),
+            "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
+        }
+        if checks:
+            _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=True)
+        if launch(tensors):  # numba's kernel has found an id out of range
+            _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=False)
         return q
 
     return run
 
 
-def _write_of(given: Arguments) -> CacheWrite:
-    names = "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale"
-    return CacheWrite(*[given[name] for name in names])
+def _check_ids(
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    by_triton: bool,
+) -> None:
+    ids = slots_of(slot_mapping, k_cache), positions_of(positions, cos_sin_cache)
+    check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=by_triton)
 
 
 def _prepare(q: torch.Tensor, write: CacheWrite, cos_sin_cache: torch.Tensor, eps: float, interleaved: bool) -> Launch:

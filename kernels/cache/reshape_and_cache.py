@@ -12,13 +12,15 @@ from paged.kernels.cache.write import (
     inverse_scales,
     scale_pointers,
     slot_offset,
+    slots_of,
 )
 from paged.kernels.common.cache_kinds import cast_to_cache
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
+from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -120,14 +122,33 @@ def reshape_and_cache(
     write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     write.check()
     if not use_triton(key):
-        return lambda given: torch_op.reshape_and_cache(CacheWrite(**given))
+        return torch_op.reshape_and_cache
+    checks = checks_ids(key)
     launch = _prepare(write) if key.numel() + value.numel() else nothing
 
-    def run(given: Arguments) -> None:
-        write = CacheWrite(**given)
-        if checks_ids(write.key):
-            check_all_ids("reshape_and_cache", write.slots, by_triton=True)
-        launch({"key_ptr": write.key, "value_ptr": write.value, **write.tensors()})
+    def run(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> None:
+        if checks:
+            check_all_ids("reshape_and_cache", slots_of(slot_mapping, k_cache), by_triton=True)
+        launch(
+            {
+                "key_ptr": key,
+                "value_ptr": value,
+                "k_cache_ptr": as_kernel_argument(k_cache),
+                "v_cache_ptr": as_kernel_argument(v_cache),
+                "slot_mapping_ptr": slot_mapping.contiguous(),
+                "k_scale_ptr": k_scale,
+                "v_scale_ptr": v_scale,
+            }
+        )
 
     return run
 

@@ -18,7 +18,7 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
+from paged.kernels.common.fp8 import has_native_e4m3
 from paged.kernels.common.id_checks import Ids
 from paged.kernels.common.launch import strides
 from paged.kernels.common.operation import Arguments
@@ -75,22 +75,6 @@ class CacheWrite(NamedTuple):
             if scale is not None and cache.dtype == torch.int8:
                 check_writable(f"{kind}_scale", scale)
 
-    @property
-    def slots(self) -> Ids:
-        """What slots must be: those of a cache, or negative."""
-        num_blocks, block_size = self.k_cache.shape[:2]
-        return Ids("slot_mapping", self.slot_mapping, None, num_blocks * block_size - 1)
-
-    def tensors(self) -> dict[str, torch.Tensor | None]:
-        """Return the cache tensors that a writing kernel takes."""
-        return {
-            "k_cache_ptr": as_kernel_argument(self.k_cache),
-            "v_cache_ptr": as_kernel_argument(self.v_cache),
-            "slot_mapping_ptr": self.slot_mapping.contiguous(),
-            "k_scale_ptr": self.k_scale,
-            "v_scale_ptr": self.v_scale,
-        }
-
     def arguments(self) -> dict[str, Any]:
         """Return the other arguments of a writing kernel."""
         return {
@@ -100,6 +84,12 @@ class CacheWrite(NamedTuple):
             "KIND": cache_kind(self.k_cache.dtype),
             "NATIVE_FP8": has_native_e4m3(self.key.device),
         }
+
+
+def slots_of(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> Ids:
+    """Return slots as ids to check: slots of the cache, or negative."""
+    num_blocks, block_size = k_cache.shape[:2]
+    return Ids("slot_mapping", slot_mapping, None, num_blocks * block_size - 1)
 
 
 @triton.jit

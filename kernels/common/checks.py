@@ -64,20 +64,18 @@ def check_tensor(
 ) -> None:
     """Run `check_shape`, `check_dtype` and `check_device` in one call; None skips a check."""
     check_is_tensor(name, tensor)
-    if expected is not None and not _fits(tensor.shape, expected):
-        wanted = ", ".join(str(size) for size in expected)
-        raise InvalidInputError(f"{name}: shape {list(tensor.shape)}, expected [{wanted}]")
+    if expected is not None:
+        fits = len(tensor.shape) == len(expected)
+        for size, wanted in zip(tensor.shape, expected, strict=False):
+            if size != wanted and not isinstance(wanted, str):
+                fits = False
+        if not fits:
+            shape = ", ".join(str(size) for size in expected)
+            raise InvalidInputError(f"{name}: shape {list(tensor.shape)}, expected [{shape}]")
     if dtypes is not None and tensor.dtype not in dtypes:
         raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
-    if device is not None:
+    if device is not None and tensor.device != device:
         check_device(name, tensor, device)
-
-
-def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
-    for have, want in zip(shape, expected, strict=False):
-        if have != want and not isinstance(want, str):
-            return False
-    return len(shape) == len(expected)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

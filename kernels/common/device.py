@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,26 @@ LARGE_SHARED_MEMORY = ("sm_90", "sm_100", "sm_103", "cpu")
 SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
 # What numba's loops compute with.
 LOOP_DTYPES = (torch.float32, torch.bfloat16)
-# Whether what computes in this thread or task has asked for numba kernels.
-_USES_NUMBA = ContextVar("_USES_NUMBA", default=False)
+
+
+class Backend(NamedTuple):
+    """What operations choose by besides their tensors.
+
+    Attributes:
+        name: PAGED_BACKEND, "" if it is not set.
+        wants_loops: whether numba kernels run on CPU tensors.
+        checks: PAGED_CHECK, "" if it is not set.
+    """
+
+    name: str
+    wants_loops: bool
+    checks: str
+
+
+# The backend of the forward that runs in this thread or task.
+_FORWARD: ContextVar[Backend | None] = ContextVar("_FORWARD", default=None)
+# forward_backend(): that of the forward, or None outside of one.
+forward_backend = _FORWARD.get
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,7 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
     device = place if isinstance(place, torch.device) else place.device
     if device.type == "meta":
         raise UnsupportedError("tensors on meta have no values to compute with")
-    choice = setting("PAGED_BACKEND")
+    choice = backend().name
     if choice in ("torch", "numba"):
         return False
     if choice not in ("", "triton"):
@@ -105,23 +123,31 @@ def load_numba() -> bool:
 
 @contextmanager
 def using_numba(is_used: bool) -> Iterator[None]:
-    """Let operations inside use numba kernels or not, whatever other models of the process do."""
-    token = _USES_NUMBA.set(is_used)
+    """Run a forward with numba kernels or without, whatever other models of the process do.
+
+    The environment is read once, here: operations of a forward do not read it again.
+    """
+    token = _FORWARD.set(_backend(uses_numba=is_used))
     try:
         yield
     finally:
-        _USES_NUMBA.reset(token)
+        _FORWARD.reset(token)
+
+
+def backend() -> Backend:
+    """Return the backend of the forward that runs, or else that of the environment."""
+    return forward_backend() or _backend(uses_numba=False)
+
+
+def _backend(*, uses_numba: bool) -> Backend:
+    name = setting("PAGED_BACKEND")
+    wants_loops = name == "numba" or (uses_numba and name != "torch")
+    return Backend(name, wants_loops, setting("PAGED_CHECK"))
 
 
 def wants_loops() -> bool:
     """Return whether numba kernels run on CPU tensors: within `using_numba`, unless PAGED_BACKEND overrides that."""
-    choice = setting("PAGED_BACKEND")
-    return choice == "numba" or (choice != "torch" and _USES_NUMBA.get())
-
-
-def backend() -> tuple[str, bool]:
-    """Return everything besides the tensors that `use_triton` and `loops_of` choose by."""
-    return setting("PAGED_BACKEND"), _USES_NUMBA.get()
+    return backend().wants_loops
 
 
 def loops_of(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:

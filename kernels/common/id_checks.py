@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from paged.kernels.common.compat import HAS_TRITON, setting, triton
+from paged.kernels.common.compat import HAS_TRITON, triton
+from paged.kernels.common.device import backend
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_check_kernels import TOO_LONG, _check_ids_kernel, _check_sequences_kernel
 from paged.kernels.common.launch import launch
@@ -52,7 +53,7 @@ def checks_on_host(tensor: torch.Tensor, *, by_triton: bool) -> bool:
 
 def checks_on_device() -> bool:
     """Return whether PAGED_CHECK=1 asks for a check of ids on the device."""
-    choice = setting("PAGED_CHECK")
+    choice = backend().checks
     if choice not in ("", "0", "1"):
         raise InvalidInputError(f"PAGED_CHECK={choice!r}: expected '1' or '0'")
     return choice == "1" and HAS_TRITON
@@ -72,21 +73,16 @@ def check_all_ids(operation: str, *arrays: Ids, by_triton: bool) -> None:
         check_ids_on_device(operation, *arrays)
 
 
-def _value(scalar: torch.Tensor) -> int:
-    """A tensor's one element; on a CPU by NumPy, without waiting and without PyTorch's dispatcher."""
-    return int(scalar.numpy() if scalar.device.type == "cpu" else scalar)
-
-
 def check_ids_on_host(name: str, ids: torch.Tensor, low: int | None, high: int) -> None:
     """Raise InvalidInputError for the first of `ids` that is out of range."""
     if ids.numel() == 0:
         return
-    least, most = ids.aminmax()
-    if _value(most) <= high and (low is None or _value(least) >= low):
+    lowest, highest = ids.aminmax()
+    if int(highest) <= high and (low is None or int(lowest) >= low):
         return
     is_wrong = (ids > high) if low is None else (ids < low) | (ids > high)
     index = is_wrong.nonzero()[0].tolist()
-    _refuse(name, index, _value(ids[tuple(index)]), low, high)
+    _refuse(name, index, int(ids[tuple(index)]), low, high)
 
 
 def check_ids_on_device(operation: str, *arrays: Ids) -> None:
@@ -146,37 +142,37 @@ def check_sequences_on_host(sequences: Sequences) -> None:
 
     Entries of the block table that no query reads may hold anything.
     """
-    table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, *reach = sequences
-    left, keys_at_once, chunk_size = reach
+    # NumPy looks at a step's few numbers faster than PyTorch's dispatcher.
+    table, offsets, lengths = (ids.cpu().numpy() for ids in sequences[:3])
+    _, _, _, num_tokens, num_blocks, block_size, max_seqlen_q, left, keys_at_once, chunk_size = sequences
+    if offsets.min() < 0 or offsets.max() > num_tokens:
+        check_ids_on_host("cu_seqlens_q", sequences.cu_seqlens_q, 0, num_tokens)
+    if offsets[0]:
+        _refuse("cu_seqlens_q", [0], int(offsets[0]), 0, 0)
+    if not len(lengths):
+        return
+    q_lens = offsets[1:] - offsets[:-1]
+    if q_lens.min() < 0:
+        seq = int(q_lens.argmin())
+        _refuse("cu_seqlens_q", [seq + 1], int(offsets[seq + 1]), int(offsets[seq]), num_tokens)
+    if q_lens.max() > max_seqlen_q:
+        raise _too_short(max_seqlen_q, int(q_lens.max()), int(q_lens.argmax()))
     width = table.shape[1]
-    check_ids_on_host("cu_seqlens_q", cu_seqlens_q, 0, num_tokens)
-    if first := _value(cu_seqlens_q[0]):
-        _refuse("cu_seqlens_q", [0], first, 0, 0)
-    if seq_lens.numel() == 0:
+    if lengths.min() < 0 or lengths.max() > width * block_size:
+        check_ids_on_host("seq_lens", sequences.seq_lens, 0, width * block_size)
+    # A table without any id out of range need not be looked at in parts.
+    if not table.size or (table.min() >= 0 and table.max() < num_blocks):
         return
-    q_lens = cu_seqlens_q.diff()
-    shortest, longest = q_lens.aminmax()
-    if _value(shortest) < 0:
-        seq = _value(q_lens.argmin())
-        _refuse("cu_seqlens_q", [seq + 1], _value(cu_seqlens_q[seq + 1]), _value(cu_seqlens_q[seq]), num_tokens)
-    if _value(longest) > max_seqlen_q:
-        raise _too_short(max_seqlen_q, _value(longest), _value(q_lens.argmax()))
-    check_ids_on_host("seq_lens", seq_lens, 0, width * block_size)
-    if table.numel() == 0:
-        return
-    least, most = table.aminmax()  # a table without any id out of range need not be looked at in parts
-    if _value(least) >= 0 and _value(most) < num_blocks:
-        return
-    first_queries = (seq_lens - q_lens).clamp(min=0)
-    first_keys = (first_queries // chunk_size * chunk_size).maximum(first_queries - left)
+    first_queries = (lengths - q_lens).clip(min=0)
+    first_keys = (first_queries // chunk_size * chunk_size).clip(min=first_queries - left)
     first_keys = first_keys // keys_at_once * keys_at_once
-    columns = torch.arange(width, device=table.device)
-    is_read = (columns >= (first_keys // block_size)[:, None]) & (columns * block_size < seq_lens[:, None])
+    columns = torch.arange(width).numpy()
+    is_read = (columns >= (first_keys // block_size)[:, None]) & (columns * block_size < lengths[:, None])
     is_read &= (q_lens > 0)[:, None]
-    wrong = (is_read & ((table < 0) | (table >= num_blocks))).nonzero()
-    if len(wrong):
-        index = wrong[0].tolist()
-        _refuse("block_table", index, _value(table[tuple(index)]), 0, num_blocks - 1)
+    seqs, wrong_columns = (is_read & ((table < 0) | (table >= num_blocks))).nonzero()
+    if len(seqs):
+        index = int(seqs[0]), int(wrong_columns[0])
+        _refuse("block_table", list(index), int(table[index]), 0, num_blocks - 1)
 
 
 def check_sequences_on_device(sequences: Sequences) -> None:

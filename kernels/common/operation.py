@@ -2,12 +2,12 @@
 
 `@operation` makes three things of a function: the public function, `<function>.bind`, and `torch.ops.paged.<function>`.
 
-The function has the operation's signature. It checks the arguments, chooses how to compute, and returns a function of
-the arguments by name that computes and checks nothing. A plain call binds and runs at once. For calls that differ only
-in the values of their tensors, bind once and run that; `Bound` does so for a model's layers. A graph that Dynamo traces
-holds one node, the custom op. `is_dynamo_compiling` tells the cases apart, not `is_compiling`: that one is true in all
-threads while one compiles, and an op that runs meanwhile would call itself.
+The function has the operation's signature. It checks the arguments, chooses how to compute, and returns `run`, a
+function with the same parameters that computes and checks nothing. A plain call is `bind(...)(...)`. For calls that
+differ only in the values of their tensors, bind once and call the result; `Bound` does so for a model's layers.
 
+A graph that Dynamo traces holds one node, the custom op. `is_dynamo_compiling` tells the cases apart, not
+`is_compiling`: that one is true in all threads while one compiles, and an op that runs meanwhile would call itself.
 An op has the operation's arguments with these differences. Arguments without a default come first. Tensors that are
 written and returned are only written. An operation that may write to `out` is two ops, one of them `<operation>_out`.
 An op takes no plan but makes its own, one more launch a layer: a plan holds the schedule of one step, so a (captured)
@@ -25,15 +25,15 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 import torch
 
 from paged.kernels.common.checks import refuse_gradients
-from paged.kernels.common.device import backend
+from paged.kernels.common.device import backend, forward_backend
 
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 Arguments = dict[str, Any]
 """An operation's arguments, all of them, or its op's, by name."""
-Run = Callable[[Arguments], R]
-"""What computes an operation, of the arguments that it was bound for and of others like them."""
+Run = Callable[..., R]
+"""Computes an operation, with its parameters, for the arguments that it was bound for and for others like them."""
 
 # What annotations are in a schema. As in `torch.library.infer_schema`, numbers may be symbols.
 _TYPES = {
@@ -98,47 +98,44 @@ def operation(
         name, signature = bind.__name__, inspect.signature(bind)
         parameters = signature.parameters
         names = tuple(parameters)
-        defaults = {each.name: None if each.default is each.empty else each.default for each in parameters.values()}
 
-        def traced(named: Arguments) -> Any:
-            given = named.copy()
-            for each in [each for each in given if replaced.get(each) == ""]:
-                del given[each]
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            named = dict(zip(names, args, strict=False)) | kwargs
+            op_arguments = {key: value for key, value in named.items() if replaced.get(key) != ""}
             if encode is not None:
-                encode(given)
-            out = given.pop("out", None) if has_out else None
+                encode(op_arguments)
+            out = op_arguments.pop("out", None) if has_out else None
             if out is None:
-                found = getattr(torch.ops.paged, name)(**given)
+                results = getattr(torch.ops.paged, name)(**op_arguments)
             else:
                 # By place: Dynamo refuses a strided tensor whose name is `out`.
-                required = [given.pop(each) for each in required_names]
-                others = getattr(torch.ops.paged, f"{name}_out")(*required, out, **given)
-                found = out if others is None else (out, others)
-            return found if finish is None else finish(named, found)
-
-        @functools.wraps(bind)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                return traced(dict(zip(names, args, strict=False)) | kwargs)
-            return bound(*args, **kwargs)(*args, **kwargs)
+                required = [op_arguments.pop(key) for key in required_names]
+                others = getattr(torch.ops.paged, f"{name}_out")(*required, out, **op_arguments)
+                results = out if others is None else (out, others)
+            return results if finish is None else finish(named, results)
 
         @functools.wraps(bind)
         def bound(*args: Any, **kwargs: Any) -> Any:
             refuse_gradients(name, *args, *kwargs.values())
-            compute: Any = bind(*args, **kwargs)
-            return lambda *args, **kwargs: compute({**defaults, **dict(zip(names, args, strict=False)), **kwargs})
+            return bind(*args, **kwargs)
+
+        @functools.wraps(bind)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return traced(*args, **kwargs)
+            return bound(*args, **kwargs)(*args, **kwargs)
 
         def run(*args: Any, op_names: Sequence[str], **kwargs: Any) -> Any:
-            given = dict(zip(op_names, args, strict=False)) | kwargs
+            named = dict(zip(op_names, args, strict=False)) | kwargs
             if decode is not None:
-                decode(given)
-            return call(**given)
+                decode(named)
+            return call(**named)
 
         has_out = "out" in names and new is not None
         _register(name, run, _schema(parameters.values(), replaced, mutates), new, results, mutates)
         if has_out:
             schema = _schema(parameters.values(), replaced, (*mutates, "out"))
-            required_names = [_name(each) for each in schema if "=" not in each][:-1]
+            required_names = [_name(argument) for argument in schema if "=" not in argument][:-1]
             _register(f"{name}_out", run, schema, new, results.partition(", ")[2], (*mutates, "out"))
         public: Any = call
         public.bind = bound
@@ -240,27 +237,31 @@ class Bound(Generic[P, R]):
     """An operation bound once for many calls of one kind, as the layers of a model make them.
 
     Calls may differ in the number of tokens. It binds once for each layout of the argument at `by`, which all others
-    follow; see `Operation.bind`. With a plan or a LoRA batch it binds once for each of those, which keep the result,
-    with masks and flags. It keeps no other tensor of a call.
+    follow; see `Operation.bind`. It keeps no tensor of a call.
+
+    step: keyword of the step's `AttentionPlan` or batch. The operation is then bound once a step, and the step keeps
+    the bound calls. `paged_attention` needs none: it keeps with a plan what it makes of it.
     """
 
-    def __init__(self, operation: Operation[P, R], by: int = 0) -> None:
-        self.operation, self.by = operation, by
+    def __init__(self, operation: Operation[P, R], by: int = 0, step: str | None = None) -> None:
+        self.operation, self.by, self.step = operation, by, step
         self._runs: dict[object, Callable[P, R]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
             return self.operation(*args, **kwargs)
         x: Any = args[self.by]
-        step: Any = kwargs.get("plan", kwargs.get("batch"))
-        runs = self._runs if step is None else step.runs.setdefault(self, {})
-        key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, backend()
+        runs = self._runs
+        if self.step is not None:
+            step: Any = kwargs[self.step]
+            runs = step.runs.setdefault(self, {})
+        key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, forward_backend() or backend()
         run = runs.get(key)
         if run is None:
             if len(runs) >= _MOST_LAYOUTS:
                 runs.clear()
             run = runs[key] = self.operation.bind(*args, **kwargs)
-        return run(*args, **kwargs)  # type: ignore[no-any-return]
+        return run(*args, **kwargs)
 
 
 @functools.lru_cache(256)

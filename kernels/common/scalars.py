@@ -25,7 +25,7 @@ def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) 
     Raises:
         InvalidInputError: it is no integer (bools and floats are none), or out of range.
     """
-    number = as_index(value)
+    number: int | None = value if type(value) is int else as_index(value)
     if number is None or (low is not None and number < low) or (high is not None and number > high):
         raise InvalidInputError(f"{name}: {shown(value)}, expected an integer{_range(low, high)}")
     return number

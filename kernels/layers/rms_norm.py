@@ -9,7 +9,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of
-from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
+from paged.kernels.common.operation import Run, like_the_first, operation
 from paged.kernels.common.torch_ops import rms_norm as torch_op
 
 
@@ -64,13 +64,17 @@ def rms_norm(
     eps = check_eps(eps)
     _check(x, weight)
     check_out(out, x.shape, x)
-    compute = _compute(x, weight, eps)
+    launch = _launch(x, weight, eps)
 
-    def run(given: Arguments) -> torch.Tensor:
-        x, out = given["x"], given["out"]
-        out = like_the_first(x) if out is None else out
-        weight = given["weight"].contiguous()
-        compute({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight, "out_ptr": out})
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, *_: object, out: torch.Tensor | None = None, **__: object
+    ) -> torch.Tensor:
+        if out is None:
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if launch is None:
+            torch_op.rms_norm(x, None, weight, out, eps=eps)
+        else:
+            launch({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
         return out
 
     return run
@@ -101,12 +105,15 @@ def fused_add_rms_norm(
     if not (x.is_contiguous() and residual.is_contiguous()):
         strides = f"{x.stride()}, {residual.stride()}"
         raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
-    compute = _compute(x, weight, eps, has_residual=True)
+    launch = _launch(x, weight, eps, has_residual=True)
 
-    def run(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = given["x"], given["residual"]
-        weight = given["weight"].contiguous()
-        compute({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight, "out_ptr": x})
+    def run(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if launch is None:
+            torch_op.rms_norm(x, residual, weight, x, eps=eps)
+        else:
+            launch({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
         return x, residual
 
     return run
@@ -119,15 +126,16 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_tensor("weight", weight, (x.shape[-1],), FLOAT_DTYPES, x.device)
 
 
-def _compute(x: torch.Tensor, weight: torch.Tensor, eps: float, *, has_residual: bool = False) -> Compute:
+def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, *, has_residual: bool = False) -> Compute | None:
+    """Return the launch of a kernel; None if PyTorch computes."""
     rows, by_triton = rows_of(x), use_triton(x)
     if x.numel() == 0:
         return nothing
     if not by_triton:
         loops = loops_of(torch_op, x, weights=[weight])
-        if loops is not None:
-            return loops.prepare(rows, weight, eps, has_residual=has_residual)  # type: ignore[no-any-return]
-        return lambda given: torch_op.rms_norm(*given.values(), eps=eps)
+        if loops is None:
+            return None
+        return loops.prepare(rows, weight, eps, has_residual=has_residual)  # type: ignore[no-any-return]
     num_rows, hidden_size = rows.shape
     block_size = triton.next_power_of_2(hidden_size)
     return Launch(

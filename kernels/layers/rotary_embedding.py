@@ -9,7 +9,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Compute, Launch, nothing, strides
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 from paged.kernels.common.torch_ops import rotary_embedding as torch_op
@@ -95,16 +95,18 @@ def rotary_embedding(
     (num_tokens, num_q_heads, _), rotary_dim = query.shape, cos_sin_cache.shape[1]
     num_kv_heads = 0 if key is None else key.shape[1]
     launch: Compute = nothing
+    checks = by_triton and checks_ids(positions)
     if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim > 0:
         grid, arguments = rotation_launch(num_tokens, num_q_heads, num_kv_heads, rotary_dim, cos_sin_cache, interleaved)
         launch = Launch(_rotary_embedding_kernel, grid, arguments | strides("token head", query=query, key=key))
 
-    def run(given: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        positions, query, key, cos_sin_cache, _ = given.values()
+    def run(
+        positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch.Tensor, **_: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not by_triton:
             torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
             return query, key
-        if checks_ids(positions):
+        if checks:
             check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
         tensors = {"query_ptr": query, "key_ptr": key, "cos_sin_cache_ptr": cos_sin_cache}
         launch({**tensors, "positions_ptr": positions.contiguous()})

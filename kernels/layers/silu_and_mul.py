@@ -10,7 +10,7 @@ from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
 from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, tile
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.torch_ops import gated_activation as torch_op
 
 
@@ -61,29 +61,29 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
     if x.dim() == 0 or x.shape[-1] % 2:
         raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
     check_out(out, (*x.shape[:-1], x.shape[-1] // 2), x)
-    compute = _compute(x, activation)
+    launch = _launch(x, activation)
 
-    def run(given: Arguments) -> torch.Tensor:
-        x, out = given["x"], given["out"]
-        out = _new(x) if out is None else out
-        compute({"x_ptr": rows_of(x), "out_ptr": out})
+    def run(x: torch.Tensor, *, out: torch.Tensor | None = None, **_: object) -> torch.Tensor:
+        if out is None:
+            out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+        if launch is None:
+            torch_op.silu_and_mul(x, activation, out=out)
+        else:
+            launch({"x_ptr": rows_of(x), "out_ptr": out})
         return out
 
     return run
 
 
-def _compute(x: torch.Tensor, activation: str) -> Compute:
+def _launch(x: torch.Tensor, activation: str) -> Compute | None:
+    """Return the launch of a kernel; None if PyTorch computes."""
     rows, by_triton = rows_of(x), use_triton(x)
     num_rows, size = rows.shape[0], rows.shape[1] // 2
     if x.numel() == 0:
         return nothing
     if not by_triton:
         loops = loops_of(torch_op, x) if activation == "silu" else None
-        if loops is not None:
-            return loops.prepare(rows)  # type: ignore[no-any-return]
-        return lambda given: torch_op.silu_and_mul(
-            given["x_ptr"], activation, out=given["out_ptr"].view(num_rows, size)
-        )
+        return None if loops is None else loops.prepare(rows)  # type: ignore[no-any-return]
     block_rows, block_columns = tile(num_rows, size)
     return Launch(
         _silu_and_mul_kernel,

@@ -17,7 +17,7 @@ from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch
-from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.config import expand_tile, shrink_tile
@@ -173,9 +173,10 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
     by_triton = use_triton(x)
     launches = _prepare(out, x, weights, batch) if by_triton and batch.rows.numel() else ()
 
-    def run(given: Arguments) -> torch.Tensor:
-        out, x, weights, batch = given.values()
-        if checks_ids(x) or not by_triton:
+    checks = not by_triton or checks_ids(x)
+
+    def run(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:
+        if checks:
             check_all_ids(
                 "add_lora",
                 Ids("rows", batch.rows, -1, len(x) - 1),

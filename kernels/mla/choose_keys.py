@@ -16,7 +16,7 @@ from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, has_native_e4m3
 from paged.kernels.common.id_checks import Sequences, check_sequences
 from paged.kernels.common.launch import Launch, strides
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_int
 from paged.kernels.mla.torch_ops.choose_keys import best_keys, choose_keys_twin
 
@@ -166,10 +166,10 @@ def choose_keys(
     numbers = num_tokens, *key_cache.shape[:2], num_tokens, 1 << 30, 1
     check_sequences(Sequences(block_table, cu_seqlens_q, seq_lens, *numbers))
     if not use_triton(q):
-        return lambda given: choose_keys_twin(**{name: one for name, one in given.items() if name != "plan"})
+        return choose_keys_twin
     max_keys = block_table.shape[1] * key_cache.shape[1]
     if num_seqs == 0 or 0 in shape:
-        return lambda given: torch.full(shape, -1, dtype=torch.int32, device=given["q"].device)
+        return lambda q, *_, **__: torch.full(shape, -1, dtype=torch.int32, device=q.device)
     block_n, num_warps = index_tile(q.element_size())
     key, scales = index_parts(key_cache, head_dim)
     at_once = min(num_tokens, max(1, _MAX_SCORES // max_keys))
@@ -197,10 +197,25 @@ def choose_keys(
         Launch(_index_scores_kernel, (end - first, columns), {**options, "first_token": first}) for first, end in spans
     ]
 
-    def run(given: Arguments) -> torch.Tensor:
-        q, (key, scales) = given["q"], index_parts(given["key_cache"], head_dim)
+    def run(
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        key_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        **_: object,
+    ) -> torch.Tensor:
+        key, scales = index_parts(key_cache, head_dim)
         indices = torch.empty(shape, dtype=torch.int32, device=q.device)
-        tensors = {f"{name}_ptr": given[name] for name in ("q", "weights", "block_table", "cu_seqlens_q", "seq_lens")}
+        tensors = {
+            "q_ptr": q,
+            "weights_ptr": weights,
+            "block_table_ptr": block_table,
+            "cu_seqlens_q_ptr": cu_seqlens_q,
+            "seq_lens_ptr": seq_lens,
+        }
         for (first, end), launch in zip(spans, launches, strict=True):
             scores = torch.full((end - first, max_keys), float("-inf"), device=q.device)
             launch({**tensors, "key_ptr": as_kernel_argument(key), "scales_ptr": scales, "out_ptr": scores})

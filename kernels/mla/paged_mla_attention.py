@@ -9,7 +9,7 @@ import torch
 from paged.kernels.common.attention.plan import AttentionPlan, check_plan
 from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor, check_writable
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_bool, as_float, as_int
 from paged.kernels.mla import launches
 from paged.kernels.mla.call import MlaCall
@@ -117,13 +117,38 @@ def paged_mla_attention(
     compute = launches.bind(call, plan) if use_triton(q) else torch_op.bind(call)
     has_lse = call.lse is not None
 
-    def run(given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        q, out, lse = given["q"], given["out"], None
+    def run(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        lse = None
         if out is None:
             out = torch.empty(*q.shape[:2], v_head_dim, dtype=q.dtype, device=q.device)
         if has_lse:
             lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        compute({**given, "out": out, "lse": lse})
+        compute(
+            {
+                "q": q,
+                "kv_cache": kv_cache,
+                "block_table": block_table,
+                "cu_seqlens_q": cu_seqlens_q,
+                "seq_lens": seq_lens,
+                "sinks": sinks,
+                "k_scale": k_scale,
+                "indices": indices,
+                "out": out,
+                "lse": lse,
+            }
+        )
         return out if lse is None else (out, lse)
 
     return run

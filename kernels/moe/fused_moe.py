@@ -160,22 +160,49 @@ def fused_moe(
         check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
         check_last_dim_contiguous("out", out)
         check_writable("out", out)
-    compute = _compute(hidden_states, down, topk_ids, expert_map, aligned, is_gated)
+    if hidden_states.numel() == 0:
+        compute: Callable[[MoeCall, MoeAlignment | None], object] = _do_nothing
+    elif use_triton(hidden_states):
+        compute = _bind_triton(hidden_states, down, topk_ids, expert_map, aligned, is_gated)
+    else:
+        compute = torch_op.bind(hidden_states, gate_up, down, topk_ids)
 
-    def run(given: Arguments) -> torch.Tensor:
-        x, out = given["hidden_states"], given["out"]
-        first, second = (
-            ExpertLinear(given[w], *(given[f"{w}_{each}"] for each in ExpertLinear._fields[1:])) for w in ("w1", "w2")
-        )
-        out = like_the_first(x) if out is None else out
-        routes = given["topk_weights"], given["topk_ids"], given["expert_map"]
-        compute(MoeCall(x, first, second, *routes, out, activation, interleaved), given["aligned"])
+    def run(
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        expert_map: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        w1_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+        aligned: MoeAlignment | None = None,
+        w1_scale: torch.Tensor | None = None,
+        w2_scale: torch.Tensor | None = None,
+        w1_zeros: torch.Tensor | None = None,
+        w2_zeros: torch.Tensor | None = None,
+        w1_tensor_scale: torch.Tensor | None = None,
+        w2_tensor_scale: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        if out is None:
+            out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+        gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
+        down = ExpertLinear(w2, w2_bias, w2_scale, w2_zeros, w2_tensor_scale)
+        routes = topk_weights, topk_ids, expert_map
+        compute(MoeCall(hidden_states, gate_up, down, *routes, out, activation, interleaved), aligned)
         return out
 
     return run
 
 
-def _compute(
+def _do_nothing(_call: MoeCall, _aligned: MoeAlignment | None) -> None:
+    """Leave the output without elements as it is."""
+
+
+def _bind_triton(
     hidden_states: torch.Tensor,
     down: ExpertLinear,
     topk_ids: torch.Tensor,
@@ -183,8 +210,6 @@ def _compute(
     aligned: MoeAlignment | None,
     is_gated: bool,
 ) -> Callable[[MoeCall, MoeAlignment | None], object]:
-    if not use_triton(hidden_states) or hidden_states.numel() == 0:
-        return lambda call, _: torch_op.fused_moe(call) if call.hidden_states.numel() else None
     num_tokens, top_k = topk_ids.shape
     tiles = _chosen_tiles(num_tokens, top_k, down, hidden_states.dtype, expert_map, is_gated)
     if tiles is not None and aligned is not None:

@@ -11,7 +11,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Launch
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.moe.routing import MAX_EXPERTS
 from paged.kernels.moe.torch_ops import moe_align_block_size as torch_op
@@ -201,8 +201,7 @@ def moe_align_block_size(
     if by_triton:
         num_chunks, launches = _prepare(num_entries, block_size, num_experts, num_mapped(expert_map))
 
-    def run(given: Arguments) -> MoeAlignment:
-        topk_ids, expert_map = given["topk_ids"], given["expert_map"]
+    def run(topk_ids: torch.Tensor, *_: object, expert_map: torch.Tensor | None = None, **__: object) -> MoeAlignment:
         if not by_triton:
             num_blocks = max_num_blocks(num_entries, block_size, num_experts)
             rows = topk_ids if expert_map is None else torch_op.expert_rows(topk_ids, expert_map)

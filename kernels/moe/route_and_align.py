@@ -11,7 +11,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Launch
-from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.moe.moe_align_block_size import (
     MoeAlignment,
@@ -214,14 +214,20 @@ def route_and_align(
     }
     launch = Launch(_route_and_align_kernel, (num_programs,), arguments, num_warps=8)
 
-    def run(given: Arguments) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
-        router_logits, routing, ticket = given["router_logits"], given["routing"], given["ticket"]
+    def run(
+        router_logits: torch.Tensor,
+        routing: Routing,
+        *_: object,
+        expert_map: torch.Tensor | None = None,
+        ticket: torch.Tensor | None = None,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
         weights, ids = new_routes(router_logits, routing)
         aligned = new_alignment(num_entries, block_size, num_experts, device)
         launch(
             {
                 **routing.tensors(router_logits, weights, ids),
-                "expert_map_ptr": given["expert_map"],
+                "expert_map_ptr": expert_map,
                 "ranks_ptr": torch.empty((num_tokens, num_columns), dtype=torch.int8, device=device),
                 "counts_ptr": torch.empty((num_programs, num_columns), dtype=torch.int32, device=device),
                 **aligned.pointers(),
@@ -240,8 +246,14 @@ def _in_turn(
     route, (_, ids) = bind_routing(router_logits, routing), new_routes(router_logits, routing)
     align = moe_align_block_size.bind(ids, block_size, num_experts, expert_map=expert_map)
 
-    def run(given: Arguments) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
-        weights, ids = route({**given, "correction_bias": given["routing"].correction_bias})
-        return weights, ids, align(ids, block_size, num_experts, expert_map=given["expert_map"])
+    def run(
+        router_logits: torch.Tensor,
+        routing: Routing,
+        *_: object,
+        expert_map: torch.Tensor | None = None,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
+        weights, ids = route(router_logits, correction_bias=routing.correction_bias)
+        return weights, ids, align(ids, block_size, num_experts, expert_map=expert_map)
 
     return run

@@ -10,7 +10,7 @@ import torch
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.launch import Compute, Launch, nothing
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 from paged.kernels.moe.torch_ops import route_tokens as torch_op
 
@@ -96,7 +96,7 @@ def route_tokens(
 
 
 def bind_routing(router_logits: torch.Tensor, routing: Routing) -> Run[tuple[torch.Tensor, torch.Tensor]]:
-    """Bind `route_tokens`; the result reads only the logits and the bias from its arguments."""
+    """Bind `route_tokens`; the result takes the logits and the bias, and ignores other arguments."""
     check_routing(router_logits, routing)
     has_rows = len(router_logits) > 0
     compute: Compute | None = nothing
@@ -108,12 +108,13 @@ def bind_routing(router_logits: torch.Tensor, routing: Routing) -> Run[tuple[tor
         compute = loops.prepare(router_logits, routing) if takes else None
     routing = replace(routing, correction_bias=None)
 
-    def run(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        router_logits, bias = given["router_logits"], given["correction_bias"]
+    def run(
+        router_logits: torch.Tensor, *_: object, correction_bias: torch.Tensor | None = None, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if compute is None:
-            return torch_op.route_tokens(router_logits, routing, bias)
+            return torch_op.route_tokens(router_logits, routing, correction_bias)
         weights, ids = new_routes(router_logits, routing)
-        compute({**routing.tensors(router_logits, weights, ids), "bias_ptr": bias})
+        compute({**routing.tensors(router_logits, weights, ids), "bias_ptr": correction_bias})
         return weights, ids
 
     return run

@@ -79,10 +79,6 @@ class MoeCall(NamedTuple):
     interleaved: bool
 
     @property
-    def is_quantized(self) -> bool:
-        return bool(self.gate_up.format or self.down.format)
-
-    @property
     def intermediate_size(self) -> int:
         return self.gate_up.w.shape[1] // (1 if self.activation in PLAIN_ACTIVATIONS else 2)
 

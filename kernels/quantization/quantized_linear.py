@@ -15,7 +15,7 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.packed.quantize_rows import quantize_rows
 from paged.kernels.common.packed.torch_ops.product import quantized_product, rounded_groups
@@ -67,8 +67,13 @@ def quantized_linear(
     return _run
 
 
-def _run(given: Arguments) -> torch.Tensor:
-    x, weight, bias, out = given.values()
+def _run(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     if out is None:
         out = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
     if out.numel() == 0:

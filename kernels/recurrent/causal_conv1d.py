@@ -9,7 +9,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Compute, Launch, strides
-from paged.kernels.common.operation import Arguments, Run, in_fields, like_the_first, operation
+from paged.kernels.common.operation import Run, in_fields, like_the_first, operation
 from paged.kernels.common.scalars import shown
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_step, check_weights
 from paged.kernels.recurrent.row_functions import sequence_of, silu
@@ -154,8 +154,14 @@ def causal_conv1d(
     if loops is not None:
         return _run(loops.prepare(x, weight.shape[1], state.conv, batch, activation))
 
-    def run(given: Arguments) -> torch.Tensor:
-        x, weight, bias, state, batch, _ = given.values()
+    def run(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: RecurrentState,
+        batch: RecurrentBatch,
+        **_: object,
+    ) -> torch.Tensor:
         return torch_op.causal_conv1d(x, weight, bias, state.conv, batch, activation)
 
     return run
@@ -184,12 +190,20 @@ def _bind(
 
 
 def _run(compute: Compute) -> Run[torch.Tensor]:
-    def run(given: Arguments) -> torch.Tensor:
-        x, weight, bias, out = given["x"], given["weight"], given["bias"], like_the_first(given["x"])
-        bias = None if bias is None else bias.contiguous()
-        tensors = {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias, "conv_ptr": given["state"].conv, "out_ptr": out}
+    def run(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: RecurrentState,
+        batch: RecurrentBatch,
+        **_: object,
+    ) -> torch.Tensor:
+        out = like_the_first(x)
+        if bias is not None:
+            bias = bias.contiguous()
+        tensors = {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias, "conv_ptr": state.conv, "out_ptr": out}
         if x.numel():
-            compute(tensors | given["batch"].pointers())
+            compute(tensors | batch.pointers())
         return out
 
     return run

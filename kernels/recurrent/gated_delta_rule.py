@@ -7,7 +7,7 @@ import math
 import torch
 
 from paged.kernels.common.checks import check_eps
-from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import as_float, as_int
 from paged.kernels.recurrent.launches import bind_scan
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
@@ -64,11 +64,20 @@ def gated_delta_rule(
     numbers = {"beta_scale": beta_scale, "least": 0.0, "most": math.inf, "eps": eps}
     numbers["scale"] = rings.state.shape[-1] ** -0.5
     bound = bind_scan(mixed, {"gate_ptr": a, "b_ptr": b}, rings, batch, numbers)
-    if bound is not None:
-        return lambda given: bound(given, {"gate_ptr": given["a"], "b_ptr": given["b"]})
 
-    def run(given: Arguments) -> torch.Tensor:
-        mixed, a, b, A_log, dt_bias, state, batch, *_ = given.values()
+    def run(
+        mixed: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        state: RecurrentState,
+        batch: RecurrentBatch,
+        **_: object,
+    ) -> torch.Tensor:
+        if bound is not None:
+            gates, weights = {"gate_ptr": a, "b_ptr": b}, {"A_log_ptr": A_log, "dt_bias_ptr": dt_bias}
+            return bound(mixed, state, batch, gates, weights)
         options = {"beta_scale": beta_scale, "eps": eps}
         return torch_op.gated_delta_rule(mixed, a, b, A_log, dt_bias, state.rings(), batch, **options)
 

@@ -9,7 +9,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, strides
-from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
+from paged.kernels.common.operation import Run, like_the_first, operation
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.kernels.recurrent.row_functions import silu
 from paged.kernels.recurrent.torch_ops import gated_rms_norm as torch_op
@@ -123,8 +123,7 @@ def gated_rms_norm(
         if launch is not None:
             return _run(launch)
 
-    def run(given: Arguments) -> torch.Tensor:
-        x, z, weight, *_ = given.values()
+    def run(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return torch_op.gated_rms_norm(
             x, z, weight, eps=eps, norm_first=norm_first, group_size=group, activation=activation
         )
@@ -153,10 +152,9 @@ def _launch(
 
 
 def _run(compute: Compute) -> Run[torch.Tensor]:
-    def run(given: Arguments) -> torch.Tensor:
-        out = like_the_first(given["x"])
-        weight = given["weight"].contiguous()
-        compute({"x_ptr": given["x"], "z_ptr": given["z"], "weight_ptr": weight, "out_ptr": out})
+    def run(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        out = like_the_first(x)
+        compute({"x_ptr": x, "z_ptr": z, "weight_ptr": weight.contiguous(), "out_ptr": out})
         return out
 
     return run

@@ -10,10 +10,9 @@ import torch
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of, loops_of, use_triton
 from paged.kernels.common.launch import Compute, Launch, strides
-from paged.kernels.common.operation import Arguments
 from paged.kernels.recurrent.append_kernel import _append_kernel
 from paged.kernels.recurrent.chunk_kernels import _prepare_chunks_kernel, _scan_chunks_kernel
-from paged.kernels.recurrent.metadata import CHUNK_SIZE, RecurrentBatch, Rings
+from paged.kernels.recurrent.metadata import CHUNK_SIZE, RecurrentBatch, RecurrentState, Rings
 from paged.kernels.recurrent.torch_ops import scan as torch_op
 
 # Columns of V of a program. With K = 128 S takes 32 registers of 128 threads, so that several programs share an SM; a
@@ -70,8 +69,9 @@ def bind_scan(
     rings: Rings,
     batch: RecurrentBatch,
     numbers: Mapping[str, float],
-) -> Callable[[Arguments, dict[str, torch.Tensor]], torch.Tensor] | None:
-    """Return a function that runs a step: it takes the operation's arguments and the layer's gates, returns the output.
+) -> Callable[..., torch.Tensor] | None:
+    """Return a function that runs a step and returns the output: it takes the operation's mixed, state and batch, and
+    the layer's gates and weights by the kernels' names.
 
     None if PyTorch is to run it: on a CPU without numba, and where a sequence may be longer than `max_append`.
 
@@ -103,20 +103,25 @@ def bind_scan(
             return None
         compute = loops.prepare(mixed.dtype, {**fixed, "L": rings.k.shape[1]})
 
-    def run(given: Arguments, gates: dict[str, torch.Tensor]) -> torch.Tensor:
-        mixed, rings = given["mixed"], given["state"].rings()
+    def run(
+        mixed: torch.Tensor,
+        state: RecurrentState,
+        batch: RecurrentBatch,
+        gates: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        rings = state.rings()
         out: torch.Tensor = mixed.new_empty(fixed["num_tokens"], value_heads, value_dim)
-        weights = {"A_log_ptr": given["A_log"], "dt_bias_ptr": given["dt_bias"], "D_ptr": given.get("D")}
         if out.numel():
             compute(
                 {
                     "mixed_ptr": mixed,
                     "out_ptr": out,
-                    **dict.fromkeys(("b_ptr", "w_ptr", "u_ptr")),
-                    **{name: None if each is None else _plain(each, by_triton) for name, each in weights.items()},
+                    **dict.fromkeys(("b_ptr", "w_ptr", "u_ptr", "D_ptr")),
+                    **{name: _plain(weight, by_triton) for name, weight in weights.items()},
                     **gates,
                     **dict(zip(("state_ptr", "ring_k_ptr", "ring_u_ptr", "ring_g_ptr"), rings, strict=True)),
-                    **given["batch"].pointers(),
+                    **batch.pointers(),
                 }
             )
         return out

@@ -7,7 +7,7 @@ import math
 import torch
 
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import as_float, as_int, shown
 from paged.kernels.recurrent.launches import bind_scan
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
@@ -67,11 +67,20 @@ def mamba2_scan(
 
     numbers = {"beta_scale": 0.0, "least": least, "most": most, "eps": 0.0, "scale": 1.0}
     bound = bind_scan(mixed, {"gate_ptr": dt}, rings, batch, numbers)
-    if bound is not None:
-        return lambda given: bound(given, {"gate_ptr": given["dt"]})
 
-    def run(given: Arguments) -> torch.Tensor:
-        mixed, dt, A_log, dt_bias, D, state, batch, *_ = given.values()
+    def run(
+        mixed: torch.Tensor,
+        dt: torch.Tensor,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        D: torch.Tensor,
+        state: RecurrentState,
+        batch: RecurrentBatch,
+        **_: object,
+    ) -> torch.Tensor:
+        if bound is not None:
+            weights = {"A_log_ptr": A_log, "dt_bias_ptr": dt_bias, "D_ptr": D}
+            return bound(mixed, state, batch, {"gate_ptr": dt}, weights)
         rings = state.rings()
         return torch_op.mamba2_scan(mixed, dt, A_log, dt_bias, D, rings, batch, dt_limits=(least, most))
 

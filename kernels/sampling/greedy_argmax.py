@@ -100,10 +100,12 @@ def greedy_argmax(
     _check_per_row("token_mask", token_mask, torch.bool, logits)
     _check_per_row("repetition_penalty", repetition_penalty, torch.float32, logits)
     if logits.numel() == 0:
-        return lambda given: torch.full((len(given["logits"]),), -1, dtype=torch.int64, device=given["logits"].device)
-    if not use_triton(logits):
-        return lambda given: torch_op.greedy_argmax(**given)
-    return lambda given: _launch(*given.values())
+        return _no_token
+    return _launch if use_triton(logits) else torch_op.greedy_argmax
+
+
+def _no_token(logits: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
 
 
 def _check_per_row(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, logits: torch.Tensor) -> None:
@@ -115,7 +117,7 @@ def _check_per_row(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, l
 
 
 def _launch(
-    logits: torch.Tensor, token_mask: torch.Tensor | None, repetition_penalty: torch.Tensor | None
+    logits: torch.Tensor, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
 ) -> torch.Tensor:
     (num_rows, vocab_size), device = logits.shape, logits.device
     num_chunks = triton.cdiv(vocab_size, BLOCK_TOKENS)

@@ -12,7 +12,7 @@ from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import launch, num_warps
-from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.sampling import passes, thresholds
 from paged.kernels.sampling.greedy_argmax import BLOCK_TOKENS, greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
@@ -70,8 +70,16 @@ def sample_tokens(
     return _sample
 
 
-def _sample(given: Arguments) -> torch.Tensor:
-    logits, keys, temperature, top_k, top_p, min_p, penalties = given.values()
+def _sample(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    penalties: Penalties | None = None,
+) -> torch.Tensor:
     if logits.numel() == 0:
         return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
     log_min_p = None if min_p is None else min_p.log()

@@ -97,16 +97,36 @@ class DecoderLayer(nn.Module):
         If residual is None, hidden is the residual stream. With `outputs`, only those rows are returned.
         """
         if self.self_attn is not None or self.linear_attn is not None:
-            hidden, residual = _enter(self.before_attention, hidden, residual)
-            attended = self.attend(hidden, positions, metadata, outputs)
-            hidden, residual = self._leave(self.after_attention, self.ranks.sum(attended)), rows_of(residual, outputs)
-        else:
-            hidden, residual = rows_of(hidden, outputs), None if residual is None else rows_of(residual, outputs)
+            if self.before_attention is None:
+                hidden, residual = _enter_without_norm(hidden, residual)
+            else:
+                hidden, residual = self.before_attention(hidden, residual)
+            if self.linear_attn is None and self.self_attn is not None:
+                hidden = self.self_attn(hidden, positions, metadata, outputs)
+            else:
+                hidden = self.attend(hidden, positions, metadata, outputs)
+            if self.ranks.size > 1:
+                hidden = self.ranks.sum(hidden)
+            if self.after_attention is not None:
+                hidden, _ = self.after_attention(hidden)
+            if self.residual_scale != 1:
+                hidden = hidden.mul_(self.residual_scale)
+        elif outputs is not None:
+            hidden = hidden[outputs.rows]
+        if outputs is not None and residual is not None:
+            residual = residual[outputs.rows]
         if not self.has_mlp:
             return hidden, residual
-        hidden, residual = _enter(self.before_mlp, hidden, residual)
-        lora = metadata.lora if outputs is None else outputs.lora
-        return self._leave(self.after_mlp, self.run_mlp(hidden, residual, lora)), residual
+        if self.before_mlp is None:
+            hidden, residual = _enter_without_norm(hidden, residual)
+        else:
+            hidden, residual = self.before_mlp(hidden, residual)
+        hidden = self.run_mlp(hidden, residual, metadata.lora if outputs is None else outputs.lora)
+        if self.after_mlp is not None:
+            hidden, _ = self.after_mlp(hidden)
+        if self.residual_scale != 1:
+            hidden = hidden.mul_(self.residual_scale)
+        return hidden, residual
 
     def attend(
         self,
@@ -115,7 +135,7 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
     ) -> torch.Tensor:
-        """Return the output of attention or of the recurrent part for normalised `hidden`."""
+        """Return the output of attention, or of the recurrent part if there is one, for normalised `hidden`."""
         if self.linear_attn is not None:
             return cast(torch.Tensor, self.linear_attn(hidden, metadata, outputs))
         assert self.self_attn is not None
@@ -123,18 +143,14 @@ class DecoderLayer(nn.Module):
 
     def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         """Return the MLP's output for normalised `hidden`, which it may overwrite. residual: the stream, unchanged."""
-        return self.ranks.sum(self.ffn(hidden, lora))
+        hidden = getattr(self, self.mlp_name)(hidden, lora)
+        return self.ranks.sum(hidden) if self.ranks.size > 1 else hidden
 
     @staticmethod
     def num_sums(config: DecoderConfig, index: int) -> int:
         """Return the number of all-reduces in a layer."""
         mixes = config.attends[index] or config.recurrent[index] is not None
         return mixes + (config.moe[index] is not None or config.intermediate_size[index] > 0)
-
-    def _leave(self, norm: RmsNorm | None, hidden: torch.Tensor) -> torch.Tensor:
-        if norm is not None:
-            hidden, _ = norm(hidden)
-        return hidden if self.residual_scale == 1 else hidden.mul_(self.residual_scale)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
@@ -158,13 +174,8 @@ def _stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor
     return hidden.clone() if residual is None else hidden + residual
 
 
-def _enter(
-    norm: RmsNorm | None, hidden: torch.Tensor, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _enter_without_norm(hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `hidden` to the residual stream; return the input of attention or an MLP, and the stream."""
-    if norm is not None:
-        hidden, residual = norm(hidden, residual)
-        return hidden, residual
     residual = hidden if residual is None else residual.add_(hidden)
     return residual.clone(), residual  # an MLP may overwrite its input
 
@@ -379,7 +390,7 @@ class Llama(nn.Module):
 
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         """Return each layer's inputs beside the residual stream. hidden: the embedded tokens."""
-        return [()] * self.config.num_layers
+        return [()] * len(self.layers)
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits in the weights' dtype, [num_rows, num_logits], in `out` if given."""
@@ -463,7 +474,7 @@ def share_bound(network: nn.Module) -> None:
         if bounds:
             likeness = type(module), *_likeness(module)
             for name, bound in bounds.items():
-                setattr(module, name, shared.setdefault((name, likeness), Bound(bound.operation, bound.by)))
+                setattr(module, name, shared.setdefault((name, likeness), Bound(bound.operation, bound.by, bound.step)))
 
 
 def _likeness(module: nn.Module) -> Iterator[Hashable]:

@@ -126,7 +126,11 @@ class Attention(nn.Module):
         keys, values = kv[:1], kv[-1:]
         if layer.qk_norm == "width":
             q, *keys = self._norm_width(q, *keys)
-        q, q_weight = q.unflatten(-1, (layer.num_heads, -1)), self._head_weight(self.q_norm)
+        q = q.unflatten(-1, (layer.num_heads, -1))
+        q_weight = k_weight = self.unit_weight if layer.qk_norm == "unit" else None
+        if layer.qk_norm == "head":
+            assert self.q_norm is not None
+            q_weight, k_weight = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
         if layer.output_gate:
             q, gate = q.chunk(2, -1)
         if keys:
@@ -151,7 +155,7 @@ class Attention(nn.Module):
                 positions,
                 rotation,
                 q_weight=q_weight,
-                k_weight=self._head_weight(self.k_norm),
+                k_weight=k_weight,
                 eps=self.eps,
                 interleaved=self.interleaved,
                 k_scale=self.k_scale,
@@ -165,7 +169,9 @@ class Attention(nn.Module):
         if self.query_factors is not None:
             q = (q * self.query_factors[positions]).to(q.dtype)
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
-        self.paged_attention(
+        # Bound without a mask, which only some steps with embeddings have.
+        attend = self.paged_attention if mask is None else paged_attention
+        attend(
             q,
             self.k_cache,
             self.v_cache,
@@ -201,12 +207,6 @@ class Attention(nn.Module):
             rows = torch.arange(rope.shape[1], device=rope.device)
             embeds.rotations[key] = self.cos_sin_cache[rope[axes].T, columns].contiguous(), rows
         return embeds.rotations[key]
-
-    def _head_weight(self, norm: RmsNorm | None) -> torch.Tensor | None:
-        """Return the norm weight shared by all heads of queries or keys."""
-        if self.config.qk_norm == "unit":
-            return self.unit_weight
-        return None if norm is None or self.config.qk_norm == "width" else norm.weight
 
     def _norm_width(self, *parts: torch.Tensor) -> list[torch.Tensor]:
         """Normalise queries, and keys if given, over all heads of all ranks, with one all-reduce."""

@@ -51,7 +51,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
         self.packed: PackedWeights | CpuProducts | None = None
-        self.add_lora = Bound(add_lora)
+        self.add_lora = Bound(add_lora, step="batch")
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class Indexer(nn.Module):
         self.wk = Linear(hidden_size, {"wk": config.head_dim})
         self.k_norm = LayerNorm(config.head_dim, NormConfig(eps=1e-6, bias=True))
         self.weights_proj = empty_parameter(config.num_heads, hidden_size)  # never packed
-        self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys)
+        self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys, step="plan")
 
     def bind(self, k_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give it the cache of its keys, the index of their block table, and the layer's rotary table."""

@@ -36,7 +36,7 @@ class RecurrentLayer(nn.Module):
         self.conv_bias = empty_parameter(layer.channels) if conv_bias else None
         for name in self.float32_names:
             self.register_parameter(name, empty_parameter(layer.num_heads))
-        self.causal_conv1d = Bound(causal_conv1d)
+        self.causal_conv1d = Bound(causal_conv1d, step="batch")
 
     def keep_float32(self) -> None:
         """Convert parameters back to float32 that are float32 in models of any dtype."""
@@ -104,7 +104,7 @@ class Mamba2(RecurrentLayer):
         self.in_proj = Linear(config.hidden_size, {"in_proj": sum(self.sizes)}, bias=layer.bias)
         self.out_proj = Linear(size, {"out_proj": config.hidden_size}, bias=layer.bias)
         self.norm_weight = None if layer.eps is None else empty_parameter(size)
-        self.mamba2_scan, self.gated_rms_norm = Bound(mamba2_scan), Bound(gated_rms_norm)
+        self.mamba2_scan, self.gated_rms_norm = Bound(mamba2_scan, step="batch"), Bound(gated_rms_norm)
 
     def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
         layer, projected = self.config, self.in_proj(hidden, lora)
@@ -158,7 +158,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.in_proj, self.gates_proj = (Linear(config.hidden_size, one) for one in (parts, gates))
         self.out_proj = Linear(values, {"out_proj": config.hidden_size})
         self.norm_weight = empty_parameter(layer.head_dim)
-        self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule)
+        self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule, step="batch")
 
     def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
         layer = self.config

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -35,11 +36,13 @@ class RowLayout(NamedTuple):
     takes 2.3 to 7 times as long.
 
     steps: distances in rows between two blocks, two positions and two heads, the same for keys and values.
+    num_rows: rows from a cache's first element to its last.
     """
 
     steps: tuple[int, int, int]
     block_size: int
     num_kv_heads: int
+    num_rows: int
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the rows of all heads at slots [n, L]: int64 [n, num_kv_heads, L]."""
@@ -49,34 +52,69 @@ class RowLayout(NamedTuple):
 
     def rows(self, cache: torch.Tensor) -> torch.Tensor:
         """Return the cache's memory from its first to its last element, contiguous [num_rows, head_dim]."""
-        last = sum((size - 1) * step for size, step in zip(cache.shape[:3], self.steps, strict=True))
-        return cache.as_strided((last + 1, cache.shape[3]), (cache.shape[3], 1))
+        width = cache.shape[3]
+        return cache.as_strided((self.num_rows, width), (width, 1))
 
 
-def row_layout(call: AttentionCall) -> RowLayout | None:
+def row_layout(k_cache: torch.Tensor, v_cache: torch.Tensor) -> RowLayout | None:
     """Return the layout, or None if the caches are not such rows: values narrower than keys beside them, or no rows."""
-    caches = call.k_cache, call.v_cache
-    strides = [(cache.stride(0), cache.stride(1), cache.stride(2), cache.shape[3]) for cache in caches]
-    k_steps, v_steps = ((block // width, position // width, head // width) for block, position, head, width in strides)
-    is_whole = all(stride % width == 0 for *steps, width in strides for stride in steps)
-    if k_steps != v_steps or not is_whole or not call.k_cache.numel():
+    steps = []
+    for cache in (k_cache, v_cache):
+        (block, position, head, _), width = cache.stride(), cache.shape[3]
+        if not cache.numel() or block % width or position % width or head % width:
+            return None
+        steps.append((block // width, position // width, head // width))
+    k_steps, v_steps = steps
+    if k_steps != v_steps:
         return None
-    return RowLayout(k_steps, *call.k_cache.shape[1:3])
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    block_step, position_step, head_step = k_steps
+    last = (num_blocks - 1) * block_step + (block_size - 1) * position_step + (num_kv_heads - 1) * head_step
+    return RowLayout(k_steps, block_size, num_kv_heads, last + 1)
 
 
-class QueryChunk(NamedTuple):
-    """Consecutive queries of a sequence, and the keys that any of them may see.
+class BatchLayout(NamedTuple):
+    """Everything besides a step's lengths, blocks and masks that batches depend on.
 
-    row: first query's row in q. position: its position. context: position of the sequence's first query.
+    Attributes:
+        keeps_scores: the scores of all heads are held at once, even if keys are gathered.
+        rows: layout of the caches' rows; None if they are none.
+        max_in_place: largest number of queries whose keys are read in place; 0 if they cannot be.
     """
 
-    seq: int
-    row: int
-    num_queries: int
-    position: int
-    context: int
-    first_key: int
-    num_keys: int
+    q_shape: torch.Size
+    cache_shape: torch.Size
+    window: tuple[int, int]
+    chunk_size: int
+    deterministic: bool
+    keeps_scores: bool
+    rows: RowLayout | None
+    max_in_place: int
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        window: tuple[int, int],
+        chunk_size: int,
+        deterministic: bool,
+        *,
+        keeps_scores: bool,
+    ) -> BatchLayout:
+        """Return the layout of calls with these arguments."""
+        rows, max_in_place = row_layout(k_cache, v_cache), 0
+        if rows is not None and k_cache.dtype == torch.float32 and k_cache.is_cpu:
+            max_in_place = _MAX_ROWS_IN_PLACE * k_cache.shape[2] // q.shape[1]
+        return cls(q.shape, k_cache.shape, window, chunk_size, deterministic, keeps_scores, rows, max_in_place)
+
+
+QueryChunk = tuple[int, int, int, int, int, int, int]
+"""Consecutive queries of a sequence, and the keys that any of them may see: sequence, row of the first query in q,
+number of queries, position of the first one, position of the sequence's first query, first key, number of keys.
+
+A plain tuple: a step of 256 decodes makes 256 of them."""
 
 
 @dataclass(frozen=True)
@@ -121,63 +159,46 @@ class SequenceBatch:
         return (keys[:, None] - queries[:, :, None]).abs_().unsqueeze(1)
 
 
-# Batches by the values they depend on; the tensors are kept, so that no others can get their addresses.
+# Batches by their layout and the step's tensors, which are kept with them.
 SharedBatches = dict[Hashable, tuple[list[SequenceBatch], tuple[torch.Tensor | None, ...]]]
 
 
-def sequence_batches(
-    call: AttentionCall, shared: SharedBatches, *, keeps_scores: bool, by_loops: bool = False
-) -> list[SequenceBatch]:
-    """Return all queries that see keys, in batches that the layers of a step share; checks ids when it makes them.
-
-    keeps_scores: the caller holds the scores of all heads at once, even if keys are gathered. by_loops: numba kernels
-    take all sequences, so there are no batches.
-    """
-    tensors, layout = (call.block_table, call.is_causal, call.mask), row_layout(call)
-    max_in_place = _max_queries_in_place(call, layout)
-    key: Hashable = (
-        *map(_memory, tensors), call.window, call.chunk_size, call.k_cache.shape, call.q.shape, call.deterministic,
-        keeps_scores, by_loops, layout, max_in_place,
-    )  # fmt: skip
-    if key not in shared:
-        ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
-        sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]
-        check_sequences_on_host(Sequences(*ids, *sizes, keys_at_once=1, chunk_size=call.chunk_size or NO_LIMIT))
-        batches = [] if by_loops else list(_batches(call, keeps_scores, layout, max_in_place))
-        shared[key] = batches, tensors
-    return shared[key][0]
+def check_step(call: AttentionCall) -> None:
+    """Raise InvalidInputError if queries, lengths or blocks lie outside of their tensors."""
+    ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
+    sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]
+    check_sequences_on_host(Sequences(*ids, *sizes, keys_at_once=1, chunk_size=call.chunk_size or NO_LIMIT))
 
 
-def _memory(tensor: torch.Tensor | None) -> Hashable:
-    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
-
-
-def _batches(
-    call: AttentionCall, keeps_scores: bool, layout: RowLayout | None, max_in_place: int
-) -> Iterator[SequenceBatch]:
+def make_batches(call: AttentionCall, layout: BatchLayout) -> list[SequenceBatch]:
+    """Return all queries that see keys, in batches that the layers of a step share."""
     _, num_q_heads, head_dim = call.q.shape
+    batches: list[SequenceBatch] = []
     batch: list[QueryChunk] = []
-    num_queries = num_keys = pairs = 0
-    chunks = _chunks(call, num_q_heads if keeps_scores else 1)
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.num_queries, chunk.num_keys), reverse=True):
-        num_queries, num_keys = max(num_queries, chunk.num_queries), max(num_keys, chunk.num_keys)
-        pairs += chunk.num_queries * chunk.num_keys
+    num_queries = num_keys = pairs = 0  # of the batch
+    chunks = _chunks(call, num_q_heads if layout.keeps_scores else 1)
+    for chunk in sorted(chunks, key=itemgetter(2, 6), reverse=True):
+        _, _, chunk_queries, *_, chunk_keys = chunk
+        num_queries, num_keys = max(num_queries, chunk_queries), max(num_keys, chunk_keys)
+        pairs += chunk_queries * chunk_keys
         padded = (len(batch) + 1) * num_queries * num_keys
-        kept_heads = num_q_heads if keeps_scores or num_queries <= max_in_place else 1
+        kept_heads = num_q_heads if layout.keeps_scores or num_queries <= layout.max_in_place else 1
         is_full = padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING
         if batch and (is_full or call.deterministic):  # padding changes the order of sums
-            yield _batch(call, batch, layout, max_in_place)
+            batches.append(_batch(call, batch, layout))
             batch = []
-            num_queries, num_keys, pairs = chunk.num_queries, chunk.num_keys, chunk.num_queries * chunk.num_keys
+            num_queries, num_keys, pairs = chunk_queries, chunk_keys, chunk_queries * chunk_keys
         batch.append(chunk)
     if batch:
-        yield _batch(call, batch, layout, max_in_place)
+        batches.append(_batch(call, batch, layout))
+    return batches
 
 
-def _chunks(call: AttentionCall, scores_per_pair: int) -> Iterator[QueryChunk]:
+def _chunks(call: AttentionCall, scores_per_pair: int) -> list[QueryChunk]:
     starts, lengths = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
     left, right = call.window
     is_causal = [False] * len(lengths) if call.is_causal is None else call.is_causal.tolist()
+    chunks: list[QueryChunk] = []
     for seq, (start, end) in enumerate(pairwise(starts)):
         context = lengths[seq] - (end - start)
         longest = min(_MAX_QUERIES, max(1, _MAX_SCORES // max(1, lengths[seq] * scores_per_pair)))
@@ -191,19 +212,20 @@ def _chunks(call: AttentionCall, scores_per_pair: int) -> Iterator[QueryChunk]:
                 end_key = min(end_key, (last // chunk_size + 1) * chunk_size)
             num_keys = end_key - first_key
             if num_keys > 0:
-                yield QueryChunk(seq, row, num_queries, position, context, first_key, num_keys)
+                chunks.append((seq, row, num_queries, position, context, first_key, num_keys))
+    return chunks
 
 
-def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: RowLayout | None, max_in_place: int) -> SequenceBatch:
+def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: BatchLayout) -> SequenceBatch:
     device, block_size, (left, right) = call.q.device, call.k_cache.shape[1], call.window
     columns = torch.tensor(chunks, device=device).T.unsqueeze(-1)  # [7, n, 1]
-    seq, row, num_queries, position, context, first_key, num_keys = columns
-    query = torch.arange(max(chunk.num_queries for chunk in chunks), device=device).minimum(num_queries - 1)  # [n, Q]
-    offs_n = torch.arange(max(chunk.num_keys for chunk in chunks), device=device)
+    seq, row, num_queries, first_position, context, first_key, num_keys = columns
+    query = torch.arange(int(num_queries.max()), device=device).minimum(num_queries - 1)  # [n, Q]
+    offs_n = torch.arange(int(num_keys.max()), device=device)
     key = first_key + offs_n.minimum(num_keys - 1)  # [n, L]
     slots = call.block_table[seq, key // block_size].long() * block_size + key % block_size
 
-    rows, position = row + query, position + query  # [n, Q]
+    rows, position = row + query, first_position + query  # [n, Q]
     visible = (offs_n < num_keys)[:, None]  # [n, 1, L]: chunks of one query need no more
     if rows.shape[1] > 1:
         ahead = key[:, None] - position[:, :, None]  # [n, Q, L]
@@ -217,15 +239,18 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: RowLayout | No
         allowed = call.mask[rows].gather(2, column.clamp(0, call.mask.shape[1] - 1))
         visible = visible & (allowed | (column < 0))
     # A query sees at least itself, unless it comes before the first key or a mask hides its own key.
-    may_be_blind = call.mask is not None or any(chunk.position < 0 for chunk in chunks)
+    may_be_blind = call.mask is not None or int(first_position.min()) < 0
+    pairs = None
+    if layout.rows is not None and rows.shape[1] <= layout.max_in_place:
+        pairs = _pairs(call, layout.rows, slots, rows.shape[1])
     return SequenceBatch(
         rows=rows.flatten(),
         slots=slots,
         visible=visible.unsqueeze(1),
         blind_rows=rows[~visible.any(-1)] if may_be_blind else None,
         positions=(position, key),
-        layout=layout,
-        pairs=_pairs(call, layout, slots, rows.shape[1]) if layout and rows.shape[1] <= max_in_place else None,
+        layout=layout.rows,
+        pairs=pairs,
     )
 
 
@@ -235,14 +260,8 @@ def _pairs(call: AttentionCall, layout: RowLayout, slots: torch.Tensor, num_quer
     rows_per_head = num_queries * num_q_heads // num_kv_heads
     columns = layout.rows_of(slots).unsqueeze(2).expand(-1, -1, rows_per_head, -1).reshape(-1)
     num_rows, num_keys = len(slots) * num_q_heads * num_queries, slots.shape[1]
-    rows, size = torch.arange(num_rows + 1) * num_keys, (num_rows, len(layout.rows(call.k_cache)))
+    rows, size = torch.arange(num_rows + 1) * num_keys, (num_rows, layout.num_rows)
     with warnings.catch_warnings():  # PyTorch warns about sparse CSR tensors, which callers cannot avoid
         warnings.simplefilter("ignore")
         # The operations that read it accept unsorted and repeated columns.
         return torch.sparse_csr_tensor(rows, columns, torch.zeros(len(columns)), size=size, check_invariants=False)
-
-
-def _max_queries_in_place(call: AttentionCall, layout: RowLayout | None) -> int:
-    """Return the largest number of queries whose keys are read in place; 0 if they cannot be."""
-    is_readable = layout is not None and call.k_cache.dtype == torch.float32 and call.k_cache.device.type == "cpu"
-    return _MAX_ROWS_IN_PLACE * call.k_cache.shape[2] // call.q.shape[1] if is_readable else 0

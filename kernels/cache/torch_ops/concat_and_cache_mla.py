@@ -18,7 +18,7 @@ def concat_and_cache_mla(
     k_rope: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    scale: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
 ) -> None:
     """PyTorch implementation of `kernels.cache.concat_and_cache_mla`."""
     num_blocks, block_size = kv_cache.shape[:2]

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.cache.write import CacheWrite
 from paged.kernels.common.cache_kinds import SMALLEST
 from paged.kernels.common.checks import NARROW_DTYPES
 from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.id_checks import check_ids_on_host
 
 
-def reshape_and_cache(write: CacheWrite) -> None:
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
     """PyTorch implementation of `kernels.cache.reshape_and_cache`."""
-    key, value, k_cache, v_cache, slots, k_scale, v_scale = write
+    slots = slot_mapping
     if len(slots) == 0:
         return
-    block_size = k_cache.shape[1]
-    least, most = slots.aminmax()  # one pass for what is skipped and what is refused
-    if int(most) > write.slots.high:
-        check_ids_on_host(*write.slots)
-    if int(least) < 0:
+    num_blocks, block_size = k_cache.shape[:2]
+    last_slot = num_blocks * block_size - 1
+    lowest, highest = slots.aminmax()  # one pass for what is skipped and what is refused
+    if int(highest) > last_slot:
+        check_ids_on_host("slot_mapping", slots, None, last_slot)
+    if int(lowest) < 0:
         rows = (slots >= 0).nonzero().squeeze(1)
         key, value, slots = key[rows], value[rows], slots[rows]
     for source, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
-        stored, row_scales = cast_to_cache(source, scale, cache.dtype)
-        written = [(as_kernel_argument(cache), as_kernel_argument(stored))]  # not every device indexes 8-bit floats
-        if scale is not None and row_scales is not None:
-            written.append((scale, row_scales))
+        if scale is None and cache.dtype not in NARROW_DTYPES:
+            written = [(cache, source.to(cache.dtype))]
+        else:
+            stored, row_scales = cast_to_cache(source, scale, cache.dtype)
+            # As bytes: not every device indexes 8-bit floats.
+            written = [(as_kernel_argument(cache), as_kernel_argument(stored))]
+            if scale is not None and row_scales is not None:
+                written.append((scale, row_scales))
         for target, rows in written:
             if target.is_contiguous():
                 target.flatten(0, 1).index_copy_(0, slots, rows)

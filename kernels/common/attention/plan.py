@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -123,6 +124,8 @@ class AttentionPlan:
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # What a `Bound` has bound to this step.
         self.runs: dict[Any, dict[Any, Any]] = {}
+        # What a bound `paged_attention` makes of this step. A plain call binds anew, and its entry goes with it.
+        self.calls: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         # What the PyTorch implementation reads and masks.
         self.batches: dict[Any, Any] = {}
         self._schedules: dict[tuple[PlanShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}

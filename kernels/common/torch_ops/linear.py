@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.device import has_numba, wants_loops
+from paged.kernels.common.device import backend, forward_backend, has_numba, wants_loops
 
 # PyTorch gives float32 to MKL. On one core of an AMD EPYC with AVX-512, for 32 to 2,048 rows, MKL reaches 60 to 87
 # GFLOP/s, oneDNN 110 to 180, and 135 to 200 with packed weights.
@@ -56,7 +56,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     that the processor does not multiply, and if MKL or numba kernels are faster.
     """
     has_onednn = weight.device.type == "cpu" and not weight.is_mkldnn and _has_onednn(weight.dtype)
-    if not has_onednn or _loops(weight) is not None or (has_mkl(weight.dtype) and weight.numel() * 4 <= _MKL_BYTES):
+    if not has_onednn or _loops_of(weight) is not None or (has_mkl(weight.dtype) and weight.numel() * 4 <= _MKL_BYTES):
         return weight
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_ROWS)
     return packed
@@ -69,18 +69,27 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if x.is_cuda or torch.compiler.is_dynamo_compiling():
         return functional.linear(x, weight, bias)
-    if _are_few(x, weight) and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous())):
-        loops = _loops(weight)
+    wants_loops = (forward_backend() or backend()).wants_loops
+    if wants_loops and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous())):
+        loops = _loops(x, weight)
         if loops is not None:
             product: torch.Tensor = loops.linear(x, weight, bias)
             return product
-    is_bf16 = x.is_cpu and x.dtype == weight.dtype == torch.bfloat16
-    if is_bf16 and not MULTIPLIES_BF16 and x.numel() > _MOST_BF16_ROWS * x.shape[-1]:
-        return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    if not (weight.is_mkldnn or _is_taken_plain(x, weight)):
+    takes_plain = False  # whether oneDNN takes weights without packing
+    if x.is_cpu and x.dtype == weight.dtype:
+        if x.dtype == torch.float32:
+            takes_plain = _HAS_ONEDNN and not _HAS_INTEL_MKL
+        elif x.dtype == torch.bfloat16:
+            takes_plain = MULTIPLIES_BF16
+            if not MULTIPLIES_BF16 and x.numel() > _MOST_BF16_ROWS * x.shape[-1]:
+                return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    if not (takes_plain or weight.is_mkldnn):
         return functional.linear(x, weight, bias)
-    product = _multiply(padded_rows(x), weight, bias, "none", [], "")
-    return product[: len(x)] if len(product) > len(x) else product
+    num_rows = len(x)
+    if num_rows > _PACKED_ROWS and num_rows % _ROW_STEP:
+        x = padded_rows(x)
+    product = _multiply(x, weight, bias, "none", [], "")
+    return product[:num_rows] if len(product) > num_rows else product
 
 
 def padded_rows(x: torch.Tensor) -> torch.Tensor:
@@ -91,20 +100,21 @@ def padded_rows(x: torch.Tensor) -> torch.Tensor:
 
 def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """Return silu(gate) * up for the halves of `linear(x, weight)`, rounded once; None if no numba kernel does it."""
-    if torch.compiler.is_dynamo_compiling() or not _are_few(x, weight):
+    if torch.compiler.is_dynamo_compiling() or not (forward_backend() or backend()).wants_loops:
         return None
-    loops = _loops(weight)
+    loops = _loops(x, weight)
     activated: torch.Tensor | None = None if loops is None else loops.linear_and_silu(x, weight)
     return activated
 
 
-def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether numba kernels are fast for this number of rows."""
+def _loops(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Return the numba kernels if they are fast for plain weights of these sizes and this number of rows, or None."""
     is_one = x.is_cpu and x.dtype == weight.dtype and x.dtype in _ROWS_IN_LOOPS
-    return is_one and x.dim() == 2 and len(x) in _ROWS_IN_LOOPS[x.dtype] and x.stride(1) == 1
+    is_few = is_one and x.dim() == 2 and len(x) in _ROWS_IN_LOOPS[x.dtype] and x.stride(1) == 1
+    return _loops_of(weight) if is_few else None
 
 
-def _loops(weight: torch.Tensor) -> Any:
+def _loops_of(weight: torch.Tensor) -> Any:
     """Return the numba kernels for plain weights of this dtype and these sizes, or None."""
     is_wanted = weight.dtype == torch.bfloat16 or has_mkl(weight.dtype)
     if not is_wanted or weight.is_mkldnn or not (wants_loops() and has_numba()):
@@ -112,11 +122,6 @@ def _loops(weight: torch.Tensor) -> Any:
     from paged.kernels.common.numba_ops import linear as loops
 
     return loops if loops.takes(weight) else None
-
-
-def _is_taken_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether oneDNN takes these weights without packing."""
-    return x.dtype == weight.dtype and x.is_cpu and _has_onednn(x.dtype) and not has_mkl(x.dtype)
 
 
 def bound_products() -> None:

@@ -25,10 +25,12 @@ def choose_keys_twin(
     q: torch.Tensor,
     weights: torch.Tensor,
     key_cache: torch.Tensor,
+    *,
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     top_k: int,
+    **_: object,
 ) -> torch.Tensor:
     """PyTorch implementation of `choose_keys`."""
     block_size = key_cache.shape[1]

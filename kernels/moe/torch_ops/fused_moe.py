@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,10 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _MIN_ROWS_ALONE = math.inf if _CPU_INFO.exists() and "GenuineIntel" in _CPU_INFO.read_text() else 64
 
 
+Formats = tuple[str, str]
+"""`ExpertLinear.format` of both projections."""
+
+
 class SortedEntries(NamedTuple):
     """Entries of a routing sorted by expert; entries without an expert come last.
 
@@ -47,28 +53,51 @@ class SortedEntries(NamedTuple):
     positions: torch.Tensor
 
 
-def fused_moe(call: MoeCall) -> bool:
-    """Run `kernels.moe.fused_moe` in PyTorch, into `call.out`; return whether numba kernels did it.
+def bind(
+    x: torch.Tensor, gate_up: ExpertLinear, down: ExpertLinear, topk_ids: torch.Tensor
+) -> Callable[[MoeCall, object], None]:
+    """Return a function that runs `kernels.moe.fused_moe` in PyTorch, into `call.out`, for calls like this one.
 
     Entries are sorted by expert, with one product for each expert in use. They are gathered, activated and summed all
-    at once: besides the products, the number of operations is fixed.
+    at once: besides the products, the number of operations is fixed. Few entries have a product each.
     """
-    x, weights, out = call.hidden_states, call.topk_weights, call.out
+    formats, num_entries = (gate_up.format, down.format), topk_ids.numel()
+    is_plain = formats == ("", "")
+    products = loops_of(linear_op, x, gate_up.w, down.w) if is_plain else None
+    if products is not None:
+        most_rows = min(products.max_rows(gate_up.w), products.max_rows(down.w))
+        if num_entries > most_rows * len(gate_up.w):
+            products = None
     loops = loops_of(sys.modules[__name__], x)
     if loops is not None:
-        entries = loops.sort_entries(call.topk_ids, len(call.gate_up.w), call.expert_map)
-        loops.combine_parts(*_parts(call, entries), weights, out)
-        return True
+        return partial(_by_loops, loops, products, formats)
+    if is_plain and num_entries <= _MAX_UNSORTED[x.dtype]:
+        return _unsorted
+    return partial(_sorted, products, formats)
+
+
+def _by_loops(loops: Any, products: Any, formats: Formats, call: MoeCall, _: object) -> None:
+    entries = loops.sort_entries(call.topk_ids, len(call.gate_up.w), call.expert_map)
+    loops.combine_parts(*_parts(call, entries, products, formats), call.topk_weights, call.out)
+
+
+def _sorted(products: Any, formats: Formats, call: MoeCall, _: object) -> None:
     experts = call.topk_ids if call.expert_map is None else expert_rows(call.topk_ids, call.expert_map)
-    if experts.numel() <= _MAX_UNSORTED[x.dtype] and not call.is_quantized:
-        ids = experts.flatten().tolist()
-        parts = _vectors(_activated(call, _vectors(x, call.gate_up, ids)), call.down, ids)
-    else:
-        parts, positions = _parts(call, sort_entries(experts, len(call.gate_up.w)))
-        parts = functional.pad(parts, (0, 0, 0, 1))[positions]  # position -1 takes the zeros at the end
-    weighted = torch.bmm(weights.unsqueeze(1), parts.float().view(*experts.shape, -1))
-    out.copy_(weighted.squeeze(1))
-    return False
+    parts, positions = _parts(call, sort_entries(experts, len(call.gate_up.w)), products, formats)
+    parts = functional.pad(parts, (0, 0, 0, 1))[positions]  # position -1 takes the zeros at the end
+    _combine(call, parts)
+
+
+def _unsorted(call: MoeCall, _: object) -> None:
+    experts = call.topk_ids if call.expert_map is None else expert_rows(call.topk_ids, call.expert_map)
+    ids = experts.flatten().tolist()
+    _combine(call, _vectors(_activated(call, _vectors(call.hidden_states, call.gate_up, ids)), call.down, ids))
+
+
+def _combine(call: MoeCall, parts: torch.Tensor) -> None:
+    """Write the weighted sums of each token's parts, [num_tokens * top_k, hidden_size]."""
+    weighted = torch.bmm(call.topk_weights.unsqueeze(1), parts.float().view(*call.topk_ids.shape, -1))
+    call.out.copy_(weighted.squeeze(1))
 
 
 def _activated(call: MoeCall, projected: torch.Tensor) -> torch.Tensor:
@@ -85,13 +114,14 @@ def sort_entries(experts: torch.Tensor, num_experts: int) -> SortedEntries:
     return SortedEntries(ends, entries // top_k, ids.clamp(max=num_experts - 1), positions)
 
 
-def _parts(call: MoeCall, entries: SortedEntries) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(call: MoeCall, entries: SortedEntries, loops: Any, formats: Formats) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts' results of entries, float32 or in the dtype of hidden_states, and each entry's row in them.
 
     The row is -1 for entries of no expert.
+
+    loops: numba kernels for the products, or None.
     """
     x, gate_up, down, (ends, rows, experts, positions) = call.hidden_states, call.gate_up, call.down, entries
-    loops = _loops(call, len(rows))
     if loops is not None:
         activated = None
         if gate_up.bias is None and call.activation == "silu" and not call.interleaved:
@@ -100,24 +130,15 @@ def _parts(call: MoeCall, entries: SortedEntries) -> tuple[torch.Tensor, torch.T
             activated = _activated(call, _with_bias(loops.grouped_linear(x, gate_up.w, ends, rows), gate_up, experts))
         return _with_bias(loops.grouped_linear(activated, down.w, ends), down, experts), positions
     bounds = [0, *ends.tolist()]
-    lengths = _padded_lengths(bounds, len(rows), call)
+    lengths = _padded_lengths(bounds, len(rows), gate_up.w.dtype) if formats == ("", "") else []
     if lengths:
         # Every expert's entries begin where those before end, padded; what is between them is computed and not read.
         starts = torch.tensor([0, *itertools.accumulate(lengths)], device=ends.device)
         padded = torch.arange(len(rows), device=ends.device) + (starts[:-1] - functional.pad(ends, (1, -1)))[experts]
         rows = rows.new_zeros(sum(lengths)).index_copy_(0, padded, rows)
         positions = padded[positions]
-    projected = _linear(x[rows], gate_up, experts, ends, lengths)
-    return _linear(_activated(call, projected), down, experts, ends, lengths), positions
-
-
-def _loops(call: MoeCall, num_entries: int) -> Any:
-    """Return numba kernels for the products if they are faster, else None."""
-    weights = call.gate_up.w, call.down.w
-    loops = None if call.is_quantized else loops_of(linear_op, call.hidden_states, *weights)
-    if loops is None or num_entries > min(map(loops.max_rows, weights)) * len(weights[0]):
-        return None
-    return loops
+    projected = _linear(x[rows], gate_up, formats[0], experts, ends, lengths)
+    return _linear(_activated(call, projected), down, formats[1], experts, ends, lengths), positions
 
 
 def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch.Tensor:
@@ -133,7 +154,7 @@ def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch
     return out
 
 
-def _padded_lengths(bounds: list[int], num_entries: int, call: MoeCall) -> list[int]:
+def _padded_lengths(bounds: list[int], num_entries: int, dtype: torch.dtype) -> list[int]:
     """Rows that experts get, with padding: all as many where one batch is better than a product each, in bfloat16 those
     of few different products; else none.
 
@@ -143,9 +164,9 @@ def _padded_lengths(bounds: list[int], num_entries: int, call: MoeCall) -> list[
     gains nothing; in bfloat16 a batch puts weights in order as it goes, where a product alone does so beforehand: 128
     and 256 entries of 32 experts take 0.6 to 0.74 of the time, 32 entries 1.1.
     """
-    num_experts, is_wide = len(bounds) - 1, call.gate_up.w.dtype == torch.float32
+    num_experts, is_wide = len(bounds) - 1, dtype == torch.float32
     is_alone = torch.get_num_threads() == 1
-    if call.is_quantized or bounds[-1] < num_entries or (is_wide and is_alone):
+    if bounds[-1] < num_entries or (is_wide and is_alone):
         return []
     counts = [end - start for start, end in itertools.pairwise(bounds)]
     longest, num_idle = max(counts), counts.count(0)
@@ -154,14 +175,19 @@ def _padded_lengths(bounds: list[int], num_entries: int, call: MoeCall) -> list[
         return []
     if longest <= most and num_idle * (8 if is_wide or is_alone else 2) <= num_experts:
         return [longest] * num_experts
-    if call.gate_up.w.dtype != torch.bfloat16 or not linear_op.MULTIPLIES_BF16:
+    if dtype != torch.bfloat16 or not linear_op.MULTIPLIES_BF16:
         return []
     steps = (_ROW_STEPS[count > _FEW_ROWS] for count in counts)
     return [-(-count // step) * step for count, step in zip(counts, steps, strict=True)]
 
 
 def _linear(
-    x: torch.Tensor, linear: ExpertLinear, experts: torch.Tensor, ends: torch.Tensor, lengths: list[int]
+    x: torch.Tensor,
+    linear: ExpertLinear,
+    form: str,
+    experts: torch.Tensor,
+    ends: torch.Tensor,
+    lengths: list[int],
 ) -> torch.Tensor:
     """Return each expert's product with its rows, up to its end or by `lengths`; rows beyond the last end are
     undefined."""
@@ -172,10 +198,9 @@ def _linear(
         biases = [None] * len(lengths) if linear.bias is None else linear.bias.to(x.dtype)
         parts = zip(x.split(lengths), linear.w, biases, strict=True)
         return torch.cat([functional.linear(*part) for part in parts if len(part[0])])
-    if linear.format:
-        out = _quantized(
-            rounded_groups(x.float(), FP8_BLOCK, "e4m3") if linear.format == "e4m3" else x.float(), linear, ends
-        )
+    if form:
+        wide = rounded_groups(x.float(), FP8_BLOCK, "e4m3") if form == "e4m3" else x.float()
+        out = _quantized(wide, linear, ends)
     else:
         out = _grouped_mm(x, linear.w, ends)
     return _with_bias(out, linear, experts)

@@ -164,7 +164,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
                 attn_metadata.shard, query, (key, value), caches, block_table, scales=scales, **options
             )
             return output.copy_(attended)
-        kind = self.kind, isinstance(causal, bool) and causal, block_table.stride()
+        kind = self.kind, causal if isinstance(causal, bool) else None, block_table.stride()
         bound_for(paged_attention, *kind, *layout(k_cache, v_cache, output, self.sinks, *scales.values()))(
             query,
             k_cache,

@@ -283,8 +283,10 @@ def test_only_within_what_has_asked_for_them(monkeypatch: pytest.MonkeyPatch) ->
         with device_module.using_numba(False):
             assert not has_loops(rows)
         monkeypatch.setenv("PAGED_BACKEND", "torch")
+        assert has_loops(rows)  # the environment is read where a forward begins
+    with device_module.using_numba(True):
         assert not has_loops(rows)
-        assert not device_module.load_numba()
+    assert not device_module.load_numba()
 
 
 @pytest.mark.thorough
