@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -12,6 +12,7 @@ from torch import nn
 
 from paged.batch import CapturedStates
 from paged.errors import UnsupportedError
+from paged.kernels.common.device import backend, forward_backend
 from paged.kernels.common.operation import Bound
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.torch_ops.linear import linear
@@ -126,12 +127,12 @@ class SparseMoe(nn.Module):
             moe.topk_groups,
             moe.routed_scaling_factor,
         )
-        self._use_held_weights()
         device = self.router.weight.device
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
         if moe.held is not None:
             self.expert_map = torch.full((moe.num_experts,), -1, dtype=torch.int32, device=device)
             self.expert_map[list(moe.experts)] = torch.arange(len(moe.experts), dtype=torch.int32, device=device)
+        self._use_held_weights()
 
     @property
     def is_packed(self) -> bool:
@@ -186,12 +187,19 @@ class SparseMoe(nn.Module):
         return True
 
     def _use_held_weights(self) -> None:
+        self._block_sizes: dict[Hashable, int | None] = {}
+        self._options: dict[str, Any] = {
+            "activation": self.activation,
+            "expert_map": self.expert_map,
+            "interleaved": self.config.interleaved,
+        }
         if isinstance(self.w1, CpuProducts) or isinstance(self.w2, CpuProducts):
             self.products = _products(self.w1), _products(self.w2)
             for name in ("gate_up", "down"):
                 vars(self).pop(name, None)
         else:
             self.gate_up, self.down = self._tensors(self.w1, self.w1_bias), self._tensors(self.w2, self.w2_bias)
+            self._options |= self.gate_up.options("w1") | self.down.options("w2")
 
     def token_counts(self, most: int, dtype: torch.dtype) -> list[int]:
         """Return the least number of tokens, up to `most`, for each code path."""
@@ -205,9 +213,15 @@ class SparseMoe(nn.Module):
     ) -> torch.Tensor:
         """Run the layer; may overwrite x. routed_by: the router's input, if it is not x."""
         logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
-        expert_map, block_size, aligned = self.expert_map, None, None
-        if self.products is None:
-            block_size = moe_block_size(len(x), self.routing.top_k, self.down.w, dtype=x.dtype, **self._tile_options())
+        expert_map, aligned = self.expert_map, None
+        block_size = None
+        if self.products is None and not torch.compiler.is_dynamo_compiling():
+            # Chosen once for each number of tokens; a graph depends on none.
+            key = len(x), x.dtype, forward_backend() or backend()
+            if key not in self._block_sizes:
+                sizes = len(x), self.routing.top_k, self.down.w
+                self._block_sizes[key] = moe_block_size(*sizes, dtype=x.dtype, **self._tile_options())
+            block_size = self._block_sizes[key]
         if block_size is None:
             topk_weights, topk_ids = self.route_tokens(logits, **vars(self.routing))
         else:
@@ -222,22 +236,17 @@ class SparseMoe(nn.Module):
         routed = x
         if self.config.weighs_inputs:
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
-        how: dict[str, Any] = {
-            "activation": self.activation,
-            "expert_map": expert_map,
-            "interleaved": self.config.interleaved,
-        }
         if self.products is not None:
-            out = run_experts(
-                routed, *self.products, topk_weights, topk_ids, biases=(self.w1_bias, self.w2_bias), **how
-            )
+            routes = topk_weights, topk_ids
+            biases = self.w1_bias, self.w2_bias
+            out = run_experts(routed, *self.products, *routes, biases=biases, **self._options)
         else:
-            gate_up, down = self.gate_up, self.down
-            how |= {"aligned": aligned, **gate_up.options("w1"), **down.options("w2")}
-            out = self.fused_moe(routed, gate_up.w, down.w, topk_weights, topk_ids, **how)
-        shared = self.shared
-        if shared is None:
+            weights = self.gate_up.w, self.down.w
+            out = self.fused_moe(routed, *weights, topk_weights, topk_ids, aligned=aligned, **self._options)
+        if not self.config.shared_size:
             return out
+        shared = self.shared
+        assert shared is not None
         if self.shared_gate is None:
             return out.add_(shared(x, lora))
         weight = self.shared_gate(x).sigmoid()
