@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -21,6 +22,11 @@ from paged.token_ids import as_token_ids
 
 _KEPT = """blocks num_tokens num_cached_tokens num_written is_valid reservation chain host_blocks slot host_slot step
     passed rolling""".split()
+
+
+_NOT_COMMITTED = (
+    "the reservation ends without commit() or rollback(): its sequences keep the blocks, and their lengths are still 0"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -268,5 +274,7 @@ class KvSlotReservation:
     ) -> None:
         if exc_type is not None:
             self.rollback()
-        else:
-            self.leave()
+            return
+        if self._is_open and not any(state.num_tokens for state in self._states):
+            warnings.warn(_NOT_COMMITTED, stacklevel=2)
+        self.leave()

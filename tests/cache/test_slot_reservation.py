@@ -1,5 +1,8 @@
 """Slots for a whole batch: all or none, kept, committed or taken back."""
 
+import warnings
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -132,6 +135,23 @@ def test_a_reservation_that_grows_nothing_leaves_a_shared_tail_to_be_copied(mana
     with manager.reserve(requests(b=2)):
         manager.build_metadata([(second, 2)])
     assert set(first.blocks).isdisjoint(second.blocks)
+
+
+def test_a_reservation_that_was_not_committed_warns(manager: PagedKvCacheManager) -> None:
+    """Where all lengths are still 0: a caller who writes K/V and forgets them would read nothing."""
+    manager.allocate("a")
+    with pytest.warns(UserWarning, match="without commit"), manager.reserve(requests(a=4)):
+        pass
+    with warnings.catch_warnings(action="error"):
+        with manager.reserve(requests(a=4)) as reservation:
+            reservation.commit()
+        with manager.reserve(requests(a=5)):
+            pass
+        manager.allocate("b")
+        with manager.reserve(requests(b=5)) as reservation:
+            reservation.rollback()
+        with suppress(KeyError), manager.reserve(requests(b=5)):
+            raise KeyError
 
 
 def test_a_rollback_does_not_bring_back_what_was_overwritten(manager: PagedKvCacheManager) -> None:
