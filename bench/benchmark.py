@@ -10,7 +10,7 @@ import os
 import platform
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ from paged.bench.check import WrongResultError
 from paged.bench.limits import Ceilings
 from paged.bench.timing import CompiledWhileTimedError, ceilings, device_name, memory_gib
 from paged.bench.watchdog import WATCHDOG, hung_at
+from paged.errors import InvalidInputError
 from paged.kernels.common.compat import HAS_TRITON, interpreting
 
 Json = dict[str, Any]
@@ -65,6 +66,13 @@ def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.Arg
         parser.add_argument(f"--{name}", **_OPTIONS[name])
     parser.set_defaults(**defaults)
     return parser
+
+
+def check_only(text: str, names: Iterable[str]) -> None:
+    """Raise InvalidInputError if no case has the text of --only in its name."""
+    known = list(names)
+    if not any(text in name for name in known):
+        raise InvalidInputError(f"--only {text}: in the name of no case; there are {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,7 @@ class Benchmark:
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
         setting = Setting(torch.device(args.device), repeats, is_small, args.peers)
         found = {case.name: case for case in self.cases(setting)}
+        check_only(args.only, found)
         report = environment(self.name, setting.device, setting.limits if self.has_limits else None)
         write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
         report |= {"rows": [], "refused": {}, "not_run": list(found)}

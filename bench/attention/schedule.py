@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from paged.bench.attention.cases import AttentionCase
-from paged.bench.benchmark import option_parser
+from paged.bench.benchmark import check_only, option_parser
 from paged.bench.limits import Ceilings
 from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.config import AttentionShape
@@ -181,6 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--latents", action="store_true", help="of 512 + 64 numbers, such as --heads 128/1")
     args = parser.parse_args(argv)
     sizes = LATENT if args.latents else HEAD
+    check_only(args.only, CASES | SWEEP)
     cases = {name: lengths for name, lengths in (CASES | SWEEP).items() if args.only in name}
     print(f"{'case, us':36} {'heads':>5} SMs    makespan       ideal       ratio    roofline       total")
     for num_sms, heads, (name, lengths) in itertools.product(args.sms, args.heads, cases.items()):

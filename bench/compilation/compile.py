@@ -35,7 +35,7 @@ import triton.language as tl
 from triton.compiler import ASTSource, CompiledKernel
 
 import paged.bench.compilation.cases
-from paged.bench.benchmark import option_parser
+from paged.bench.benchmark import check_only, option_parser
 from paged.bench.compilation.case import TARGETS, CompileCase
 from paged.bench.compilation.machine_code import SM_LIMITS, count, occupancy, read_code
 
@@ -270,6 +270,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     parser.add_argument("--record", action="store_true", help="keep in clean/ what has no problem")
     args = parser.parse_args(argv)
     every_case = all_cases()
+    check_only(args.only, [case.name for case in every_case])
     cases = [case for case in every_case if args.only in case.name]
     clean = set(CLEAN.read_text().split()) if CLEAN.exists() else set()
     done, failed = [], 0

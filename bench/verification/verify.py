@@ -97,8 +97,10 @@ def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: b
     """The rows, each printed when it is there; the last one is of a check that left the device unusable."""
     import torch
 
-    from paged.bench.benchmark import benchmark_dtype, released
+    from paged.bench.benchmark import benchmark_dtype, check_only, released
     from paged.bench.verification.cases import CHECKS
+
+    check_only(args.only, [check.name for check in CHECKS if check.is_quick or not args.quick])
 
     # The interpreter holds bfloat16 as raw integers, and only part of its arithmetic converts them.
     has = (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16)

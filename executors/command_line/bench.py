@@ -95,11 +95,10 @@ def _run_all(arguments: Sequence[str]) -> int:
     """Run the benchmarks in turn, each in its own process; return the worst exit code."""
     parser = argparse.ArgumentParser(prog="paged bench all", description="Run the benchmarks and write a report.")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results; %(default)s")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeats", type=int, help="samples a case")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    given = ["--only", options.only, *(["--repeats", str(options.repeats)] if options.repeats else [])]
+    given = ["--repeats", str(options.repeats)] if options.repeats else []
     code = 0
     for name in tracked(_ALL, desc="benchmarks", unit="benchmark"):
         code = max(code, _call(name, "--json", str(options.out / f"{name}.json"), *given))

@@ -14,6 +14,7 @@ import pytest
 from paged.bench import benchmark
 from paged.bench.benchmark import DEVICE_LOST, HUNG, Benchmark
 from paged.bench.timing import CompiledWhileTimedError
+from paged.errors import InvalidInputError
 from tests.deadline import HANG_S
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
@@ -111,6 +112,8 @@ def test_results_are_gone_on_from(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "another"}))
     assert some.main(options, lambda _: None) == 0
     assert measured == ["one", "two", "one", "two"]
+    with pytest.raises(InvalidInputError, match="--only three: in the name of no case; there are one, two"):
+        some.main([*options, "--only", "three"], lambda _: None)
 
 
 def test_a_row_that_compiled_while_timed_is_measured_again(tmp_path: Path) -> None:

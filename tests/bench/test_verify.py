@@ -49,7 +49,8 @@ def test_quick_checks_pass_and_say_how_closely(verify: Verify, capsys: pytest.Ca
     assert "6 of 6 right, by torch on cpu" in found.out
     assert found.out.count(" ok\n") == 6, "two cases in three dtypes"
     assert "PAGED_BACKEND" not in os.environ
-    assert verify("no such case")[0] == 1, "nothing was checked"
+    assert cli.main([*BY_TORCH, "--only", "no such case"]) == 1, "nothing was checked"
+    assert "--only no such case: in the name of no case; there are rms_norm" in capsys.readouterr().err
 
 
 # Rounding to e4m3 takes up to 1/16 of a number, of a budget of 7/100; to int8 half a step.
