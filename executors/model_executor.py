@@ -34,10 +34,12 @@ class ModelExecutor(ABC):
     Attributes:
         kv_manager: the cache manager of the sequences, if there is one; `kv_cache` of items are its handles.
         embeds_limits: what items may have as `embeds`; None for nothing.
+        metadata_keys: the keys that it reads of items' `metadata`, so that others are refused; None takes any.
     """
 
     kv_manager: PagedKvCacheManager | None = None
     embeds_limits: EmbedsLimits | None = None
+    metadata_keys: frozenset[str] | None = None
 
     @property
     def weights_generation(self) -> int:
@@ -157,6 +159,13 @@ def check_capture(executor: ModelExecutor, *, has_experts: bool) -> None:
     if not can.supports_hidden_states or (has_experts and not can.has_routed_experts):
         lack = "routed experts" if has_experts else "hidden states"
         raise UnsupportedError(f"{executor.info().model_id} ({type(executor).__name__}) returns no {lack}")
+
+
+def check_metadata(executor: ModelExecutor, name: str, metadata: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError for a key of `metadata` that the executor does not read; `name` is the argument's."""
+    keys = executor.metadata_keys
+    if keys is not None and (unknown := [key for key in metadata if key not in keys]):
+        raise InvalidInputError(f"{name}: nothing reads the key {shown(unknown[0])}, expected one of {sorted(keys)}")
 
 
 def check_adapter(executor: ModelExecutor, name: object) -> None:

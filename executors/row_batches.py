@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,9 @@ from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, Uni
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError
 from paged.kernels.common.checks import check_shape
+from paged.kernels.common.scalars import shown
+
+T = TypeVar("T")
 
 
 def is_decode_step(item: UnifiedBatchItem) -> bool:
@@ -28,6 +32,13 @@ def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[object
     if len(results) == len(items) and not missing:
         return None
     return f"{len(results)} results for {len(items)} items, no logits for {missing}"
+
+
+def inputs_of(kind: type[T], inputs: Sequence[T]) -> Sequence[T]:
+    """Return the inputs of a call, after checking that each is of this kind."""
+    if not isinstance(inputs, Sequence) or not all(isinstance(one, kind) for one in inputs):
+        raise InvalidInputError(f"inputs: {shown(inputs)}, expected {kind.__name__}, in calls of several a list of it")
+    return inputs
 
 
 def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:

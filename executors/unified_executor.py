@@ -25,8 +25,8 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
 from paged.executors.adapted_model import AdaptedModel
 from paged.executors.isolation import describe, quietly, raise_exit
-from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor, check_capture
-from paged.executors.row_batches import decode_items, prefill_items, results_mismatch, verify_item
+from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor, check_capture, check_metadata
+from paged.executors.row_batches import decode_items, inputs_of, prefill_items, results_mismatch, verify_item
 from paged.executors.types import (
     ExecutorCapabilities,
     ExecutorState,
@@ -38,7 +38,7 @@ from paged.executors.types import (
     WorkMeter,
 )
 from paged.forward_step import validate_items
-from paged.kernels.common.scalars import as_int
+from paged.kernels.common.scalars import as_int, shown
 from paged.models.logits_policy import apply_policies
 from paged.seq_id import SeqId
 from paged.step_embeds import check_embeds
@@ -53,6 +53,8 @@ class UnifiedExecutor(ModelExecutor):
 
     Caches are identified by their cache_id: that of the handle if the caller gives one, else the item's seq_id.
     """
+
+    metadata_keys = frozenset({"lora_adapter"})
 
     def __init__(
         self, info: ModelInfo, sequences: PagedKvCacheManager | AdaptedModel, memory: MemoryRequirements
@@ -70,7 +72,7 @@ class UnifiedExecutor(ModelExecutor):
         """Run the forward of items that were checked; return what `unified_decode` returns."""
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """Select the adapters that items name, before the forward."""
+        """Select the adapters that items with metadata name, before the forward."""
         for item in items:
             if item.metadata.get("lora_adapter") is not None:
                 raise UnsupportedError(f"item {item.seq_id!r}: {type(self).__name__} takes no adapters")
@@ -122,7 +124,7 @@ class UnifiedExecutor(ModelExecutor):
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
         """Run all prompts in one forward; return the logits of each row's last token, float32 [B, 1, V]."""
         with self._call():
-            groups = [prefill_items(one) for one in inputs]
+            groups = [prefill_items(one) for one in inputs_of(PrefillInput, inputs)]
             num_tokens = sum(len(item.q_tokens) for group in groups for item in group)
             logits = self._logits_of(groups, ForwardWork(sum(map(len, groups)), num_tokens, 0))
             return [
@@ -133,18 +135,21 @@ class UnifiedExecutor(ModelExecutor):
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Run all tokens in one forward."""
         with self._call():
-            groups = [decode_items(one) for one in inputs]
+            groups = [decode_items(one) for one in inputs_of(DecodeInput, inputs)]
             logits = self._logits_of(groups, ForwardWork(0, 0, sum(map(len, groups))))
             return [DecodeOutput(rows, one.kv_cache) for rows, one in zip(logits, inputs, strict=True)]
 
     def unified_decode(self, batch: UnifiedBatch) -> Answers:  # type: ignore[override]
         with self._call():
+            if not isinstance(batch, UnifiedBatch):
+                raise InvalidInputError(f"batch: {shown(batch)}, expected UnifiedBatch(items)")
             if batch.returns_hidden and not self.capabilities().supports_hidden_states:
                 raise UnsupportedError(f"returns_hidden: {self._info.model_id} returns logits only")
             if batch.captured is not None:
                 check_capture(self, has_experts=batch.captured.has_experts)
+            num_items = len(batch.columns.counts)  # an item of another type is refused here
             num_device_ids = self._num_device_ids(batch)
-            if num_device_ids and num_device_ids == len(batch.items):  # which are of no prompt
+            if num_device_ids and num_device_ids == num_items:  # which are of no prompt
                 work = ForwardWork(0, 0, num_device_ids)
             else:
                 work = self._prompts.work_of(batch)
@@ -156,7 +161,7 @@ class UnifiedExecutor(ModelExecutor):
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Run all tokens of the sequence in one forward; each counts as a decode."""
         with self._call():
-            if not inputs:
+            if not inputs_of(DecodeInput, inputs):
                 return []
             batch = UnifiedBatch([verify_item(inputs)])
             with self._all_or_nothing(batch, ForwardWork(0, 0, len(inputs))):
@@ -230,7 +235,10 @@ class UnifiedExecutor(ModelExecutor):
         new = set() if is_next else self._check_items(batch)
         try:
             if not is_next:
-                self._choose_adapters(batch.items)
+                with_metadata = [item for item in batch.items if item.metadata]
+                for item in with_metadata:
+                    check_metadata(self, f"item {item.seq_id!r}: metadata", item.metadata)
+                self._choose_adapters(with_metadata)
             start = self._meter.begin()
             yield
             self._meter.end(work, start)

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int
+from paged.kernels.common.scalars import as_int, shown
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import as_token_ids
 
@@ -177,7 +177,10 @@ class UnifiedBatch:
     @cached_property
     def columns(self) -> BatchColumns:
         items = self.items
-        counts = [len(item.q_tokens) for item in items]
+        try:
+            counts = [len(item.q_tokens) for item in items]
+        except (AttributeError, TypeError) as error:
+            raise InvalidInputError(f"items: {shown(items)}, expected a list of UnifiedBatchItem") from error
         is_decode = counts.count(1) == len(counts) and False not in [item.is_final_chunk for item in items]
         kv_caches, has_embeds = [item.kv_cache for item in items], any(map(_EMBEDS, items))
         return BatchColumns([item.seq_id for item in items], kv_caches, counts, is_decode, has_embeds)

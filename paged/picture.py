@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import string
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 from xml.sax.saxutils import escape
@@ -78,7 +79,10 @@ class CachePicture:
         return sum(cell.kind == kind for cell in self.cells)
 
     def text(self, columns: int = 32) -> str:
-        """Draw for a terminal: a cell is the letter of the first sequence that holds the block, and a mark."""
+        """Draw for a terminal: a cell is the letter of the first sequence that holds the block, and a mark.
+
+        The lines below name all holders of shared blocks.
+        """
         _check_columns(columns)
         letters = [self.sequences[cell.holders[0]].letter if cell.holders else "" for cell in self.cells]
         cells = [(letter + _KINDS[cell.kind][0]).rjust(2) for letter, cell in zip(letters, self.cells, strict=True)]
@@ -90,7 +94,17 @@ class CachePicture:
             for kind, (mark, meaning) in _KINDS.items()
         ]
         lines = [one_line(text) for text in (*map(_line, self.sequences), self.summary)]
-        return "\n".join([*grid, "", *legend, "", *lines])
+        return "\n".join([*grid, "", *legend, "", *lines, *self._shared_lines()])
+
+    def _shared_lines(self) -> list[str]:
+        """Return the letters of all holders of each run of shared blocks."""
+        lines = []
+        for holders, cells in itertools.groupby(self.cells, key=lambda cell: cell.holders):
+            if len(holders) > 1:
+                blocks = [cell.block for cell in cells]
+                letters = " ".join(self.sequences[index].letter for index in holders)
+                lines.append(f"shared: {blocks[0]}-{blocks[-1]}  {letters}")
+        return lines
 
     def svg(self, columns: int = 32) -> str:
         """Draw as a stand-alone SVG: a cell has a stripe per holder, filled like the block."""
@@ -131,23 +145,40 @@ class CachePicture:
         )
 
 
-def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
-    """Take a picture of the cache. No other call may change it meanwhile, because it is read in several calls."""
-    handles, stats, block_size = manager.handles(), manager.stats(), manager.config.block_size
-    num_tables = len(manager.config.tables)
-    cached = set(manager.cached_blocks())
+def cache_picture(manager: PagedKvCacheManager, names: Mapping[SeqId, str] | None = None) -> CachePicture:
+    """Take a picture of the cache at one moment, whatever other threads do.
+
+    names: of sequences, by the `cache_id` of their handles, in place of their request ids.
+    """
+    names, block_size, num_tables = names or {}, manager.config.block_size, len(manager.config.tables)
+    with manager._guard:  # nothing changes between the calls
+        stats, pressure, cached = manager.stats(), manager.pressure, set(manager.cached_blocks())
+        handles = manager.handles()
+        tables = [(handle.blocks, handle.num_tokens) for handle in handles]
+        lines = [
+            SequenceLine(
+                letter=_LETTERS[index : index + 1] or "?",
+                request_id=names.get(handle.cache_id, handle.request_id),
+                namespace=handle.namespace,
+                num_tokens=handle.num_tokens,
+                num_cached_tokens=handle.num_cached_tokens,
+                num_blocks=sum(block > 0 for block in handle.blocks),
+                num_swapped=handle.stats().swapped_blocks,
+            )
+            for index, handle in enumerate(handles)
+        ]
     holders: dict[int, list[int]] = {}
     filled: dict[int, int] = {}
     is_next: set[int] = set()  # blocks that a sequence's next token goes into
-    for index, handle in enumerate(handles):
-        for entry, block in enumerate(handle.blocks):
+    for index, (blocks, num_tokens) in enumerate(tables):
+        for entry, block in enumerate(blocks):
             if block == 0:  # swapped out, or behind the sliding window
                 continue
             logical = entry // num_tables
             holders.setdefault(block, []).append(index)
-            tokens = min(max(handle.num_tokens - logical * block_size, 0), block_size)
+            tokens = min(max(num_tokens - logical * block_size, 0), block_size)
             filled[block] = max(filled.get(block, 0), tokens)
-            if logical == handle.num_tokens // block_size:
+            if logical == num_tokens // block_size:
                 is_next.add(block)
     cells = []
     for block in range(1, manager.config.num_blocks + 1):
@@ -157,22 +188,10 @@ def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
         else:
             kind = "own" if found else "cached" if block in cached else "free"
         cells.append(BlockCell(block, kind, found, filled.get(block, 0) / block_size))
-    lines = [
-        SequenceLine(
-            letter=_LETTERS[index : index + 1] or "?",
-            request_id=handle.request_id,
-            namespace=handle.namespace,
-            num_tokens=handle.num_tokens,
-            num_cached_tokens=handle.num_cached_tokens,
-            num_blocks=sum(block > 0 for block in handle.blocks),
-            num_swapped=handle.stats().swapped_blocks,
-        )
-        for index, handle in enumerate(handles)
-    ]
     summary = (
         f"{stats.used_blocks} of {stats.num_blocks} blocks of {block_size} tokens in use, {stats.shared_blocks} of "
         f"them shared, {stats.cached_blocks} cached; {stats.cow_copies} copied on write, {stats.prefix_hit_tokens} "
-        f"tokens found in the cache, {stats.evictions} evicted; {manager.pressure.name} pressure"
+        f"tokens found in the cache, {stats.evictions} evicted; {pressure.name} pressure"
     )
     return CachePicture(tuple(cells), tuple(lines), block_size, summary)
 

@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         engine.add_request(
             encoded[index][0],
             params,
-            metadata={"lora_adapter": name} if name else None,
+            adapter=name,
             prompt_embeds=encoded[index][1],
         )
         for index, name in pairs

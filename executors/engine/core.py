@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -59,6 +60,10 @@ class EngineCore:
         if manager is None:
             self._space: BlockSpace | TokenSpace = TokenSpace(executor)
         else:
+            if config.preemption == "swap" and not manager.config.num_swap_blocks:
+                raise InvalidInputError(
+                    "preemption: 'swap', but the cache has no num_swap_blocks; expected 'recompute'"
+                )
             takes_prefixes = not config.batch_invariant  # another's decodes may have computed them
             self._space = BlockSpace(executor, manager, config.admission_tokens, takes_prefixes=takes_prefixes)
         self._requests: dict[SeqId, Request] = {}
@@ -265,6 +270,8 @@ class EngineCore:
                 begin, end = end, end + size
                 if is_prompt:
                     completion.prefilled = completion.item.pos_offset + len(completion.item.q_tokens)
+                    if completion.num_ran > completion.item.pos_offset:
+                        quietly(_note_recomputed, completion)
                 if not size:
                     continue
                 entry = None if isinstance(answers, torch.Tensor) else answers[index]
@@ -346,17 +353,27 @@ class EngineCore:
         if not self._requests:
             self._take_launched()
 
-    def _make_room(self, spared: Collection[Completion]) -> bool:
+    def _make_room(self, spared: Collection[Completion], num_needed: int = 1) -> bool:
         """Free blocks: first those of drafts, then those of the completion that ranks last."""
         proposer, manager = self._proposer, self.executor.kv_manager
         if proposer is not None and manager is not None:
             warn = partial(_LOG.warning, "drafts gave no room: %s")
             if attempt(warn, proposer.make_room, manager):
                 return True
+        stats = None if manager is None else manager.stats()
         victim = self._scheduler.preempt(spared)
         if victim is None:
             return False
-        self.metrics.preempted["swap" if victim.is_swapped else "recompute"] += 1
+        kind = "swap" if victim.is_swapped else "recompute"
+        if (
+            stats is not None and not self.metrics.preempted.total()
+        ):  # once: a cache that is too small preempts at every step
+            text = "%r was preempted (%s): needs %d block%s, %d of %d free; see admission_tokens"
+            plural = "" if num_needed == 1 else "s"
+            _LOG.warning(text, victim, kind, num_needed, plural, stats.free_blocks, stats.num_blocks)
+        self.metrics.preempted[kind] += 1
+        victim.request.num_preemptions += 1
+        quietly(_measure, victim.request, preemptions=victim.request.num_preemptions)
         if proposer is not None:
             quietly(proposer.forget, victim)
         return True
@@ -549,5 +566,13 @@ def _deadline(request: Request) -> tuple[float, tuple[int, int]]:
     return request.deadline, request.rank
 
 
-def _measure(request: Request, **seconds: float) -> None:
-    request.output.metrics = replace(request.output.metrics, **seconds)
+def _note_recomputed(completion: Completion) -> None:
+    """Count the tokens of its item that had run before a preemption."""
+    request, item = completion.request, completion.item
+    end = min(item.pos_offset + len(item.q_tokens), completion.num_ran)
+    request.num_recomputed += end - item.pos_offset
+    _measure(request, recomputed_tokens=request.num_recomputed)
+
+
+def _measure(request: Request, **values: Any) -> None:
+    request.output.metrics = replace(request.output.metrics, **values)

@@ -22,7 +22,7 @@ from paged.executors.engine.config import EngineConfig, QueueFullError
 from paged.executors.engine.core import EngineCore
 from paged.executors.engine.embedding import Pooling, embed_prompts
 from paged.executors.engine.metrics import EngineStatus
-from paged.executors.model_executor import ModelExecutor, check_adapter, check_capture, lora_loader
+from paged.executors.model_executor import ModelExecutor, check_adapter, check_capture, check_metadata, lora_loader
 from paged.executors.progress import progress_bar
 from paged.executors.requests.output import CompletionOutput, Growth, RequestOutput
 from paged.executors.requests.request import Completion, Request, whole_chunks
@@ -38,6 +38,7 @@ from paged.executors.text.chat_template import Message
 from paged.executors.text.detokenizer import PromptTokenizer, Tokenizer
 from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.picture import CachePicture, cache_picture
 from paged.prompt_embeds import PromptEmbeds
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import as_token_ids
@@ -120,6 +121,26 @@ class Engine(EngineCore):
             lora=self.executor.lora_metrics_snapshot(),
         )
 
+    def picture(self) -> CachePicture:
+        """Return a picture of the KV cache, with the requests' ids. Any thread may call it, also within a step.
+
+        Raises:
+            UnsupportedError: the executor has no cache manager.
+        """
+        manager = self.executor.kv_manager
+        if manager is None:
+            raise UnsupportedError(
+                f"{type(self.executor).__name__} has no cache manager, so there are no blocks to draw"
+            )
+        return cache_picture(manager, self.sequence_names())
+
+    def sequence_names(self) -> dict[SeqId, str]:
+        """Return the names of this engine's sequences, "request id/completion", by their ids in the cache."""
+        requests = list(self._requests.values())
+        return {
+            one.seq_id: f"{one.request.request_id}/{one.index}" for request in requests for one in request.completions
+        }
+
     def add_request(
         self,
         prompt_token_ids: Prompt,
@@ -127,6 +148,7 @@ class Engine(EngineCore):
         *,
         request_id: SeqId | None = None,
         priority: int = 0,
+        adapter: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
@@ -141,8 +163,9 @@ class Engine(EngineCore):
                 "content", which the chat template renders. Special tokens inside texts are plain text.
             request_id: a str or int that no unfinished request has; 1 and "1" are two ids. None makes one.
             priority: higher runs first, see `EngineConfig.priority_requests`.
-            metadata: of the request's batch items. "lora_adapter" names an adapter, which has cached prefixes of its
-                own.
+            adapter: name of a loaded adapter, which has cached prefixes of its own.
+            metadata: of the request's batch items, with keys that the executor reads (`ModelExecutor.metadata_keys`).
+                {"lora_adapter": name} is the same as `adapter`.
             timeout_s: seconds after which the next step ends the request with finish_reason "timeout"; None for no
                 limit.
             cache_salt: the request shares cached prefixes only with requests of the same salt. Otherwise a tenant could
@@ -171,7 +194,13 @@ class Engine(EngineCore):
         params = replace(params)  # checked again, and out of the caller's reach
         if not isinstance(metadata, Mapping | None) or not all(isinstance(key, str) for key in metadata or ()):
             raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
-        metadata = MappingProxyType(dict(metadata or {}))  # of all its completions' items
+        metadata = dict(metadata or {})
+        check_metadata(self.executor, "metadata", metadata)
+        if adapter is not None:
+            if metadata.get("lora_adapter") is not None:
+                raise InvalidInputError("adapter: named in metadata, too, expected one of them")
+            metadata["lora_adapter"] = adapter
+        metadata = MappingProxyType(metadata)  # of all its completions' items
         check_adapter(self.executor, metadata.get("lora_adapter"))
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
@@ -184,7 +213,7 @@ class Engine(EngineCore):
             check_capture(self.executor, has_experts=params.return_routed_experts)
         if params.prompt_logprobs is not None and not self._is_unified:
             raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
-        named = "prompt_token_ids" if request_id is None else f"request {request_id!r}"
+        named = "prompt_token_ids" if request_id is None else f"prompt_token_ids: request {request_id!r}"
         if prompt_embeds is not None:
             self._check_embeds(prompt_embeds, len(ids))
         chunks = whole_chunks(len(ids), prompt_embeds, is_fixed=self.config.batch_invariant)
@@ -281,7 +310,7 @@ class Engine(EngineCore):
                 self.discard(output)
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}.
+        """Load an adapter between two steps, for requests with `adapter=name`.
 
         Errors are those of `LlmExecutor.load_lora`. If the executor takes no adapters, this and the next two raise
         UnsupportedError.
@@ -346,6 +375,7 @@ class Engine(EngineCore):
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Run all prompts to their ends; return their outputs in the same order.
@@ -353,20 +383,20 @@ class Engine(EngineCore):
         Args:
             prompts: as in `add_request`, in any mix.
             params: parameters of all prompts, or a list with those of each.
+            adapter: the adapter of all prompts, or a list with that of each.
             progress: whether to show a bar, if tqdm is installed.
 
         Raises:
             InvalidInputError, SequenceTooLongError, QueueFullError: a prompt cannot be added, or there are not as many
-                `params` as prompts; nothing was run.
+                `params` or adapters as prompts; nothing was run.
         """
         prompts = _listed(prompts)
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidInputError(f"params: {len(each)}, expected one for each of {len(prompts)} prompts")
+        all_params = _for_each("params", params, SamplingParams, len(prompts))
+        adapters = _for_each("adapter", adapter, str, len(prompts))
         outputs: list[RequestOutput] = []
         try:
-            for prompt, one in zip(prompts, each, strict=True):
-                outputs.append(self.add_request(prompt, one))
+            for prompt, own_params, name in zip(prompts, all_params, adapters, strict=True):
+                outputs.append(self.add_request(prompt, own_params, adapter=name))
             with closing(progress_bar(len(outputs), desc="generate", unit="prompt", shown=progress)) as bar:
                 pending = set(outputs)
                 while pending and self._requests:
@@ -513,6 +543,16 @@ class Engine(EngineCore):
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise InvalidInputError(f"{name}: token id {shown(token)}, expected 0 <= id < {self._vocab_size}")
+
+
+def _for_each(name: str, value: R | Sequence[R | None] | None, kind: type[R], count: int) -> list[R | None]:
+    """Return the value of each prompt: those of a list, or the same for all."""
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    values = list(cast("Sequence[R | None]", value))
+    if len(values) != count:
+        raise InvalidInputError(f"{name}: {len(values)}, expected one for each of {count} prompts")
+    return values
 
 
 def _listed(prompts: Sequence[Prompt]) -> Sequence[Prompt]:

@@ -123,8 +123,10 @@ def _families(metrics: EngineMetrics, status: EngineStatus) -> Iterator[Metric]:
             yield HistogramMetricFamily(f"paged_{name}_seconds", f"{text} in seconds", buckets, value.total)
         elif isinstance(value, Counter):
             counter = CounterMetricFamily(f"paged_{name}", f"requests {text}", labels=["kind"])
-            for kind, count in value.items():
-                counter.add_metric([kind], count)
+            labels = ("swap", "recompute") if name == "preempted" else ("stop", "length", "abort", "timeout", "error")
+            # From 0: a rate needs the count before the first.
+            for label, count in (dict.fromkeys(labels, 0) | value).items():
+                counter.add_metric([label], count)
             yield counter
         else:
             yield CounterMetricFamily(f"paged_{name}", text, value=value)

@@ -41,7 +41,8 @@ class StepRunner:
     ends none. If results do not fit the items, the state of the caches is unknown, and all of that call fail.
 
     Args:
-        make_room: frees blocks by taking them from completions other than those given; returns False if there are none.
+        make_room: frees blocks, of which a call needs a number, by taking them from completions other than those given;
+            returns False if there are none.
         fail: ends a completion with a reason.
         release: frees what a completion holds. An executor without a cache manager may have run some items of a call
             that raised, so they begin again with all of their tokens.
@@ -54,7 +55,7 @@ class StepRunner:
     def __init__(
         self,
         executor: ModelExecutor,
-        make_room: Callable[[Collection[Completion]], bool],
+        make_room: Callable[[Collection[Completion], int], bool],
         fail: Callable[[Completion, str], None],
         release: Callable[[Completion], None],
         metrics: EngineMetrics,
@@ -117,7 +118,7 @@ class StepRunner:
                 if self._drop_drafts(group):
                     continue
                 self._start_over(group)
-                if not self._make_room([one for call in ran for one in call.completions]):
+                if not self._make_room([one for call in ran for one in call.completions], error.needed):
                     self._fail_all(group, error)
             except (ExecutorShutDownError, RankFailedError):
                 raise

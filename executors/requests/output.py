@@ -100,17 +100,21 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request in seconds, None until they are known.
+    """Times of a request in seconds, None until they are known, and its preemptions.
 
     Attributes:
         queued_s: from arrival until the prompt first got space in the cache.
         first_token_s: from arrival to the first token.
         mean_token_s: mean time between later tokens, over all completions; known when the request has ended.
+        preemptions: how often one of its completions lost its blocks to others.
+        recomputed_tokens: tokens that ran again after preemptions, without those that the cache still had.
     """
 
     queued_s: float | None = None
     first_token_s: float | None = None
     mean_token_s: float | None = None
+    preemptions: int = 0
+    recomputed_tokens: int = 0
 
 
 @dataclass(eq=False)

@@ -69,6 +69,7 @@ class Request:
         token_masks, logits_processors: one for each completion, or none.
         left: unfinished completions.
         num_prompt_rows: prompt tokens whose successors' log probabilities have been computed.
+        num_preemptions, num_recomputed: see `RequestMetrics`.
         generating_s: sum over ended completions of the time from the first token to their last.
     """
 
@@ -94,6 +95,8 @@ class Request:
     num_cached_tokens: int = 0
     num_prompt_rows: int = 0
     first_token: float | None = None
+    num_preemptions: int = 0
+    num_recomputed: int = 0
     generating_s: float = 0.0
 
     @cached_property
@@ -174,6 +177,7 @@ class Completion:
         tokens: what has to run before the next token can be sampled: the prompt and, after a preemption, the output so
             far.
         prefilled: how many of `tokens` are in the cache, or on their way there.
+        num_ran: how many of its tokens had run when it last lost its K/V.
         last_of_prompt: position of the prompt's last token.
         max_tokens: most tokens of the output.
         ending_ids: tokens that end it.
@@ -199,7 +203,7 @@ class Completion:
         self.handle: KvCacheHandle | None = None
         self.is_swapped = False
         self.tokens: Sequence[int] = request.prompt
-        self.prefilled = self.num_sampled = 0
+        self.prefilled = self.num_sampled = self.num_ran = 0
         self.item = RunningItem(self.seq_id, (), metadata=request.metadata, embeds=request.embeds)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
@@ -298,6 +302,7 @@ class Completion:
 
     def requeue(self) -> None:
         """Drop its K/V: all of its tokens run again."""
+        self.num_ran = max(self.num_ran, self.cached)
         self.hold(None)
         self.tokens = self.tokens_from(0)
 

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 import paged
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import PagedError, StaleHandleError
+from paged.errors import PagedError
 from paged.executors.serving import schemas
 from paged.executors.serving.chat import chat, read_again, template_variables
 from paged.executors.serving.completions import complete, embed
@@ -29,6 +29,7 @@ from paged.executors.serving.gate import LOG, Gate
 from paged.executors.serving.messages import answer_messages
 from paged.executors.serving.responses import respond_to_input
 from paged.executors.serving.service import Service, service_of
+from paged.seq_id import SeqId
 
 _MOST_CELLS = 4096  # blocks that the page draws one by one
 _LEAST_SECONDS = 1.0  # in which a request that comes too late can still learn what is wrong with it
@@ -168,23 +169,29 @@ async def metrics(request: Request) -> Response:
 
 
 async def blocks(request: Request) -> Response:
-    """Answer with the counts of the cache and the queue, and a letter for each block."""
+    """Answer with the counts of the cache and the queue, a letter for each block, and who holds it."""
     engine = service_of(request).engine
     found = {**vars(await engine.status()), "generated_tokens": engine.engine.metrics.generated_tokens}
     if (manager := engine.engine.executor.kv_manager) is not None:
-        found |= {"cache": vars(manager.stats()), "blocks": _letters(manager), "block_size": manager.config.block_size}
+        letters, sequences = _blocks(manager, engine.engine.sequence_names())
+        found |= {"cache": vars(manager.stats()), "blocks": letters, "block_size": manager.config.block_size}
+        found["sequences"] = sequences
     return reply({**found, "time": time.time()})
 
 
-def _letters(manager: PagedKvCacheManager) -> str:
-    """Return a letter for each of the first blocks: free, cached, own, shared."""
+def _blocks(manager: PagedKvCacheManager, names: Mapping[SeqId, str]) -> tuple[str, list[dict[str, Any]]]:
+    """Return a letter for each of the first blocks: free, cached, own, shared; and the sequences that hold some."""
     held: Counter[int] = Counter()
+    sequences = []
     for handle in manager.handles():
-        with suppress(StaleHandleError):  # ended meanwhile
-            held.update(handle.blocks)
+        ids = sorted({block for block in handle.blocks if 0 < block <= _MOST_CELLS})
+        held.update(ids)
+        name = names.get(handle.cache_id, str(handle.request_id))
+        sequences.append({"request_id": name, "num_tokens": handle.num_tokens, "blocks": ids})
     cached = set(manager.cached_blocks())
     blocks = range(1, min(manager.config.num_blocks, _MOST_CELLS) + 1)
-    return "".join("s" if held[one] > 1 else "o" if held[one] else "c" if one in cached else "f" for one in blocks)
+    letters = "".join("s" if held[one] > 1 else "o" if held[one] else "c" if one in cached else "f" for one in blocks)
+    return letters, sequences
 
 
 async def page() -> Response:

@@ -201,7 +201,7 @@ class Service:
         """Return what else `pieces` is given; only what the request asks for."""
         options: dict[str, Any] = {"deltas": bool(body.stream)}
         if (adapter := await self.adapter(body.model)) is not None:
-            options["metadata"] = {"lora_adapter": adapter}
+            options["adapter"] = adapter
         if (salt := getattr(body, "cache_salt", None)) is not None:
             options["cache_salt"] = salt
         if (grammar := body.grammar()) is not None:
@@ -247,7 +247,10 @@ class Service:
         if constraint is None:
             changed = (name for name in _LEAVES_NONE if getattr(params, name) != getattr(self.defaults, name))
             constraint = next(changed, None)
-        own = [options if mask is None else {**options, "token_mask": mask.fork()} for _ in prompts]
+        own: list[dict[str, Any]] = []
+        for number in range(len(prompts)):  # with the id of the answer's header and of the log
+            request_id = record.id if len(prompts) == 1 else f"{record.id}-{number}"
+            own.append({**options, "request_id": request_id, "token_mask": mask and mask.fork()})
         runs: list[Any] = [
             self.engine.generate(prompt, params, **one) for prompt, one in zip(prompts, own, strict=True)
         ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged import DecodeInput, GreedyArgmax, PrefillInput, UnifiedBatchItem, UnsupportedError
+from paged import DecodeInput, GreedyArgmax, PrefillInput, UnifiedBatch, UnifiedBatchItem, UnsupportedError
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError, StaleHandleError
 from paged.executors.model_executor import ExecutorShutDownError
@@ -50,6 +50,13 @@ INVALID: dict[str, tuple[str, Wrong]] = {
     "verify two sequences": (r"inputs\[1\]", verify(lambda e, h: step(e.kv_manager.get_handle("other"), 1))),
     "verify with a gap": (r"inputs\[1\]", verify(lambda e, h: step(h, 1, position_ids=torch.tensor([[7]])))),
     "mask of another vocabulary": ("token_mask", run(FINE, item("m", [1], logits_policy=GREEDY_OF_3))),
+    "items without their batch": ("UnifiedBatch", lambda e, h: e.unified_decode([FINE])),
+    "a batch of no items": ("UnifiedBatchItem", lambda e, h: e.unified_decode(UnifiedBatch([h]))),
+    "ids without their input": ("PrefillInput", lambda e, h: e.prefill(torch.tensor([[1, 2]]))),
+    "one of several inputs": ("PrefillInput", lambda e, h: e.batch_prefill(prompt([1]))),
+    "the wrong input": ("DecodeInput", lambda e, h: e.forward_verify([prompt([1])])),
+    "a key that nothing reads": ("'lora', expected one of", run(FINE, item("m", [1], metadata={"lora": "french"}))),
+    "a prompt's such key": ("'lora', expected one of", prefill(torch.tensor([[1]]), metadata={"lora": "french"})),
     "truncate beyond": ("6", lambda e, h: e.truncate_kv(h, 6)),
 }
 WRONG_CALLS: dict[str, tuple[type[PagedError], str, Wrong]] = {

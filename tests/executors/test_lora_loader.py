@@ -103,14 +103,22 @@ def test_requests_of_an_engine(executor: LlmExecutor, load: Load, folders: dict[
     engine = Engine(executor, EngineConfig(chunk_size=5))
 
     def run() -> list[list[int]]:
-        outputs = [engine.add_request(IDS, params, metadata=metadata) for metadata in (NAMED, {})]
-        while engine.num_unfinished:
-            engine.step()
+        outputs = engine.generate([IDS] * 2, params, adapter=["french", None], progress=False)
         assert all(output.outputs[0].token_ids == output.outputs[1].token_ids for output in outputs)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     expected = [generated(load(name), params) for name in ("merged", "base")]
     assert expected[0] != expected[1]
+    refused = (
+        ("nothing reads the key 'lora'", {"metadata": {"lora": "french"}}),
+        ("expected one of them", {"metadata": NAMED, "adapter": "french"}),
+        ("'poetry' is not loaded", {"adapter": "poetry"}),
+    )
+    for message, options in refused:
+        with pytest.raises(InvalidInputError, match=message):
+            engine.add_request(IDS, params, **options)
+    with pytest.raises(InvalidInputError, match="adapter: 1, expected one for each of 2 prompts"):
+        engine.generate([IDS] * 2, params, adapter=["french"], progress=False)
     assert run() == run() == expected
     assert executor.kv_manager.stats().prefix_hits >= 2
     executor.unload_lora("french")

@@ -59,7 +59,9 @@ def test_requests_that_just_fit(device: torch.device) -> None:
     engine.add_request([1], replace(TEN, max_tokens=None), request_id="a")
     assert engine.abort("a")
     assert not engine.abort("a")
-    engine.add_request([1, 2], FIVE, request_id="a", priority=-3, timeout_s=60, cache_salt="b", metadata={"c": []})
+    engine.add_request(
+        [1, 2], FIVE, request_id="a", priority=-3, timeout_s=60, cache_salt="b", metadata={"lora_adapter": None}
+    )
     run_to_end(engine)
     small = Engine(make_executor(device, num_blocks=4))
     [output] = small.generate([[1] * 30], replace(TEN, max_tokens=None), progress=False)

@@ -41,7 +41,9 @@ async def test_streams_side_by_side(device: torch.device) -> None:
     assert (await collect(engine, PROMPTS[0]))[-1].outputs[0].token_ids == ANSWERS[0]
     assert (await engine.status()).waiting == 0
     assert not await engine.abort("no such request")
-    assert "paged_generated_tokens_total 60.0" in await engine.prometheus_text()
+    page = await engine.prometheus_text()
+    assert "paged_generated_tokens_total 60.0" in page
+    assert 'paged_preempted_total{kind="recompute"} 0.0' in page, "before the first, so that a rate sees it"
     await engine.shutdown()
     check_empty(engine.engine)
 

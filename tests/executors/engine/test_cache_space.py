@@ -1,6 +1,7 @@
 """BlockSpace: what is accepted runs, preemption where blocks run out, and prefixes shared by those alone that may."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,32 @@ from tests.models.families import FAMILIES, save_checkpoint, tokens
     "options", [{"preemption": "recompute", "admission_tokens": 0}, {"preemption": "swap", "admission_tokens": 0}, {}]
 )
 def test_five_requests_in_six_blocks(options: dict[str, Any], device: torch.device) -> None:
-    """Each needs up to 4 blocks of 8; room for all that may come makes preemption needless."""
-    engine = Engine(make_executor(device, num_blocks=6), EngineConfig(**{"admission_tokens": None} | options))
+    """Each needs up to 4 blocks of 8; room for all that may come makes preemption needless. The host has one block."""
+    executor = make_executor(device, num_blocks=6, num_swap_blocks=1)
+    engine = Engine(executor, EngineConfig(**{"admission_tokens": None} | options))
     assert run(engine, PROMPTS, TEN) == ANSWERS
     assert (engine.metrics.preempted["recompute"] > 0) == bool(options)
     assert options or engine.metrics.decode_tokens == 9 * len(PROMPTS)
+
+
+def test_preemptions_are_counted_and_told(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """By request, with the tokens that ran twice; one line says what was lacking, however many there are."""
+    engine = Engine(make_executor(device, num_blocks=6), EngineConfig(admission_tokens=0))
+    outputs = engine.generate(PROMPTS, TEN, progress=False)
+    metrics = [output.metrics for output in outputs]
+    assert sum(one.preemptions for one in metrics) == engine.metrics.preempted["recompute"] > 1
+    # The newest token of a preempted one had not run: it is computed once, with the prompt's.
+    computed = sum(map(len, PROMPTS)) - engine.metrics.cached_tokens + engine.metrics.preempted["recompute"]
+    assert sum(one.recomputed_tokens for one in metrics) == engine.metrics.prefill_tokens - computed > 0
+    assert all(bool(one.recomputed_tokens) <= bool(one.preemptions) for one in metrics)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.search(r"was preempted \(recompute\): needs 1 block, 0 of 6 free; see admission_tokens", line)
+
+
+def test_swap_needs_blocks_of_the_host(device: torch.device) -> None:
+    with pytest.raises(InvalidInputError, match="num_swap_blocks"):
+        Engine(make_executor(device), EngineConfig(preemption="swap"))
+    Engine(make_executor(device, num_swap_blocks=1), EngineConfig(preemption="swap"))
 
 
 def test_blocks_held_by_others(device: torch.device) -> None:
@@ -96,7 +118,7 @@ def test_a_prefix_of_many_prompts_is_computed_once(num_blocks: int) -> None:
     ("options", "expected"),
     [
         ([{"metadata": {"lora_adapter": "french"}}, {}, {"metadata": {"lora_adapter": "french"}}], [0, 0, 16]),
-        ([{}, {"metadata": {"tenant": "a"}}], [0, 16]),
+        ([{}, {"metadata": {"lora_adapter": None}}, {"adapter": "french"}], [0, 16, 0]),
         ([{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}], [0, 0, 0, 16, 16]),
     ],
 )
@@ -117,7 +139,7 @@ def test_adapters_and_salts_part_prefixes(
         run_to_end(engine)
         cached.append(output.num_cached_tokens)
     assert cached == expected
-    assert seen == [one.get("metadata", {}).get("lora_adapter") for one in options]
+    assert seen == [one.get("adapter") or one.get("metadata", {}).get("lora_adapter") for one in options]
 
 
 def random_engine(draw: random.Random, device: torch.device) -> Engine:
@@ -138,11 +160,12 @@ def random_engine(draw: random.Random, device: torch.device) -> Engine:
     if states is None:  # no model has recurrent layers and spans
         executor.embeds_limits = EmbedsLimits(8, num_layers, 10_000, False, None)
     proposer = {"lookup": PromptLookup(3), "draft": DraftModel(executor, 3)}.get(way)
+    ways = ("swap" if options["num_swap_blocks"] else "recompute", "recompute")
     config = EngineConfig(
         token_budget=draw.choice((4, 16, 64, 300, 2048)),
         chunk_size=draw.choice((None, None, 5)),
         admission_tokens=draw.choice((0, 5, None)),
-        preemption=draw.choice(("swap", "recompute")),
+        preemption=draw.choice(ways),
         overlap=way == "overlap",
         batch_invariant=way == "invariant",
     )

@@ -20,6 +20,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def test_pictures_name_requests(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within a step, between the cache's reservation and its commit."""
+    executor = make_executor(device)
+    engine, pictures = Engine(executor), []
+    attend = executor._attend
+    monkeypatch.setattr(executor, "_attend", lambda step: pictures.append(engine.picture()) or attend(step))
+    engine.add_request([1] * 20, replace(FIVE, n=2), request_id="alice")
+    engine.add_request([2] * 9, FIVE, request_id=7)
+    run_to_end(engine)
+    assert [one.request_id for one in pictures[0].sequences] == ["alice/0", "7/0"]
+    assert {one.request_id for one in pictures[1].sequences} == {"alice/0", "alice/1", "7/0"}
+    assert engine.picture().sequences == ()
+
+
 def test_ends_of_a_text() -> None:
     """The answer is two words and a terminator, which is the end token."""
     prompt = next(one for one in recall_prompts(20) if one.answer.count(" ") == 1)

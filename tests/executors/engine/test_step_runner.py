@@ -31,12 +31,12 @@ def test_one_that_cannot_run_fails_alone(device: torch.device, monkeypatch: pyte
     """Its third token breaks the forward it is in, whatever else is in that forward."""
     executor = make_executor(device)
     engine = Engine(executor)
-    outputs = [engine.add_request(prompt, TEN, metadata={"index": at}) for at, prompt in enumerate(PROMPTS)]
-    poisoned = outputs[2]
+    outputs = [engine.add_request(prompt, TEN, request_id=at) for at, prompt in enumerate(PROMPTS)]
+    poisoned, names = outputs[2], engine.sequence_names()
 
     def breaks(batch: UnifiedBatch) -> None:
         for item in batch.items:
-            if item.metadata["index"] == 2 and len(poisoned.outputs[0].token_ids) == 3:
+            if names[item.seq_id] == "2/0" and len(poisoned.outputs[0].token_ids) == 3:
                 raise RuntimeError("a bad token")
 
     spy(monkeypatch, executor, breaks)

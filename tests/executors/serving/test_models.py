@@ -44,6 +44,22 @@ def test_adapters_come_and_go(chat_folder: Path, tmp_path: Path) -> None:
         assert ask(served, "/v1/completions", BODY | {"model": "strong"})[0] == 404
 
 
+def test_blocks_name_the_requests_that_hold_them(chat_folder: Path) -> None:
+    """By the id of the answer's header."""
+    body = BODY | {"n": 2, "max_tokens": 300, "ignore_eos": True}
+    with serving(chat_folder) as served, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, served, "/v1/completions", body)
+        found: dict[str, Any] = {"sequences": []}
+        while len(found["sequences"]) < 2 and not answer.done():
+            found = ask(served, "/v1/paged/blocks")[2]
+        request_id = answer.result()[1]["x-request-id"]
+    names, blocks = zip(*((one["request_id"], one["blocks"]) for one in found["sequences"]), strict=True)
+    assert names == (f"{request_id}/0", f"{request_id}/1")
+    held = {block for ids in blocks for block in ids}
+    assert {found["blocks"][block - 1] for block in held} <= {"o", "s"}
+    assert held
+
+
 def test_metrics_count_what_was_done(chat_folder: Path) -> None:
     with serving(chat_folder) as served:
         for _ in range(3):

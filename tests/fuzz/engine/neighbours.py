@@ -36,7 +36,9 @@ def small_engine(*, tokenizer: Any = None, proposer: Any = None, **config: Any) 
 
 def small_executor() -> PagedAttentionExecutor:
     """The oracle with one layer."""
-    return make_executor(torch.device("cpu"), num_blocks=48, num_layers=1, num_heads=2, num_kv_heads=1)
+    return make_executor(
+        torch.device("cpu"), num_blocks=48, num_swap_blocks=2, num_layers=1, num_heads=2, num_kv_heads=1
+    )
 
 
 def add_neighbours(engine: Engine) -> list[RequestOutput]:

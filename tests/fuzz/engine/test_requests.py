@@ -126,7 +126,7 @@ def test_changed_objects(case: dict[str, Any]) -> None:
     assert manager is not None
     others = manager.allocate("others", case["held"] * 8)
     params = SamplingParams(n=2, seed=4, max_tokens=9, logit_bias={3: 1.0}, logprobs=1, stop=["never"], min_tokens=2)
-    own: dict[str, Any] = {"prompt": PROMPT.copy(), "params": params, "metadata": {"a": [1]}}
+    own: dict[str, Any] = {"prompt": PROMPT.copy(), "params": params, "metadata": {"lora_adapter": None}}
     own["output"] = engine.add_request(own["prompt"], params, metadata=own["metadata"])
     outputs = add_neighbours(engine)
     for _ in range(case["steps"]):
@@ -238,7 +238,7 @@ def test_reading_an_argument_may_add_requests(where: str) -> None:
             return super().keys()
 
     given: dict[str, Any] = {"prompt_token_ids": PROMPT, "params": GREEDY, "request_id": "a"}
-    given[where] = {"prompt_token_ids": (add() for _ in range(1)), "metadata": Adding(b=1)}[where]
+    given[where] = {"prompt_token_ids": (add() for _ in range(1)), "metadata": Adding(lora_adapter=None)}[where]
     with pytest.raises(InvalidInputError, match="in use"):
         engine.add_request(**given)
     run_to_end(engine)
@@ -256,7 +256,7 @@ def test_what_completions_share_cannot_be_changed() -> None:
         return forward(batch)
 
     engine.executor.unified_decode = look  # type: ignore[method-assign]
-    output = engine.add_request(PROMPT, SamplingParams(n=8, max_tokens=3, logprobs=1), metadata={"a": 1})
+    output = engine.add_request(PROMPT, SamplingParams(n=8, max_tokens=3, logprobs=1), metadata={"lora_adapter": None})
     run_to_end(engine)
     assert len(seen) > 8
     assert len(set(map(id, seen))) == 1
