@@ -3,11 +3,12 @@
     python examples/oracle.py
 
 `PagedAttentionExecutor` embeds token t as a one-hot vector and uses it as Q, K and V. So the attention output is a
-weighted histogram of the visible tokens. Here a changed kernel loses a key, and the oracle finds it.
+weighted histogram of the visible tokens. Here changed kernels lose a key or see a future one, and the oracle finds them.
+Every row is compared: the last row of a prompt has no future, so it is right even if all others see the next token.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from paged import (
     PagedKvCacheManager,
     UnifiedBatch,
     UnifiedBatchItem,
+    VerifyLogits,
     paged_attention,
 )
 
@@ -48,31 +50,44 @@ def expected_logits(tokens: Sequence[int]) -> torch.Tensor:
 
 
 def check() -> None:
-    """A prompt in two chunks beside decode steps of another sequence, compared with the closed form."""
-    manager = PagedKvCacheManager(
-        PagedKvCacheConfig(num_layers=2, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM, device="cpu")
-    )
+    """Compare every row of a prompt in two chunks, and of a prompt and a decode step beside it, with the closed form."""
+    manager = PagedKvCacheManager(PagedKvCacheConfig(num_layers=2, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM))
     executor = PagedAttentionExecutor(PagedExecutorConfig(VOCAB_SIZE, 2, NUM_HEADS, NUM_HEADS, HEAD_DIM), manager)
-    a, b = [3, 3, 9, 200, 3], list(range(40))
-    executor.unified_decode(
-        UnifiedBatch([UnifiedBatchItem("a", a[:4]), UnifiedBatchItem("b", b[:25], is_final_chunk=False)])
-    )
-    items = [UnifiedBatchItem("a", a[4:], pos_offset=4), UnifiedBatchItem("b", b[25:], pos_offset=25)]
-    for tokens, logits in zip((a, b), executor.unified_decode(UnifiedBatch(items)), strict=True):
-        torch.testing.assert_close(logits.cpu(), expected_logits(tokens), rtol=1e-5, atol=1e-5)
+    sequences = {"a": [3, 3, 9, 200, 3], "b": list(range(40))}
+    for step in ({"a": (0, 4), "b": (0, 25)}, {"a": (4, 5), "b": (25, 40)}):
+        items = [
+            UnifiedBatchItem(name, sequences[name][start:end], pos_offset=start, logits_policy=VerifyLogits())
+            for name, (start, end) in step.items()
+        ]
+        for item, rows in zip(items, executor.unified_decode(UnifiedBatch(items)), strict=True):
+            for position, logits in enumerate(rows.cpu(), item.pos_offset):  # of [num_tokens, vocab_size]
+                seen = sequences[item.seq_id][: position + 1]
+                torch.testing.assert_close(logits, expected_logits(seen), rtol=1e-5, atol=1e-5)
 
 
-def changed(*args: Any, seq_lens: torch.Tensor, plan: Any, **options: Any) -> Any:
-    """What your change might do wrong: one key too few."""
+def loses_a_key(*args: Any, seq_lens: torch.Tensor, plan: Any, **options: Any) -> Any:
+    """Attend to one key too few."""
     return paged_attention(*args, seq_lens=seq_lens - 1, **options)
 
 
-check()
-print("the unchanged kernel: agrees with the closed form")
-with mock.patch.object(oracle_module, "paged_attention", changed):
-    try:
-        check()
-    except AssertionError as error:
-        print("the changed kernel: found,", str(error).splitlines()[0])
-    else:
-        raise SystemExit("the oracle did not see the change")
+def sees_a_future_key(*args: Any, plan: Any, **options: Any) -> Any:
+    """Attend to all past keys and to the next one; a sequence's last query has none."""
+    return paged_attention(*args, **{**options, "causal": False, "window_size": (-1, 1)})
+
+
+def main(changes: Sequence[Callable[..., Any]] = (loses_a_key, sees_a_future_key)) -> None:
+    """Check the kernel as it is, then with each change in its place."""
+    check()
+    print("the unchanged kernel: agrees with the closed form")
+    for change in changes:
+        with mock.patch.object(oracle_module, "paged_attention", change):
+            try:
+                check()
+            except AssertionError as error:
+                print(f"the changed kernel: found, {change.__name__}: {str(error).splitlines()[0]}")
+            else:
+                raise SystemExit(f"the oracle did not see the change: {change.__name__}")
+
+
+if __name__ == "__main__":
+    main()

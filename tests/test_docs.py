@@ -115,7 +115,7 @@ EXAMPLES = {
     "attention": "3 queries over 12 keys: agree with PyTorch",
     "cache": "the same result without the cached prefix",
     "grpo": "the engine's log probabilities are the trainer's",
-    "oracle": "the changed kernel: found",
+    "oracle": "the changed kernel: found, sees_a_future_key",
     "ray_batch": "wren: -> pipe",
     "ray_serve": "2 replicas answer",
     "stream": "' lantern'",
