@@ -142,6 +142,28 @@ _INERT = re.compile(
     r"|\w+_config"
 )
 
+# Unread keys of published models of our families that change nothing in transformers: of initialisation, training,
+# kernels and generation, and sizes that follow from others or belong to layers which the model does not have.
+_WITHOUT_EFFECT = frozenset(
+    """attn_type_list aux_loss_alpha block_dim block_ffn_dim_multiplier block_mlp_init_scale block_multiple_of
+    block_norm_eps block_use_swiglu chunk_size conv_dim conv_dim_out conv_use_xavier_init diversity_penalty
+    dtype ep_size expand full_attn_mod head_dim init_method initial_context_length intermediate_size
+    interpolate_factor is_composition is_decoder layer_switch layernorm_full_attention_beta
+    layernorm_linear_attention_beta layernorm_mlp_beta length_penalty linear_a_log_max linear_a_log_min
+    linear_dt_init_floor linear_dt_max linear_dt_min mamba_chunk_size mamba_conv_bias mamba_d_conv
+    mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_ssm_cache_dtype mamba_use_mlp
+    max_length max_sequence_length max_window_layers mlp_expansion_factor mlp_intermediate_size mlp_type
+    moe_capacity moe_gate moe_intermediate_size moe_norm_min moe_shared_expert_overlap moe_use_aux_free
+    mtp_layers_block_type mtp_num_hidden_layers mtp_transformer_layers name_or_path norm_type
+    normalization_function num_beam_groups num_beams num_heads num_logits_to_keep num_mtp_modules
+    num_nextn_predict_layers num_return_sequences num_shared_expert order_of_interleaved_layers
+    original_max_position_embeddings repetition_penalty rescale_prenorm_residual rms_norm_eps
+    rope_parameters rope_theta seq_aux shared_moe_mode temperature time_step_floor time_step_limit
+    time_step_max time_step_min time_step_rank top_k top_p typical_p unsloth_fixed unsloth_version
+    use_embedding_sharing use_gated_activation use_mamba_kernels use_mixed_mlp_moe use_mtp
+    use_parallel_block use_parallel_embedding use_pos_enc""".split()
+)
+
 
 def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
     """Raise if a key that the family did not read would change the computation.
@@ -162,9 +184,12 @@ def unread_keys(hf: HfConfig, config: DecoderConfig) -> list[str]:
 
 
 def unknown_keys(hf: HfConfig) -> list[str]:
-    """Return the keys that this package does not know and that may matter to the architecture; hf as above."""
-    unknown = hf.values.keys() - COMPUTATION_KEYS - hf.read_keys
-    return sorted(key for key in unknown if not _INERT.fullmatch(key))
+    """Return the keys that this package does not know and that may matter to the architecture; hf as above.
+
+    One that is null, false, 0 or empty does not.
+    """
+    unknown = hf.values.keys() - COMPUTATION_KEYS - hf.read_keys - _WITHOUT_EFFECT
+    return sorted(key for key in unknown if hf.values[key] and not _INERT.fullmatch(key))
 
 
 def _is_neutral(key: str, value: Any, config: DecoderConfig, hf: HfConfig) -> bool:

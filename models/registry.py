@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,9 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.fingerprint import checkpoint_parts, program_parts
 from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
+from paged.printable import one_line
+
+_LOG = logging.getLogger("paged")
 
 # Keys are names in `architectures` of config.json.
 ARCHITECTURES: dict[str, type[Llama]] = {
@@ -141,6 +145,9 @@ def load_model(
 
 def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
     network_class, config = read_model_config(folder)
+    if config.unknown_keys and not ranks.rank:
+        text = "%s: nothing reads %s; if the model's own code does, the answers are wrong"
+        _LOG.warning(text, one_line(folder / "config.json"), one_line(", ".join(config.unknown_keys), 500))
     known_positions = config.max_position_embeddings
     max_seq_len = known_positions if given.max_seq_len is None else given.max_seq_len
     if not 1 <= max_seq_len <= known_positions:
@@ -271,7 +278,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     family = family.variant(hf)
     config = family.read_config(hf)
     refuse_unread(hf, config)
-    return family, config
+    return family, replace(config, unknown_keys=tuple(unknown_keys(hf)))
 
 
 def known_architectures() -> tuple[str, ...]:

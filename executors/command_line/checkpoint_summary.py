@@ -43,6 +43,7 @@ def summarize(
     spreads: one rank of each way to share the model.
 
     Returns values by name, None if unknown. reason: why the model is not supported, with the option's name.
+    unknown_keys: keys of config.json that nothing reads and that may change the answers.
     known_architectures: names of those that are supported, if this one is not. missing:
     absent files. parameters: count after loading; stored elements if unsupported. tensors: elements by dtype.
     stored_bytes: size of the weight files. weight_bytes: size after loading, with packed weights packed and others in
@@ -68,6 +69,7 @@ def summarize(
         "supported": True,
         "reason": None,
         "known_architectures": None,
+        "unknown_keys": [],
         "missing": missing_files(folder),
         "parameters": sum(tensors.values()) or None,
         "tensors": dict(tensors),
@@ -111,6 +113,7 @@ def summarize(
         "dtype": _name(dtype),
         "kv_cache_dtype": _name(cache_dtype),
         "sliding_layers": sum(window is not None for window in config.windows),
+        "unknown_keys": list(config.unknown_keys),
         "num_experts": next((one.num_experts for one in config.moe if one is not None), None),
         "max_seq_len": config.max_position_embeddings,
         "ranks": [_rank(network_class, config, dtype, share, needs) for share in spreads],

@@ -35,6 +35,7 @@ _LINES = (
     ("architecture", "classes", "{classes} ({model_type})"),
     ("supported", "verdict", "{verdict}"),
     ("known are", "known", "{known}"),
+    ("not read", "unread", "{unread}: if the model's own code reads them, the answers are wrong"),
     ("missing files", "files", "{files}"),
     ("parameters", "parameters", "{parameters:,}"),
     ("stored", "elements", "{elements}"),
@@ -196,6 +197,7 @@ def _print(summary: dict[str, Any]) -> None:
     values = summary | {
         "classes": ", ".join(summary["architectures"]) or "none",
         "verdict": "yes" if summary["supported"] else f"no: {summary['reason']}",
+        "unread": ", ".join(summary["unknown_keys"]),
         "known": ", ".join(summary["known_architectures"] or ()),
         "files": ", ".join(summary["missing"]),
         "elements": ", ".join(f"{count:,} {dtype}" for dtype, count in summary["tensors"].items()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -246,6 +246,7 @@ class DecoderConfig:
         num_mtp_layers: extra layers at the end that predict tokens further ahead; they are not loaded.
         layer_input_size: size of a token's separate input to each layer; 0 for none.
         layer_input_vocab_size: rows of the embedding of this input.
+        unknown_keys: keys of config.json that nothing reads and that are not known to be without effect.
     """
 
     model_type: str
@@ -274,6 +275,7 @@ class DecoderConfig:
     num_mtp_layers: int = 0
     layer_input_size: int = 0
     layer_input_vocab_size: int = 0
+    unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_layers(self) -> int:

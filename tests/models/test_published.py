@@ -140,6 +140,7 @@ def test_published_settings(name: str, tmp_path: Path) -> None:
     theirs = save_published(name, tmp_path)
     summary = summarize(tmp_path)
     assert summary["reason"] is None
+    assert summary["unknown_keys"] == []
     assert summary["missing"] == ["tokenizer.json"]
     model = load_model(tmp_path, dtype=torch.float32, max_seq_len=64)
     assert_logits_of(model.forward_verify("a", PROMPT), theirs, PROMPT)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paged.errors import UnsupportedError
+from paged.executors.command_line import cli
 from paged.models.config_keys import COMPUTATION_KEYS, refuse_unread
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, load_model, model_config
@@ -26,6 +27,30 @@ _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position
 _FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + pair for pair in range(8)]}
 _NO_YARN_FACTOR = {"rope_type": "yarn", "rope_theta": 1e4, "factor": None, "original_max_position_embeddings": 32}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES])
+def test_no_key_of_a_familys_own_is_unknown(name: str) -> None:
+    """transformers writes them all; only keys of others' code are to be told of."""
+    values = json.loads(FAMILIES[name].to_json_string(use_diff=False))
+    families = [key for key, one in ARCHITECTURES.items() if one.model_type == values["model_type"]]
+    if families:  # else the text part of a multimodal one, which has its own test
+        assert model_config(HfConfig(values | {"architectures": families}, "config.json"))[1].unknown_keys == ()
+
+
+def test_keys_that_nothing_reads_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """When the model is loaded and when it is inspected, with values that can change something alone."""
+    save_checkpoint(FAMILIES["llama"], tmp_path)
+    load_model(tmp_path)
+    assert caplog.messages == []
+    edit_config(tmp_path, residual_gain=0.4, my_switch=False, summary_dropout=0.1)
+    load_model(tmp_path)
+    (message,) = caplog.messages
+    assert "config.json: nothing reads residual_gain; " in message
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    assert "not read          residual_gain: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", NAMES)
