@@ -9,7 +9,7 @@ the shared blocks in the cache and computes only the rest.
 import torch
 
 import paged
-from paged import PagedKvCacheConfig, PagedKvCacheManager, UnifiedBatchItem
+from paged import PagedKvCacheConfig, PagedKvCacheManager
 
 NUM_HEADS, HEAD_DIM, VOCAB_SIZE = 4, 32, 1000
 torch.manual_seed(0)
@@ -25,14 +25,11 @@ manager = PagedKvCacheManager(
 
 def forward(handles: list[paged.KvCacheHandle], new_tokens: list[list[int]]) -> torch.Tensor:
     """One step of any mix of sequences: the last token's attention output of each, [num_seqs, hidden]."""
-    items = [
-        UnifiedBatchItem(handle.cache_id, tokens, handle, handle.num_tokens)
-        for handle, tokens in zip(handles, new_tokens, strict=True)
-    ]
-    # Slots for all items or none. If the block raises, the reservation is rolled back.
-    requests = [paged.KvSlotRequest(item.seq_id, item.pos_offset + len(item.q_tokens)) for item in items]
+    pairs = [(handle, len(tokens)) for handle, tokens in zip(handles, new_tokens, strict=True)]
+    # Slots for all sequences or none. If the block raises, the reservation is rolled back.
+    requests = [paged.KvSlotRequest(handle.cache_id, handle.num_tokens + count) for handle, count in pairs]
     with manager.reserve(requests) as reservation:
-        metadata = manager.build_metadata(items)
+        metadata = manager.build_metadata(pairs)
         hidden = embedding[[token for tokens in new_tokens for token in tokens]]
         q, k, v = (hidden @ qkv_weight.T).view(-1, 3, NUM_HEADS, HEAD_DIM).unbind(1)
         k_cache, v_cache = manager.k_cache(0), manager.v_cache(0)

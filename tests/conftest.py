@@ -76,6 +76,12 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
             pytest.exit(f"{nodeid} lost the device: {error}", returncode=_DEVICE_LOST)
 
 
+@pytest.fixture(autouse=True)
+def caches_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of bookkeeping name no device; those of kernels name theirs."""
+    monkeypatch.setattr("paged.cache.tensors.default_device", lambda: torch.device("cpu"))
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where tensors of a test live: the GPU where there is one."""

@@ -61,6 +61,11 @@ class Device:
     name: str = ""
 
 
+def default_device() -> torch.device:
+    """Return where models and caches are made if the caller names no device: CUDA if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @functools.cache
 def device_of(device: torch.device) -> Device:
     """Return the device's architecture and size; the interpreter gets 8 SMs, so that tests see sequences split."""

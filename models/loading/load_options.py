@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paged.errors import InvalidInputError
+from paged.kernels.common.device import default_device
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.token_ids import as_token_ids
 
@@ -38,7 +39,7 @@ def as_device(name: str, value: object) -> torch.device:
         InvalidInputError: it is not such a device, or the device does not exist.
     """
     if value is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         device = torch.device(value) if isinstance(value, (str, torch.device)) else None
     except RuntimeError:

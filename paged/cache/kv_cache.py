@@ -39,9 +39,10 @@ class PagedKvCacheConfig:
         block_size: positions in a block.
         num_blocks: blocks that can be handed out. Storage holds one more, block 0.
         num_swap_blocks: blocks of host memory for `swap_out`.
-        dtype, device: of the tensors; None takes PyTorch's defaults when the cache is made. The kernels take float32,
-            float16, bfloat16, float8_e4m3fn, float8_e5m2 and int8. int8 has a float32 scale for each head and token, of
-            keys and of values.
+        dtype: None takes PyTorch's default when the cache is made. The kernels take float32, float16, bfloat16,
+            float8_e4m3fn, float8_e5m2 and int8. int8 has a float32 scale for each head and token, of keys and of
+            values.
+        device: None takes CUDA if there is one, else the CPU, as models do.
         enable_prefix_cache: whether full blocks are published and shared.
         low_watermark, high_watermark: fractions of the pool that can be handed out. Below the first, pressure is HIGH;
             below the second, CRITICAL.

@@ -103,10 +103,13 @@ class LiveSequences:
             if state.host_blocks is not None:
                 self.state(handle)
             highest = target if admission is None else admission
-            if not state.num_tokens <= target <= highest:
+            if target < state.num_tokens:
                 raise InvalidInputError(
-                    f"target_len, admission_target_len: {shown(target)}, {shown(admission)} for {cache_id!r}, "
-                    f"expected {state.num_tokens} <= target_len <= admission_target_len"
+                    f"target_len is the total length: {cache_id!r} holds {state.num_tokens} tokens, got {shown(target)}"
+                )
+            if highest < target:
+                raise InvalidInputError(
+                    f"admission_target_len: {shown(admission)} for {cache_id!r}, expected at least target_len {target}"
                 )
             if longest is not None and highest > longest:
                 self.check_length(highest)

@@ -455,8 +455,8 @@ class PagedKvCacheManager(KvInspection):
         """Build the metadata of a forward whose new tokens follow the `num_tokens` that each sequence holds.
 
         Args:
-            items: batch items, or pairs of a handle and a number of new tokens. An item without `kv_cache` means the
-                sequence `seq_id`.
+            items: pairs of a handle and a number of new tokens; or batch items, of which one without `kv_cache` means
+                the sequence `seq_id`.
 
         Raises:
             InvalidInputError: a sequence is unknown, given twice, or lacks capacity for its tokens.

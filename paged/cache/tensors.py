@@ -18,6 +18,7 @@ from paged.errors import InvalidInputError, ModelAsleepError
 from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
 from paged.kernels.common.checks import check_is_tensor, check_shape
+from paged.kernels.common.device import default_device
 from paged.kernels.common.scalars import as_int, shown
 from paged.staging import to_device
 
@@ -46,8 +47,9 @@ class KvCacheTensors:
         self.block_size, self._num_tables = config.block_size, len(config.tables)
         num_slots, size = config.slots
         shape = num_slots, config.num_blocks + 1, config.block_size * size
+        device = default_device() if config.device is None else config.device
         try:
-            self.storage = torch.zeros(shape, dtype=dtype, device=config.device)
+            self.storage = torch.zeros(shape, dtype=dtype, device=device)
             if self.storage.is_meta:
                 raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
             self.storages = [self.storage]
@@ -60,8 +62,7 @@ class KvCacheTensors:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, AssertionError) as error:  # not enough memory, or no such device
-            where = "" if config.device is None else f" on {shown(config.device)}"
-            raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
+            raise InvalidInputError(f"config: no cache of shape {shape} on {shown(device)}: {error}") from error
         self._copies = [BlockCopy(slots, slots) for slots in map(torch.Tensor.unbind, self.storages)]
         self._num_layers, self._tables = config.num_layers, config.tables
         self._stacks = [self._views(table) for table in config.tables]

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from paged import InvalidInputError, KvCacheHandle
+from paged.cache import tensors
 from paged.cache.groups import CacheGroup
+from paged.kernels.common.device import default_device
 from paged.kernels.common.reference import to_float8
+from paged.models.loading.load_options import LoadOptions
 from tests.cache.random_kv import make_manager
 from tests.tolerance import assert_within
 
@@ -150,3 +153,15 @@ def test_latents_are_stored_once_and_stay_what_they_are(dtype: torch.dtype, devi
     with pytest.raises(InvalidInputError, match="v_head_dim: 30, expected at most head_dim 24"):
         make_manager(num_layers=1, groups=[CacheGroup((0,), 1, 24, 30, latent=True)])
     manager.check_integrity()
+
+
+def test_caches_and_models_have_one_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU if there is one: an oracle made without a device checks the kernels that models run there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for is_there, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=is_there: found)
+        assert default_device().type == LoadOptions().device.type == kind
+    monkeypatch.setattr(tensors, "default_device", lambda: torch.device("meta"))
+    with pytest.raises(InvalidInputError, match="device: meta, expected one with memory"):
+        make_manager()
+    assert make_manager(device="cpu").device.type == "cpu"
