@@ -355,8 +355,7 @@ class LlmExecutor(UnifiedExecutor):
                 self._lm.set_lora_adapter_for_cache(item.cache_id, item.metadata["lora_adapter"])
 
     def _run(self, batch: UnifiedBatch) -> Answers:
-        is_plain = not (batch.is_stacked or batch.returns_hidden or batch.captured) and batch.device_ids is None
-        if isinstance(self._lm, PagedCausalLM) and not is_plain:
+        if isinstance(self._lm, PagedCausalLM) and not batch.is_plain:
             return self._lm.run_batch(batch, is_checked=True)
         return self._lm.unified_forward(batch.items)
 

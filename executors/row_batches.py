@@ -25,12 +25,22 @@ def is_decode_step(item: UnifiedBatchItem) -> bool:
     return item.is_final_chunk and is_one and item.pos_offset > 0
 
 
-def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[object]) -> str | None:
+def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[torch.Tensor | None]) -> str | None:
     """Return how results do not match their items, or None: one per item, and logits for each final one."""
-    pairs = zip(items, results, strict=False)
-    missing = [item.seq_id for item, result in pairs if item.is_final_chunk and result is None]
-    if len(results) == len(items) and not missing:
-        return None
+    if len(results) == len(items):
+        missing = []
+        for item, result in zip(items, results, strict=True):
+            if not item.is_final_chunk:
+                continue
+            if result is None:
+                missing.append(item.seq_id)
+            elif isinstance(item.logits_policy, VerifyLogits) and len(result) != len(item.q_tokens):
+                return f"{len(result)} rows of logits for {len(item.q_tokens)} tokens"
+        if not missing:
+            return None
+    else:
+        pairs = zip(items, results, strict=False)
+        missing = [item.seq_id for item, result in pairs if item.is_final_chunk and result is None]
     return f"{len(results)} results for {len(items)} items, no logits for {missing}"
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
 import torch
 
 from paged.batch import (
-    BatchColumns,
     DecodeInput,
     DecodeOutput,
     PrefillInput,
@@ -62,9 +61,6 @@ class UnifiedExecutor(ModelExecutor):
         self._info, self._memory = info, memory
         self._sequences = sequences
         self._meter = WorkMeter(info.device, lambda: memory.weight_bytes + sequences.used_bytes)
-        # Of the last batch, if it was a decode step of sequences that exist: its columns, how many it followed, and the
-        # longest length after.
-        self._decoded: tuple[BatchColumns | None, int, int] = None, 0, 0
         self._prompts = PromptProgress(lambda item: item.kv_cache or sequences.get_handle(item.seq_id))
 
     @abstractmethod
@@ -143,16 +139,15 @@ class UnifiedExecutor(ModelExecutor):
         with self._call():
             if not isinstance(batch, UnifiedBatch):
                 raise InvalidInputError(f"batch: {shown(batch)}, expected UnifiedBatch(items)")
+            if batch.prepared is not None and batch.prepared.only_decodes:
+                return self._forward(batch, ForwardWork(0, 0, len(batch.columns.counts)))
             if batch.returns_hidden and not self.capabilities().supports_hidden_states:
                 raise UnsupportedError(f"returns_hidden: {self._info.model_id} returns logits only")
             if batch.captured is not None:
                 check_capture(self, has_experts=batch.captured.has_experts)
-            num_items = len(batch.columns.counts)  # an item of another type is refused here
-            num_device_ids = self._num_device_ids(batch)
-            if num_device_ids and num_device_ids == num_items:  # which are of no prompt
-                work = ForwardWork(0, 0, num_device_ids)
-            else:
-                work = self._prompts.work_of(batch)
+            _ = batch.columns  # an item of another type is refused here
+            self._check_device_ids(batch)
+            work = self._prompts.work_of(batch)
             answers = self._forward(batch, work)
             if work.prefill_tokens:
                 self._prompts.update(batch.items)
@@ -163,16 +158,20 @@ class UnifiedExecutor(ModelExecutor):
         with self._call():
             if not inputs_of(DecodeInput, inputs):
                 return []
-            batch = UnifiedBatch([verify_item(inputs)])
-            with self._all_or_nothing(batch, ForwardWork(0, 0, len(inputs))):
-                logits = torch.cat([row for row in self._run(batch) if row is not None])
-                if logits.shape[0] != len(inputs):
-                    raise PagedError(f"the forward returned {logits.shape[0]} rows of logits for {len(inputs)} tokens")
-                rows = apply_policies(logits, [one.logits_policy for one in inputs])
-            return [
-                DecodeOutput(logits=row.unsqueeze(0), kv_cache=one.kv_cache)
-                for row, one in zip(rows, inputs, strict=True)
-            ]
+            policies = [one.logits_policy for one in inputs]
+
+            def choose(answers: Answers) -> Answers:
+                (logits,) = answers
+                assert logits is not None
+                return list(apply_policies(logits, policies))
+
+            work = ForwardWork(0, 0, len(inputs))
+            rows = self._forward(UnifiedBatch([verify_item(inputs)]), work, choose)
+            outputs = []
+            for row, one in zip(rows, inputs, strict=True):
+                assert row is not None
+                outputs.append(DecodeOutput(logits=row.unsqueeze(0), kv_cache=one.kv_cache))
+            return outputs
 
     def truncate_kv(self, kv_cache: KvCacheHandle, new_len: int) -> None:
         with self._call():
@@ -214,69 +213,64 @@ class UnifiedExecutor(ModelExecutor):
         rows = (row for row in results if row is not None)
         return [torch.stack([*islice(rows, len(group))]) for group in groups]
 
-    def _forward(self, batch: UnifiedBatch, work: ForwardWork) -> Answers:
-        if not batch.items:
-            return []
-        with self._all_or_nothing(batch, work):
-            answers = self._run(batch)
-            if isinstance(answers, torch.Tensor):
-                return answers
-            if (mismatch := results_mismatch(batch.items, answers)) is not None:
-                raise PagedError(f"the forward returned {mismatch}")
-        return [row if item.is_final_chunk else None for item, row in zip(batch.items, answers, strict=True)]
+    def _forward(
+        self, batch: UnifiedBatch, work: ForwardWork, finish: Callable[[Answers], Answers] | None = None
+    ) -> Answers:
+        """Check the items, run them and count the work; if anything raises, roll every cache back.
 
-    @contextmanager
-    def _all_or_nothing(self, batch: UnifiedBatch, work: ForwardWork) -> Iterator[None]:
-        """Check the items and count the work; if the checks or the forward raise, roll every cache back."""
-        (decoded, num_followed, longest), self._decoded = self._decoded, (None, 0, 0)
-        columns, moved, longest = batch.columns, batch.num_followed, longest + 1
-        is_next = columns is decoded and moved == num_followed + 1
-        is_next &= longest <= self._info.max_sequence_length
-        new = set() if is_next else self._check_items(batch)
+        finish: makes the result of the answers, as a part of the call.
+        """
+        if not batch.columns.counts:
+            return []
+        is_prepared = batch.prepared is not None
+        new_ids = set[SeqId]() if is_prepared else self._check_items(batch)
         try:
-            if not is_next:
+            if not is_prepared:
                 with_metadata = [item for item in batch.items if item.metadata]
                 for item in with_metadata:
                     check_metadata(self, f"item {item.seq_id!r}: metadata", item.metadata)
                 self._choose_adapters(with_metadata)
             start = self._meter.begin()
-            yield
+            answers = self._run(batch)
+            if not isinstance(answers, torch.Tensor):
+                answers = _answers_by_item(batch.items, answers)
+            if finish is not None:
+                answers = finish(answers)
             self._meter.end(work, start)
-            if columns.is_decode and None not in columns.kv_caches:
-                longest = longest if is_next else 1 + moved + max(item.pos_offset for item in batch.items)
-                self._decoded = columns, moved, longest
         except BaseException:
             for item in batch.items:
                 handle = self._sequences.get_handle(item.cache_id)
                 if handle is not None:
-                    self._roll_back(handle, None if handle.cache_id in new else item.pos_offset + moved)
+                    self._roll_back(handle, None if handle.cache_id in new_ids else item.pos_offset)
             raise
+        return answers
 
-    def _num_device_ids(self, batch: UnifiedBatch) -> int:
-        """Return the number of items whose tokens only the device knows, after checking them."""
+    def _check_device_ids(self, batch: UnifiedBatch) -> None:
+        """Check the items whose tokens only the device knows."""
         info, ids, count = self._info, batch.device_ids, len(batch.items)
         if ids is None:
-            return 0
+            return
         if not self.takes_device_ids:
             raise UnsupportedError(f"device_ids: {info.model_id} takes token ids of the host only")
         if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) > count or ids.device != info.device:
             given = f"{ids.dtype} {list(ids.shape)} on {ids.device}"
             raise InvalidInputError(f"device_ids: {given}, expected int64 [n <= {count}] on {info.device}")
-        if not batch.columns.is_decode and (counts := set(batch.columns.counts[: len(ids)])) - {1}:
-            raise InvalidInputError(f"device_ids: beside {max(counts)} q_tokens of an item, expected 1")
-        return len(ids)
+        longest = max(batch.columns.counts[: len(ids)], default=1)
+        if longest > 1:
+            raise InvalidInputError(f"device_ids: beside {longest} q_tokens of an item, expected 1")
 
     def _check_items(self, batch: UnifiedBatch) -> set[SeqId]:
         """Raise unless the items can run; return the caches that do not exist yet."""
-        seq_ids, given, *_ = batch.columns
+        seq_ids, given = batch.columns.seq_ids, batch.columns.kv_caches
         names = [seq_id if handle is None else handle.cache_id for seq_id, handle in zip(seq_ids, given, strict=True)]
         handles = self._sequences.get_handles(names)
         if given != handles:
             for one, handle in zip(given, handles, strict=True):
                 if one is not None and handle is not one:
                     self._check_handle(one)
-        limits = {"vocab_size": self._info.vocab_size, "max_seq_len": self._info.max_sequence_length}
-        validate_items(batch.items, handles, moved=batch.num_followed, **limits)
+        validate_items(
+            batch.items, handles, vocab_size=self._info.vocab_size, max_seq_len=self._info.max_sequence_length
+        )
         if batch.columns.has_embeds:
             check_embeds(batch.items, self.embeds_limits)
         if None not in handles:
@@ -313,3 +307,18 @@ class UnifiedExecutor(ModelExecutor):
         if handle is None:
             raise InvalidInputError(f"cache_id: {cache_id!r} has no cache")
         return handle
+
+
+def _answers_by_item(items: Sequence[UnifiedBatchItem], answers: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return one answer for each item, None for those that are not final.
+
+    Raises:
+        PagedError: an answer is missing, or has another number of rows.
+    """
+    mismatch = results_mismatch(items, answers)
+    if mismatch is not None:
+        raise PagedError(f"the forward returned {mismatch}")
+    final = []
+    for item, answer in zip(items, answers, strict=True):
+        final.append(answer if item.is_final_chunk else None)
+    return final

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import DrawToken, FullLogits, GreedyArgmax, LogitsPolicy, UnifiedBatch, VerifyLogits
+from paged.batch import DrawToken, GreedyArgmax, LogitsPolicy, UnifiedBatch, VerifyLogits
 from paged.kernels.common.checks import check_tensor
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.sample_tokens import sample_tokens
 from paged.staging import to_device
 
-_POLICY = attrgetter("logits_policy")
 # More than any vocabulary's size.
 _ALL = int(np.iinfo(np.int64).max)
 
@@ -63,12 +61,11 @@ def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
 
 def answer_batch(logits: torch.Tensor, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
     """Return one answer for each item, from the logits of the wanted rows; None if its chunk is not final."""
-    kinds = set(map(type, map(_POLICY, batch.items)))
-    if batch.is_stacked and kinds <= {FullLogits, VerifyLogits}:
+    if batch.is_stacked and batch.columns.wants_logits:
         return logits
     final = [item for item in batch.items if item.is_final_chunk]
     policies = [item.logits_policy for item in final]
-    if VerifyLogits not in kinds:
+    if VerifyLogits not in set(map(type, policies)):
         answers = iter(apply_policies(logits, policies))
     else:
         sizes = [len(item.q_tokens) if isinstance(item.logits_policy, VerifyLogits) else 1 for item in final]

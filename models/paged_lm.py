@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -122,8 +122,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         return products + sum(parameter.nbytes for parameter in self.network.parameters())
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
-        with self._logits(UnifiedBatch([self._next_item(cache_id, tokens)])) as logits:
-            return logits[0]
+        return self._logits(UnifiedBatch([self._next_item(cache_id, tokens)]))[0]
 
     def decode(self, cache_id: SeqId, token: int, pos: int) -> torch.Tensor:
         return self.decode_batch_with_full_logits([(cache_id, token, pos)])[0]
@@ -132,13 +131,11 @@ class PagedCausalLM(DecoderOnlyLLM):
         if len(items) == 0:
             return torch.empty(0, self._config.vocab_size, device=self.device)
         decodes = [UnifiedBatchItem(cache_id, [token], pos_offset=pos) for cache_id, token, pos in items]
-        with self._logits(UnifiedBatch(decodes)) as logits:
-            return logits
+        return self._logits(UnifiedBatch(decodes))
 
     def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
         item = self._next_item(cache_id, tokens, start_pos)
-        with self._logits(UnifiedBatch([replace(item, logits_policy=VerifyLogits())])) as logits:
-            return logits
+        return self._logits(UnifiedBatch([replace(item, logits_policy=VerifyLogits())]))
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         if len(items) == 0:
@@ -152,17 +149,17 @@ class PagedCausalLM(DecoderOnlyLLM):
 
         is_checked: the items are valid.
         """
-        items = batch.items
+        if not is_checked:
+            self._check(batch)
+        self.memory.check_awake()
         draws = None
         if self.ranks.size > 1:
-            draws = draws_of([item.logits_policy for item in items if item.is_final_chunk])
-        if draws is not None and self._num_candidates(draws) is None:
-            draws = None
-        with self._logits(batch, draws, is_checked=is_checked) as rows:
-            if draws is not None:
-                tokens = iter(rows)
-                return rows if batch.is_stacked else [next(tokens) if one.is_final_chunk else None for one in items]
-            return answer_batch(rows, batch)
+            draws = self._draws_on_ranks(batch)
+        with torch.no_grad(), forward_step(self.kv_manager, batch) as step:
+            rows, was_replayed = self._run(step, draws)
+            answers = answer_batch(rows, batch) if draws is None else _tokens_by_item(rows, batch)
+        self._count(step, was_replayed=was_replayed)
+        return answers
 
     def prepare(self, track: Track = untracked) -> None:
         """Warm up: compile and launch every kernel that a step can need, and capture `graphs`; on a CPU, `pack` first.
@@ -244,29 +241,43 @@ class PagedCausalLM(DecoderOnlyLLM):
         for handle in self.kv_manager.handles():
             self.kv_manager.free(handle)
 
-    @contextmanager
-    def _logits(
-        self, batch: UnifiedBatch, draws: Draws | None = None, *, is_checked: bool = False
-    ) -> Iterator[torch.Tensor]:
-        """Run one forward and yield the logits of the wanted rows, or tokens drawn from them.
+    def _check(self, batch: UnifiedBatch) -> None:
+        """Raise unless the items can run."""
+        handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
+        validate_items(
+            batch.items, handles, vocab_size=self._config.vocab_size, max_seq_len=self._config.max_seq_len
+        )
+        check_embeds(batch.items, self.embeds_limits)
 
-        The sequences grow if the body succeeds.
-        """
+    def _logits(self, batch: UnifiedBatch) -> torch.Tensor:
+        """Run one forward and return the logits of the wanted rows."""
         self.memory.check_awake()
-        if not is_checked:
-            handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
-            limits = {"vocab_size": self._config.vocab_size, "max_seq_len": self._config.max_seq_len}
-            validate_items(batch.items, handles, moved=batch.num_followed, **limits)
-            check_embeds(batch.items, self.embeds_limits)
-        counts = batch.columns.counts
+        self._check(batch)
         with torch.no_grad(), forward_step(self.kv_manager, batch) as step:
-            row_slots = self.adapters.row_slots(step.handles, counts)
-            shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
-            with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):
-                logits = self.run_step(step, shape, row_slots, draws)
-            yield logits
-        self.num_graph_replays += shape is not None
-        self.adapters.count(step.handles, counts)
+            logits, was_replayed = self._run(step, None)
+        self._count(step, was_replayed=was_replayed)
+        return logits
+
+    def _run(self, step: ForwardStep, draws: Draws | None) -> tuple[torch.Tensor, bool]:
+        """Run a step on all ranks; return the logits of the wanted rows, or tokens, and whether a graph was replayed."""
+        row_slots = self.adapters.row_slots(step.handles, step.counts)
+        shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
+        if self.lead is None:
+            return self.run_step(step, shape, row_slots, draws), shape is not None
+        with self.lead(step, row_slots, draws):
+            return self.run_step(step, shape, row_slots, draws), shape is not None
+
+    def _count(self, step: ForwardStep, *, was_replayed: bool) -> None:
+        """Count a step that has succeeded."""
+        self.num_graph_replays += was_replayed
+        self.adapters.count(step.handles, step.counts)
+
+    def _draws_on_ranks(self, batch: UnifiedBatch) -> Draws | None:
+        """Return the draws of a batch, if every item wants a token alone and the ranks can draw it."""
+        draws = draws_of([item.logits_policy for item in batch.items if item.is_final_chunk])
+        if draws is None or self._num_candidates(draws) is None:
+            return None
+        return draws
 
     def run_step(
         self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None, draws: Draws | None
@@ -288,7 +299,9 @@ class PagedCausalLM(DecoderOnlyLLM):
             logits, features = self.graphs.run(step, shape, row_slots)
         else:
             lora = None if row_slots is None else self.adapters.batch(row_slots)
-            metadata, outputs = replace(step.metadata, lora=lora), step.outputs
+            metadata, outputs = step.metadata, step.outputs
+            if lora is not None:
+                metadata = replace(metadata, lora=lora)
             if step.embeds is not None:  # all rows: a mask is not over `outputs`
                 embeds, outputs = step.embeds.on(self.device, self.dtype, step.host.max_seqlen_q), None
                 metadata = replace(metadata, embeds=embeds)
@@ -346,3 +359,14 @@ class PagedCausalLM(DecoderOnlyLLM):
     def _length(self, item: UnifiedBatchItem) -> int:
         handle = item.kv_cache or self.kv_manager.get_handle(item.seq_id)
         return 0 if handle is None else handle.num_tokens
+
+
+def _tokens_by_item(tokens: torch.Tensor, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
+    """Return drawn tokens, int64 [num_final], as the answers of a batch."""
+    if batch.is_stacked:
+        return tokens
+    remaining = iter(tokens)
+    answers: list[torch.Tensor | None] = []
+    for item in batch.items:
+        answers.append(next(remaining) if item.is_final_chunk else None)
+    return answers

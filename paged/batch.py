@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from paged.cache.kv_cache import KvCacheHandle
+    from paged.forward_step import ForwardStep
     from paged.prompt_embeds import PromptEmbeds
 
 
@@ -123,6 +124,7 @@ class BatchColumns(NamedTuple):
         counts: number of tokens of each item.
         is_decode: whether each item is one token, and wants what `logits_policy` asks for of that token.
         has_embeds: whether any item has `embeds`.
+        wants_logits: whether each item wants logits, and not a token.
     """
 
     seq_ids: list[SeqId]
@@ -130,6 +132,7 @@ class BatchColumns(NamedTuple):
     counts: list[int]
     is_decode: bool
     has_embeds: bool
+    wants_logits: bool
 
 
 @dataclass(eq=False)
@@ -171,8 +174,8 @@ class UnifiedBatch:
     is_stacked: bool = False
     returns_hidden: bool = False
     captured: CapturedStates | None = None
-    # Number of batches that this one follows, see `following`.
-    num_followed: int = field(default=0, init=False, repr=False, compare=False)
+    # The forward, if whoever made the batch has checked the items and reserved capacity for them.
+    prepared: ForwardStep | None = field(default=None, init=False, repr=False, compare=False)
 
     @cached_property
     def columns(self) -> BatchColumns:
@@ -182,18 +185,20 @@ class UnifiedBatch:
         except (AttributeError, TypeError) as error:
             raise InvalidInputError(f"items: {shown(items)}, expected a list of UnifiedBatchItem") from error
         is_decode = counts.count(1) == len(counts) and False not in [item.is_final_chunk for item in items]
-        kv_caches, has_embeds = [item.kv_cache for item in items], any(map(_EMBEDS, items))
-        return BatchColumns([item.seq_id for item in items], kv_caches, counts, is_decode, has_embeds)
+        policies = {type(item.logits_policy) for item in items}
+        return BatchColumns(
+            seq_ids=[item.seq_id for item in items],
+            kv_caches=[item.kv_cache for item in items],
+            counts=counts,
+            is_decode=is_decode,
+            has_embeds=any(map(_EMBEDS, items)),
+            wants_logits=policies <= {FullLogits, VerifyLogits},
+        )
 
-    def following(self, device_ids: torch.Tensor) -> UnifiedBatch:
-        """Return the batch of the next tokens, int64 [len(items)], after one token of each item has run.
-
-        Its items are the same objects, without `embeds`; they run at `pos_offset + num_followed`. An executor that ran
-        them last does not check them again.
-        """
-        batch = object.__new__(UnifiedBatch)
-        batch.__dict__.update(self.__dict__, device_ids=device_ids, num_followed=self.num_followed + 1)
-        return batch
+    @property
+    def is_plain(self) -> bool:
+        """Whether it asks for one answer an item and nothing else."""
+        return not (self.is_stacked or self.returns_hidden) and self.device_ids is None and self.captured is None
 
     @property
     def total_q_tokens(self) -> int:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain
 from operator import add, gt
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import CapturedStates, UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.batch import BatchColumns, CapturedStates, UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
@@ -29,7 +29,10 @@ from paged.step_embeds import StepEmbeds, embed_step
 
 @dataclass(eq=False)
 class ForwardStep:
-    """The input of a model's forward: host arrays, copied to the device together on first use there.
+    """The input of a model's forward, and the cache capacity that is reserved for it.
+
+    As a context manager: at the end lengths grow and full blocks are published; an exception rolls back lengths,
+    capacity and the sequences that were created for it.
 
     Attributes:
         token_ids: int64 [num_tokens], the items' tokens one after the other; `input_ids` on the device.
@@ -37,20 +40,52 @@ class ForwardStep:
         host: the metadata; `metadata` on the device.
         row_ids: int64 [num_sampled_rows], in order, the last row of every item with `is_final_chunk`, or all of its
             rows under VerifyLogits; `sample_rows` on the device.
-        handles: one for each item.
+        handles, counts: the sequence of each item, and the number of its tokens.
         returns_hidden, captured: as in `UnifiedBatch`.
         embeds: rows in place of token embeddings; None if there are none.
+        reservation: the capacity; None where another process holds it.
+        published: the tokens of each item, as the prefix index knows them; None if they are unknown or stay private.
+        new_ids: sequences that were created for this forward.
+        only_decodes: whether every token follows a prompt that has run.
     """
 
     token_ids: NDArray[np.int64]
     host: HostMetadata
     row_ids: NDArray[np.int64]
     handles: Sequence[KvCacheHandle]
+    counts: Sequence[int]
     device: torch.device
     device_ids: torch.Tensor | None = None
     returns_hidden: bool = False
     embeds: StepEmbeds | None = None
     captured: CapturedStates | None = None
+    reservation: KvSlotReservation | None = None
+    published: Sequence[Sequence[int] | None] | None = None
+    manager: PagedKvCacheManager | None = None
+    new_ids: Sequence[SeqId] = ()
+    only_decodes: bool = False
+
+    def __enter__(self) -> ForwardStep:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error_type is not None:
+            self.rollback()
+            return
+        try:
+            assert self.reservation is not None
+            self.reservation.commit(self.published)
+        except BaseException:
+            self.rollback()
+            raise
+
+    def rollback(self) -> None:
+        """Give back the capacity and the sequences that were created for it; does nothing after the end."""
+        if self.reservation is not None:
+            self.reservation.rollback()
+        _free_all(self.manager, self.new_ids)
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -76,24 +111,27 @@ class ForwardStep:
 
     @cached_property
     def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, OutputRows | None]:
-        offsets: NDArray[np.int32] = np.searchsorted(self.row_ids, self.host.cu_seqlens_q).astype(np.int32)
-        arrays: list[NDArray[Any]] = [self.token_ids, self.row_ids, offsets, *self.host.arrays]
-        input_ids, sample_rows, cu_seqlens_q, *rest = to_device(arrays, self.device)
+        wants_all = len(self.row_ids) == len(self.token_ids)
+        arrays: list[NDArray[Any]] = [self.token_ids, self.row_ids]
+        if not wants_all:
+            offsets: NDArray[np.int32] = np.searchsorted(self.row_ids, self.host.cu_seqlens_q).astype(np.int32)
+            arrays.append(offsets)
+        tensors = to_device([*arrays, *self.host.arrays], self.device)
+        input_ids, sample_rows = tensors[:2]
         self.copy_device_ids(input_ids)
-        metadata = self.host.over(rest)
-        if len(self.row_ids) == len(self.token_ids):
+        metadata = self.host.over(tensors[len(arrays) :])
+        if wants_all:
             return input_ids, sample_rows, metadata, None
         longest = int(np.diff(offsets).max())
+        cu_seqlens_q = tensors[2]
         plan = AttentionPlan(cu_seqlens_q, metadata.seq_lens, max_seqlen_q=longest, max_seqlen_k=self.host.max_seqlen_k)
         return input_ids, sample_rows, metadata, OutputRows(sample_rows, cu_seqlens_q, longest, plan)
 
 
-@contextmanager
-def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> Iterator[ForwardStep]:
-    """Reserve capacity for all items and yield their forward; then lengths grow and full blocks are published.
+def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> ForwardStep:
+    """Reserve capacity for all items and return their forward, a context manager; see `ForwardStep`.
 
-    An item without `kv_cache` uses the manager's sequence `seq_id`, created on first use. An exception rolls back
-    lengths, capacity and the sequences created here.
+    An item without `kv_cache` uses the manager's sequence `seq_id`, created on first use.
 
     Raises:
         InvalidInputError: a handle is not the manager's, or two items use the same one.
@@ -101,41 +139,111 @@ def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> Iterator[
         SequenceTooLongError: a sequence would exceed the cache's `max_seq_len`.
         OutOfBlocksError: the pool has too few free blocks.
     """
+    if batch.prepared is not None:
+        return batch.prepared
     new_ids: list[SeqId] = []  # recorded before the sequences are made, so that an interrupt loses none
     reservation: KvSlotReservation | None = None
+    items, columns = batch.items, batch.columns
+    counts = columns.counts
     try:
-        items, (seq_ids, kv_caches, counts, is_decode, has_embeds) = batch.items, batch.columns
-        handles = [handle for handle in kv_caches if handle is not None]
-        if len(handles) < len(seq_ids):
-            handles = []
-            for seq_id, own in zip(seq_ids, kv_caches, strict=True):
-                handle = own or manager.get_handle(seq_id)
-                if handle is None:
-                    new_ids.append(seq_id)
-                    handle = manager.allocate(seq_id)
-                handles.append(handle)
+        handles = _handles(manager, columns, new_ids)
         num_unknown = 0 if batch.device_ids is None else batch.device_ids.shape[0]
-        known: list[Sequence[int]] = [item.q_tokens for item in items[num_unknown:]]
+        published: list[Sequence[int] | None] = [item.q_tokens for item in items]
+        published[:num_unknown] = [None] * num_unknown
         tokens: NDArray[np.int64] = np.zeros(sum(counts), np.int64)
-        if known:
+        if num_unknown < len(items):
+            known = [item.q_tokens for item in items[num_unknown:]]
             tokens[num_unknown:] = list(chain.from_iterable(known))
         reservation, host = manager.reserve_step(handles, counts)
-        rows, embeds = np.arange(len(counts)) if is_decode else _sample_rows(items, counts), None
-        if has_embeds:
+        rows = np.arange(len(counts)) if columns.is_decode else _sample_rows(items, counts)
+        embeds = None
+        if columns.has_embeds:
             embeds, host = embed_step(items, host, manager.device)
-            given = [(item.embeds, item.q_tokens, item.pos_offset) for item in items[num_unknown:]]
-            known = [tokens if embedded is None else embedded.ids(tokens, start) for embedded, tokens, start in given]
-        options = batch.device_ids, batch.returns_hidden, embeds, batch.captured
-        yield ForwardStep(tokens, host, rows, handles, manager.device, *options)
-        is_known = known and not batch.returns_hidden
-        reservation.commit([*repeat(None, num_unknown), *known] if is_known else None)  # last: it cannot be undone
+            for index, item in enumerate(items[num_unknown:], num_unknown):
+                if item.embeds is not None:
+                    published[index] = item.embeds.ids(item.q_tokens, item.pos_offset)
+        is_private = batch.returns_hidden or num_unknown == len(items)
+        return ForwardStep(
+            token_ids=tokens,
+            host=host,
+            row_ids=rows,
+            handles=handles,
+            counts=counts,
+            device=manager.device,
+            device_ids=batch.device_ids,
+            returns_hidden=batch.returns_hidden,
+            embeds=embeds,
+            captured=batch.captured,
+            reservation=reservation,
+            published=None if is_private else published,
+            manager=manager,
+            new_ids=new_ids,
+        )
     except BaseException:
         if reservation is not None:
             reservation.rollback()
-        for seq_id in new_ids:
-            if (made := manager.get_handle(seq_id)) is not None:
-                manager.free(made)
+        _free_all(manager, new_ids)
         raise
+
+
+def prepare(manager: PagedKvCacheManager, batch: UnifiedBatch) -> None:
+    """Reserve capacity for the items of a batch that are known to be valid: its executor does not check them again.
+
+    Errors are those of `forward_step`.
+    """
+    object.__setattr__(batch, "prepared", forward_step(manager, batch))
+
+
+def decode_step(
+    manager: PagedKvCacheManager, handles: list[KvCacheHandle], token_ids: NDArray[np.int64] | torch.Tensor
+) -> ForwardStep:
+    """Reserve capacity for the next token of sequences whose prompts have run; return their forward.
+
+    Errors are those of `forward_step`.
+
+    token_ids: int64 [n], on the host or, if only the device knows them, there. They are not published: tell the cache
+    by `PagedKvCacheManager.append_tokens`.
+    """
+    counts = [1] * len(handles)
+    reservation, host = manager.reserve_step(handles, counts)
+    device_ids = None
+    if isinstance(token_ids, torch.Tensor):
+        device_ids = token_ids
+        token_ids = np.zeros(len(handles), np.int64)
+    return ForwardStep(
+        token_ids=token_ids,
+        host=host,
+        row_ids=np.arange(len(handles)),
+        handles=handles,
+        counts=counts,
+        device=manager.device,
+        device_ids=device_ids,
+        reservation=reservation,
+        only_decodes=True,
+    )
+
+
+def _handles(manager: PagedKvCacheManager, columns: BatchColumns, new_ids: list[SeqId]) -> list[KvCacheHandle]:
+    """Return the sequence of each item; add to `new_ids` those that are created here."""
+    handles = [handle for handle in columns.kv_caches if handle is not None]
+    if len(handles) == len(columns.seq_ids):
+        return handles
+    handles = []
+    for seq_id, given in zip(columns.seq_ids, columns.kv_caches, strict=True):
+        handle = given or manager.get_handle(seq_id)
+        if handle is None:
+            new_ids.append(seq_id)
+            handle = manager.allocate(seq_id)
+        handles.append(handle)
+    return handles
+
+
+def _free_all(manager: PagedKvCacheManager | None, seq_ids: Sequence[SeqId]) -> None:
+    for seq_id in seq_ids:
+        assert manager is not None
+        handle = manager.get_handle(seq_id)
+        if handle is not None:
+            manager.free(handle)
 
 
 def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> NDArray[np.int64]:
@@ -155,13 +263,11 @@ def validate_items(
     *,
     vocab_size: int,
     max_seq_len: int,
-    moved: int = 0,
 ) -> None:
     """Check a batch before anything is written. An empty batch is legal.
 
     Args:
         handles: the sequence of each item; None if it does not exist yet.
-        moved: positions that all items have moved on, `UnifiedBatch.num_followed`.
 
     Raises:
         InvalidInputError: two items of the same sequence, an item without tokens, a `pos_offset` that is not the
@@ -178,7 +284,7 @@ def validate_items(
     lengths = [0 if handle is None else handle.num_tokens for handle in handles]
     rows = [item.q_tokens for item in items]
     tokens, ends = list(chain.from_iterable(rows)), list(map(add, lengths, map(len, rows)))
-    is_known = [item.pos_offset + moved for item in items] == lengths and all(map(gt, ends, lengths))
+    is_known = [item.pos_offset for item in items] == lengths and all(map(gt, ends, lengths))
     if (
         not is_known
         or min(tokens, default=0) < 0
@@ -186,15 +292,16 @@ def validate_items(
         or max(ends, default=0) > max_seq_len
     ):
         for item, length in zip(items, lengths, strict=True):
-            _check_item(item, item.pos_offset + moved, length, vocab_size, max_seq_len)
+            _check_item(item, length, vocab_size, max_seq_len)
 
 
-def _check_item(item: UnifiedBatchItem, start: int, length: int, vocab_size: int, max_seq_len: int) -> None:
-    name, end = f"item {item.seq_id!r}", length + len(item.q_tokens)
+def _check_item(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: int) -> None:
+    name = f"item {item.seq_id!r}"
+    end = length + len(item.q_tokens)
     if end == length:
         raise InvalidInputError(f"{name}: q_tokens is empty, expected at least one token")
-    if start != length:
-        raise InvalidInputError(f"{name}: pos_offset {start}, expected {length}, the length of its cache")
+    if item.pos_offset != length:
+        raise InvalidInputError(f"{name}: pos_offset {item.pos_offset}, expected {length}, the length of its cache")
     for token in item.q_tokens:
         if not 0 <= token < vocab_size:
             raise InvalidInputError(f"{name}: token id {token}, expected 0 <= id < {vocab_size}")

@@ -78,7 +78,13 @@ class AttentionMetadata:
 
     @classmethod
     def over(
-        cls, tensors: Sequence[torch.Tensor], *, max_seqlen_q: int, max_seqlen_k: int, max_append: int = 0
+        cls,
+        tensors: Sequence[torch.Tensor],
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        max_append: int = 0,
+        host: HostMetadata | None = None,
     ) -> AttentionMetadata:
         """Build the metadata and a plan from the tensors of `HostMetadata.arrays`; both maxima are upper bounds."""
         positions, slot_mappings, seq_lens, *states, cu_seqlens_q, block_tables = tensors
@@ -93,6 +99,7 @@ class AttentionMetadata:
             positions=positions,
             max_seqlen_q=max_seqlen_q,
             plan=AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
+            host=host,
             recurrent=_recurrent(cu_seqlens_q, states, max_seqlen_q, max_append) if states else None,
         )
 
@@ -159,10 +166,13 @@ class HostMetadata:
 
     def over(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
         """Return the metadata on the device, from `tensors` with the values of `arrays`."""
-        over = AttentionMetadata.over(
-            tensors, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, max_append=self.max_append
+        return AttentionMetadata.over(
+            tensors,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            max_append=self.max_append,
+            host=self,
         )
-        return replace(over, host=self)
 
 
 def make_host_metadata(

@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
+import torch
+
+from paged.batch import UnifiedBatch
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.recurrent.boundaries import SCAN_CHUNK
-from paged.errors import InvalidInputError, OutOfBlocksError
+from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
+from paged.executors.engine.batch import Rows, captured_of
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
+from paged.executors.unified_executor import UnifiedExecutor
+from paged.forward_step import prepare
 
 
 class BlockSpace:
@@ -21,19 +27,29 @@ class BlockSpace:
         manager: PagedKvCacheManager,
         admission_tokens: int | None,
         *,
-        takes_prefixes: bool = True,
+        runs_apart: bool = False,
     ) -> None:
-        """takes_prefixes: whether sequences begin with cached prefixes."""
+        """runs_apart: whether each sequence is a forward of its own, and begins without cached prefixes."""
         self._executor = executor
         self._manager = manager
         self._admission_tokens = admission_tokens
-        self._takes_prefixes = takes_prefixes
+        self._takes_prefixes = not runs_apart  # another's decodes may have computed them
+        # Other executors check and reserve by themselves.
+        self._takes_prepared = isinstance(executor, UnifiedExecutor)
+        self.takes_rows = self._takes_prepared and not runs_apart
+        self.device = executor.info().device
         self._has_draft_head = executor.capabilities().has_draft_head
         self._growth = 0
         recurrent = manager.config.recurrent
         # In a step each sequence may read one slot of states and write another.
         self._most_sequences = sys.maxsize if recurrent is None else recurrent.num_slots // 2
         self._num_sequences = 0
+
+    @property
+    def free_blocks(self) -> str:
+        """Return how many blocks are free, in words."""
+        stats = self._manager.stats()
+        return f"{stats.free_blocks} of {stats.num_blocks}"
 
     def begin(self, running: Sequence[Completion]) -> None:
         """Count the blocks that running sequences may still take, once for all that are admitted beside them."""
@@ -77,6 +93,27 @@ class BlockSpace:
         assert completion.handle is not None
         others = [(one.handle, num_tokens) for one, num_tokens in planned if one.handle is not None]
         return self._manager.fitting_tokens(completion.handle, count, others)
+
+    def reserve_rows(self, rows: Rows, newest: torch.Tensor | None) -> UnifiedBatch:
+        """Return the batch of the newest token of each row, with its capacity; see `Rows.next_batch`."""
+        return rows.next_batch(self._manager, newest)
+
+    def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
+        """Return the batch of what completions run next, with its capacity.
+
+        device_ids: int64 [n], the tokens of the first n.
+
+        Raises:
+            OutOfBlocksError: the cache has too few free blocks.
+        """
+        batch = _batch_of(completions, device_ids)
+        if self._takes_prepared:
+            prepare(self._manager, batch)
+            return batch
+        handles = [handle for handle in batch.columns.kv_caches if handle is not None]
+        reservation, _ = self._manager.reserve_step(handles, batch.columns.counts)
+        reservation.leave()  # the capacity stays for the executor's own reservation
+        return batch
 
     def release(self, completion: Completion) -> None:
         """Free what a completion holds, if anything, through the executor, which may hold more for it."""
@@ -135,8 +172,12 @@ class BlockSpace:
 class TokenSpace:
     """Capacity without a cache manager; each sequence counts at its longest, so none must be preempted."""
 
+    takes_rows = False
+    free_blocks = "an unknown number"
+
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor = executor
+        self.device = executor.info().device
         self._capacity = executor.kv_capacity()
         self._max_sequences = executor.capabilities().max_batch_size
         self._tokens = self._sequences = 0
@@ -160,6 +201,12 @@ class TokenSpace:
     def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
         return count
 
+    def reserve_rows(self, rows: Rows, newest: torch.Tensor | None) -> UnifiedBatch:
+        raise UnsupportedError("sequences without a cache manager have no rows")
+
+    def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
+        return _batch_of(completions, device_ids)
+
     def release(self, completion: Completion) -> None:
         if completion.prefilled:
             handle = completion.handle
@@ -168,3 +215,8 @@ class TokenSpace:
 
     def swap_out(self, completion: Completion) -> bool:
         return False
+
+
+def _batch_of(completions: list[Completion], device_ids: torch.Tensor | None) -> UnifiedBatch:
+    items = [completion.item() for completion in completions]
+    return UnifiedBatch(items, device_ids, is_stacked=True, captured=captured_of(completions))

@@ -42,6 +42,8 @@ class EngineConfig:
             chunks: the prompt's pieces of 256 tokens, which may exceed the budget, then one token each. No prefix is
             taken from the cache, steps do not overlap, and there is no speculation. On a CPU, `warmup` of its own
             executor chooses other kernels; that of others does not.
+        profiler_ranges: whether a step marks its parts for PyTorch's profiler, and through it for NVTX: "paged.schedule",
+            "paged.forward", "paged.sample" and "paged.update".
 
     Raises:
         InvalidInputError: a value has another type or is out of range.
@@ -58,6 +60,7 @@ class EngineConfig:
     overlap: bool | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
     batch_invariant: bool = False
+    profiler_ranges: bool = False
 
     def __post_init__(self) -> None:
         """Check every value and convert it to Python's own types."""
@@ -74,7 +77,8 @@ class EngineConfig:
             object.__setattr__(self, "decode_stretch", stretch)
         if self.overlap is not None:
             object.__setattr__(self, "overlap", as_bool("overlap", self.overlap))
-        object.__setattr__(self, "batch_invariant", as_bool("batch_invariant", self.batch_invariant))
+        for name in ("batch_invariant", "profiler_ranges"):
+            object.__setattr__(self, name, as_bool(name, getattr(self, name)))
 
 
 _MINIMA = {"token_budget": 1, "chunk_size": 1, "max_num_seqs": 1, "max_waiting": 0, "priority_requests": 1}

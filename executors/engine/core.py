@@ -1,10 +1,11 @@
-"""The engine's step: plan, run, sample, and give completions their tokens."""
+"""The engine's step: schedule, run, sample, and give completions their tokens."""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -12,23 +13,25 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from paged.batch import FullLogits, LogitsPolicy, UnifiedBatch, VerifyLogits
 from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
+from paged.executors.engine.batch import Rows, StepBatch, StepOutput
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
-from paged.executors.engine.launched_step import LaunchedStep, StepSampler
 from paged.executors.engine.metrics import EngineMetrics
+from paged.executors.engine.runner import CallResults, StepRunner
 from paged.executors.engine.scheduler import Scheduler
-from paged.executors.engine.step_runner import CallResults, StepRunner, WrongResultsError, answer_rows
-from paged.executors.isolation import attempt, describe, quietly
+from paged.executors.engine.serial_calls import WrongResultsError
+from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
-from paged.executors.requests.request import NO_TOKEN, Completion, Request, Rows, State
+from paged.executors.requests.request import NO_TOKEN, Completion, Request, State
 from paged.executors.sampling.logprobs import prompt_logprobs
-from paged.executors.sampling.rows import index_tensor
-from paged.executors.sampling.sampler import Sampled, Sampler
-from paged.executors.speculation.drafting import Proposer, draft
+from paged.executors.sampling.rows import index_tensor, row_matrix
+from paged.executors.sampling.sampler import Drafts, Sampled, SampledOnDevice, Sampler
+from paged.executors.speculation.drafting import Drafter, Proposer, aligned_drafts
 from paged.executors.unified_executor import Answers
 from paged.seq_id import SeqId
 
@@ -36,14 +39,15 @@ _LOG = logging.getLogger("paged")
 # Logits of a step's prompt tokens whose log probabilities are wanted. At 12 bytes each, in the weights' dtype, in
 # float32 and normalised, 147 rows of a vocabulary of 152,000.
 _PROMPT_LOGITS = (256 << 20) // 12
+_UNPROFILED = nullcontext()
 
 
 class EngineCore:
     """Checked requests and the step that runs them; `Engine` is its public face.
 
     _requests: unfinished requests, by id. _changed: outputs that gained tokens or ended in this step. _unreported:
-    those that did so between steps. _on_finish: called with every completion that ends, while it still holds its cache;
-    errors are logged.
+    those that did so between steps. _in_flight: the step whose tokens are not read yet. _on_finish: called with every
+    completion that ends, while it still holds its cache; errors are logged.
     """
 
     def __init__(self, executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> None:
@@ -51,12 +55,12 @@ class EngineCore:
         info, manager = executor.info(), executor.kv_manager
         is_recurrent = manager is not None and manager.config.recurrent is not None
         if config.batch_invariant and (proposer is not None or is_recurrent):
-            what = "recurrent layers" if is_recurrent else "a proposer"
-            raise UnsupportedError(f"{info.model_id}: batch_invariant is not supported with {what}")
+            lacking = "recurrent layers" if is_recurrent else "a proposer"
+            raise UnsupportedError(f"{info.model_id}: batch_invariant is not supported with {lacking}")
         self.executor = executor
         self.config = config
         self.metrics = EngineMetrics()
-        self._proposer = proposer
+        self._vocab_size, self._device = info.vocab_size, info.device
         if manager is None:
             self._space: BlockSpace | TokenSpace = TokenSpace(executor)
         else:
@@ -64,31 +68,34 @@ class EngineCore:
                 raise InvalidInputError(
                     "preemption: 'swap', but the cache has no num_swap_blocks; expected 'recompute'"
                 )
-            takes_prefixes = not config.batch_invariant  # another's decodes may have computed them
-            self._space = BlockSpace(executor, manager, config.admission_tokens, takes_prefixes=takes_prefixes)
+            runs_apart = config.batch_invariant
+            self._space = BlockSpace(executor, manager, config.admission_tokens, runs_apart=runs_apart)
+        self._sampler = Sampler(info.vocab_size, info.device, has_raw_logprobs=config.logprobs_mode == "raw")
+        self._drafter = None if proposer is None else Drafter(proposer, info.vocab_size, manager)
+        self._is_unified = is_unified = executor.supports_native_unified_decode()
+        capabilities = executor.capabilities()
+        self._scheduler = Scheduler(
+            config,
+            self._space,
+            self.metrics,
+            self._drafter,
+            self._ask_for_tokens if is_unified and capabilities.prefers_tokens else None,
+            decode_cost=decode_cost,
+            prompt_rows=max(_PROMPT_LOGITS // info.vocab_size, 1),
+        )
+        self._runner = StepRunner(executor, self._space, self.metrics)
+        overlaps = info.device.type == "cuda" if config.overlap is None else config.overlap
+        can_overlap = is_unified and capabilities.supports_device_ids and manager is not None
+        self._overlaps = overlaps and can_overlap and proposer is None and not config.batch_invariant
+        self._in_flight: StepOutput | None = None
         self._requests: dict[SeqId, Request] = {}
         self._changed: dict[RequestOutput, None] = {}
         self._unreported: dict[RequestOutput, None] = {}
         self._timed: list[Request] = []  # those that have to end at some time, the earliest first
         self._sampled = self._last_taken = 0.0
-        prompt_rows = max(_PROMPT_LOGITS // info.vocab_size, 1)
-        self._scheduler = Scheduler(config, self._space, self._fail, decode_cost=decode_cost, prompt_rows=prompt_rows)
-        self._runner = StepRunner(
-            executor, self._make_room, self._fail, self._space.release, self.metrics, runs_apart=config.batch_invariant
-        )
-        self._is_unified = is_unified = executor.supports_native_unified_decode()
-        self._prefers_tokens = is_unified and executor.capabilities().prefers_tokens
-        self._vocab_size, self._device = info.vocab_size, info.device
-        is_raw = config.logprobs_mode == "raw"
-        self._sampler = Sampler(info.vocab_size, info.device, has_raw_logprobs=is_raw)
-        self._step_sampler = StepSampler(self._sampler, info.vocab_size, self._fail, self._take_launched)
-        overlaps = info.device.type == "cuda" if config.overlap is None else config.overlap
-        can_overlap = is_unified and executor.capabilities().supports_device_ids and manager is not None
-        self._overlaps = overlaps and can_overlap and proposer is None and not config.batch_invariant
-        self._launched: LaunchedStep | None = None
         self._on_finish: list[Callable[[Completion], object]] = [self._sampler.forget, Completion.close_mask]
-        if proposer is not None:
-            self._on_finish.append(proposer.forget)
+        if self._drafter is not None:
+            self._on_finish.append(self._drafter.forget)
         self._is_stepping = False
         self._aborted: list[Request] = []
         self._num_updates = 0
@@ -106,8 +113,8 @@ class EngineCore:
         self._unreported = dict.fromkeys(self.drain())
         self._num_updates += 1
         self._scheduler.preempt_all()
-        if self._proposer is not None and self.executor.kv_manager is not None:
-            self._proposer.make_room(self.executor.kv_manager)
+        if self._drafter is not None:
+            self._drafter.make_room()
         for seq_id in self.own_seq_ids:
             self.executor.release_cache(seq_id)
         self.own_seq_ids.clear()
@@ -128,7 +135,7 @@ class EngineCore:
 
     def drain(self) -> list[RequestOutput]:
         """Read the tokens of a forward that is under way, and launch none; return and raise as `step`."""
-        return self._run_step(self._take_launched)
+        return self._run_step(self._update)
 
     def _run_step(self, run: Callable[[], object]) -> list[RequestOutput]:
         if self._is_stepping:
@@ -139,13 +146,14 @@ class EngineCore:
             run()
             self._is_stepping = False  # here, too: an interrupt may come before the last line below
         except BaseException as error:  # not of one request: those of its own end it
-            self._launched = None
+            self._in_flight = None
             for request in list(self._requests.values()):
                 self._end(request, "error", describe(error))
             raise
         finally:
             self._is_stepping = False
-            self._end_aborted()
+            if self._aborted:
+                self._end_aborted()
         return list(self._changed)
 
     def run_now(self, batch: UnifiedBatch) -> Answers:
@@ -155,7 +163,7 @@ class EngineCore:
                 return self.executor.unified_decode(batch)
             except OutOfBlocksError:
                 self._unreported = dict.fromkeys(self.drain())  # tokens must be known before a preemption
-                if not self._make_room(()):
+                if not self._scheduler.make_room():
                     raise
 
     def _abort(self, request: Request) -> None:
@@ -171,70 +179,64 @@ class EngineCore:
 
     def _step(self) -> None:
         """Launch the next forward, then read the tokens of the one before; the first forward is launched before."""
-        self._expire(perf_counter())
+        if self._timed:
+            self._expire(perf_counter())
         if self._generation != self.generation:
             self._generation = self.generation
             for request in self._requests.values():
                 request.begin_prompt_again()
-        if self._launched is None:
-            self._launched = self._launch()
-        ahead = self._launch() if self._overlaps and self._launched is not None else None
-        self._take_launched()
-        if ahead is not None:
-            self._launched = ahead
-            self._note_known(ahead)
+        if self._in_flight is None:
+            self._in_flight = self._launch()
+        following = None
+        if self._in_flight is not None:
+            if self._overlaps:
+                following = self._launch()
+            else:
+                self._publish(self._in_flight)
+        self._update()
+        if following is not None:
+            self._in_flight = following
+            self._publish(following)
+            if not self._requests:
+                self._update()  # nobody waits for it
 
-    def _launch(self) -> LaunchedStep | None:
-        """Launch what can run, and what samples from it; None if nothing does.
-
-        Behind a step whose tokens are not known yet, nothing is preempted and no error ends a completion: what cannot
-        run then runs once they are.
-        """
-        started, plan, before = perf_counter(), self._scheduler.plan(), self._launched
-        while before is None and self._scheduler.prefilling and not (plan.decodes or plan.chunks):
-            if not self._make_room(()):
-                break
-            plan = self._scheduler.plan()
-        if not (plan.decodes or plan.chunks):
-            is_idle = before is None and not self._scheduler.awaits_masks
-            if is_idle and self._scheduler.waiting and self._scheduler.preempt() is None:
-                first = self._scheduler.waiting[0]
-                self._fail(first, "the cache has no room for it, and no request here holds any")
+    def _launch(self) -> StepOutput | None:
+        """Launch what can run, and what samples from it; None if nothing does."""
+        started = perf_counter()
+        with self._profiled("schedule"):
+            step = self._scheduler.schedule(self._in_flight)
+        self._fail_all(self._scheduler.refused)
+        if step is None:
             return None
-        self._begin(plan.chunks)
-        is_new = before is None or plan.chunks or self._runner.num_capturing
-        batch = None if is_new or before is None else before.following(plan.decodes)
-        drafts = None if batch is not None else draft(self._proposer, plan.decodes, self._vocab_size)
-        self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
-        completions = [*plan.decodes, *plan.chunks]
-        if self._prefers_tokens and drafts is None:
-            self._ask_for_tokens(completions)
-        if before is None:
-            calls = self._runner.run(completions)
-        else:
-            if batch is None:
-                completions, batch = before.next_batch(completions, self._device)
-            calls = self._runner.run_ahead(completions, batch)
-            self.metrics.overlapped_steps += bool(calls)
+        if step.chunks:
+            self._begin(step.chunks)
+        if step.drafts is not None:
+            self.metrics.draft_tokens += sum(map(len, step.drafts.token_ids))
+        with self._profiled("forward"):
+            calls = self._runner.run(step)
+        self._fail_all(self._runner.failed)
         if not calls:
             return None
-        if drafts is not None:  # without blocks for them, completions ran without drafts
-            ran = [len(one.item.q_tokens) > 1 for one in plan.decodes]
-            kept = [ids if has_run else [] for ids, has_run in zip(drafts.token_ids, ran, strict=True)]
-            drafts = drafts._replace(token_ids=kept)
-        prefill_tokens, is_drafted = _num_rows(plan.chunks), drafts is not None
-        launched = LaunchedStep(started, bool(plan.decodes), prefill_tokens, is_drafted, batch)
-        self._count(calls, launched)
-        completions, rows = self._final_rows(calls, launched, has_chunks=bool(plan.chunks))
-        self._step_sampler.sample(completions, rows, launched, drafts and (drafts, plan.decodes))
-        return launched
+        self.metrics.overlapped_steps += step.is_ahead
+        output = StepOutput(step, started)
+        self._count(step, calls)
+        with self._profiled("sample"):
+            completions, answers = self._final_rows(calls, output)
+            if completions:
+                self._sample(completions, answers, output)
+        return output
 
-    def _count(self, calls: Sequence[CallResults], launched: LaunchedStep) -> None:
-        num_rows, prefill_tokens = sum(len(call.completions) for call in calls), 0
-        if launched.num_prefill_tokens or launched.is_drafted:
-            ran = [one for call in calls for one in call.completions]
-            num_rows = _num_rows(ran)
-            prefill_tokens = _num_rows(one for one in ran if one.state is State.PREFILL)
+    def _profiled(self, name: str) -> AbstractContextManager[object]:
+        """Return a range of the profiler if the configuration asks for it."""
+        return record_function(f"paged.{name}") if self.config.profiler_ranges else _UNPROFILED
+
+    def _count(self, step: StepBatch, calls: Sequence[CallResults]) -> None:
+        num_rows = sum(len(call.completions) for call in calls)
+        prefill_tokens = 0
+        if step.num_prefill_tokens or step.drafts is not None:
+            ran = [completion for call in calls for completion in call.completions]
+            num_rows = sum(len(completion.chunk) for completion in ran)
+            prefill_tokens = sum(len(completion.chunk) for completion in ran if completion.state is State.PREFILL)
         self.metrics.steps += num_rows > 0
         self.metrics.mixed_steps += 0 < prefill_tokens < num_rows
         self.metrics.prefill_tokens += prefill_tokens
@@ -242,147 +244,170 @@ class EngineCore:
 
     def _ask_for_tokens(self, completions: Sequence[Completion]) -> None:
         """Let the executor choose the tokens of a step if no completion asks for more than it can do."""
-        final = [one for one in completions if one.item.is_final_chunk]
-        # Others of a request begin with the logits of the first one's prompt.
-        is_single = all(one.request.params.n == 1 and not one.wants_prompt_rows for one in final)
-        draws = self._sampler.draws(final) if is_single else None
+        final = [completion for completion in completions if completion.is_final]
+        for completion in final:
+            # Others of a request begin with the logits of the first one's prompt.
+            if completion.request.params.n > 1 or completion.wants_prompt_rows:
+                return
+        draws = self._sampler.draws(final)
         policies: Sequence[LogitsPolicy] = draws or [FullLogits()] * len(final)
-        for one, policy in zip(final, policies, strict=True):
-            if not one.wants_prompt_rows:
-                one.item.ask(policy)
+        for completion, policy in zip(final, policies, strict=True):
+            completion.policy = policy
 
-    def _final_rows(
-        self, calls: Sequence[CallResults], launched: LaunchedStep, *, has_chunks: bool
-    ) -> tuple[list[Completion], Answers]:
+    def _final_rows(self, calls: Sequence[CallResults], output: StepOutput) -> tuple[list[Completion], Answers]:
         """Count the prompt tokens that ran; return the completions to sample for, forks too, and their answers."""
+        if not output.step.chunks and len(calls) == 1:
+            return calls[0]
         completions: list[Completion] = []
-        parts: list[Answers] = []
+        parts: list[torch.Tensor] = []
         for group, answers in calls:
-            if not has_chunks:
-                completions += group
-                parts.append(answers)
-                continue
-            rows: list[int] = []  # of `answers`, for the completions
-            entries: list[torch.Tensor | None] = []
             end = 0
             for index, completion in enumerate(group):
-                is_prompt, size = completion.state is State.PREFILL, answer_rows(completion.item)
-                begin, end = end, end + size
+                begin = end
+                is_verified = isinstance(completion.policy, VerifyLogits)
+                end += len(completion.chunk) if is_verified else completion.is_final
+                is_prompt = completion.state is State.PREFILL
                 if is_prompt:
-                    completion.prefilled = completion.item.pos_offset + len(completion.item.q_tokens)
-                    if completion.num_ran > completion.item.pos_offset:
+                    completion.prefilled = completion.chunk_start + len(completion.chunk)
+                    if completion.num_ran > completion.chunk_start:
                         quietly(_note_recomputed, completion)
-                if not size:
+                if begin == end:
                     continue
-                entry = None if isinstance(answers, torch.Tensor) else answers[index]
-                if is_prompt and isinstance(completion.item.logits_policy, VerifyLogits):
-                    logits = answers[begin:end] if isinstance(answers, torch.Tensor) else entry
-                    assert logits is not None
-                    attempt(partial(self._fail, completion), self._score_prompt, completion, logits, launched)
-                    if completion.num_to_prefill or completion.state is State.FINISHED:
-                        continue
-                    begin, entry = end - 1, logits[-1]
-                elif is_prompt and completion.num_to_prefill:
+                rows = answers[begin:end] if isinstance(answers, torch.Tensor) else _as_rows(answers[index])
+                if is_prompt and is_verified:
+                    attempt(partial(self._fail, completion), self._score_prompt, completion, rows, output)
+                    rows = rows[-1:]
+                if is_prompt and (completion.num_to_prefill or completion.state is State.FINISHED):
                     continue
                 started = self._end_prefill(completion) if is_prompt else [completion]
                 completions += started
-                rows += [*range(begin, end)] * len(started)
-                entries += [entry] * len(started)
-            if isinstance(answers, torch.Tensor):
-                is_whole = rows == [*range(len(answers))]
-                parts.append(answers if is_whole else answers[index_tensor(rows, answers.device)])
-            else:
-                parts.append(entries)
-        if len(parts) == 1:
-            return completions, parts[0]
-        return completions, [row for part in parts for row in part]
+                parts += [rows] * len(started)
+        return completions, _joined(parts) if parts else []
 
-    def _score_prompt(self, completion: Completion, logits: torch.Tensor, launched: LaunchedStep) -> None:
+    def _sample(self, completions: list[Completion], answers: Answers, output: StepOutput) -> None:
+        """Sample and begin to copy the tokens; after an error for each completion alone."""
+        rows = self._scheduler.rows_of(completions)
+        if rows.reads_tokens:
+            self._update()  # while the device runs this one
+        drafts = None
+        if output.step.drafts is not None:
+            drafts = aligned_drafts(output.step.drafts, output.step.decodes, completions)
+        try:
+            sampled = self._sampled_of(completions, answers, drafts)
+        except BaseException as error:
+            raise_exit(error)
+            self._update()  # what is built anew depends on tokens that the device alone may know
+            self._sampler.reset()
+            if len(completions) == 1:
+                self._fail(completions[0], describe(error))
+                return
+            self._sample_apart(completions, answers, drafts, output)
+            return
+        self._keep(rows, sampled, output)
+
+    def _sample_apart(
+        self, completions: list[Completion], answers: Answers, drafts: Drafts | None, output: StepOutput
+    ) -> None:
+        """Sample for each completion alone; those that raise fail."""
+        begin = 0
+        for index, completion in enumerate(completions):
+            size = 1 if drafts is None else 1 + len(drafts.token_ids[index])
+            own_drafts = None
+            if drafts is not None:
+                probs = None if drafts.probs is None else drafts.probs[index : index + 1]
+                own_drafts = Drafts([drafts.token_ids[index]], probs)
+            is_stacked = isinstance(answers, torch.Tensor)
+            own = answers[begin : begin + size] if is_stacked else [answers[index]]
+            begin += size
+            fail = partial(self._fail, completion)
+            sampled = attempt(fail, self._sampled_of, [completion], own, own_drafts)
+            if sampled is None:
+                self._sampler.reset()
+            else:
+                self._keep(Rows([completion]), sampled, output)
+
+    def _sampled_of(self, completions: list[Completion], answers: Answers, drafts: Drafts | None) -> SampledOnDevice:
+        """Sample from logits [num_rows, V], or take the tokens [n] that the executor has chosen."""
+        if not isinstance(answers, torch.Tensor):
+            answers = _joined([row for row in answers if row is not None])
+        num_rows = len(completions)
+        if drafts is not None:
+            num_rows += sum(map(len, drafts.token_ids))
+        if answers.shape == (num_rows,) and not answers.is_floating_point():
+            return SampledOnDevice.of(answers)
+        if answers.shape != (num_rows, self._vocab_size):
+            raise WrongResultsError(f"logits {tuple(answers.shape)}, expected {(num_rows, self._vocab_size)}")
+        logits = answers.float()
+        if num_rows == len(completions):
+            return self._sampler.sample(logits, completions)
+        assert drafts is not None
+        return self._sampler.verify(logits, completions, drafts)
+
+    def _keep(self, rows: Rows, sampled: SampledOnDevice, output: StepOutput) -> None:
+        output.parts.append((rows, sampled))
+        for completion in rows.completions:
+            completion.num_sampled += 1
+
+    def _score_prompt(self, completion: Completion, logits: torch.Tensor, output: StepOutput) -> None:
         """Begin to copy the log probabilities of the prompt tokens that follow a chunk's, each of them once."""
-        request, item = completion.request, completion.item
-        if logits.shape != (shape := (len(item.q_tokens), self._vocab_size)):
-            raise WrongResultsError(f"logits {tuple(logits.shape)}, expected {shape}")
-        item.ask(FullLogits())
-        start, begin = completion.cached - len(logits), request.num_prompt_rows
+        request, count = completion.request, completion.params.prompt_logprobs
+        expected = (len(completion.chunk), self._vocab_size)
+        if logits.shape != expected:
+            raise WrongResultsError(f"logits {tuple(logits.shape)}, expected {expected}")
+        begin = request.num_prompt_rows
         end = min(completion.cached, len(request.prompt) - 1)
         if end > begin:  # else it runs again after a preemption
-            count, rows = request.params.prompt_logprobs, logits[begin - start : end - start].float()
             assert count is not None
+            rows = logits[begin - completion.chunk_start : end - completion.chunk_start].float()
             request.num_prompt_rows = end
-            launched.prompts.append((request, prompt_logprobs(rows, request.prompt[begin + 1 : end + 1], count)))
+            output.prompts.append((request, prompt_logprobs(rows, request.prompt[begin + 1 : end + 1], count)))
 
-    def _take_launched(self) -> None:
-        """Read the tokens of the launched step, and give them to completions that have not ended meanwhile."""
-        step, self._launched = self._launched, None
-        if step is None:
+    def _update(self) -> None:
+        """Read the tokens of the step in flight, and give them to completions that have not ended meanwhile."""
+        output, self._in_flight = self._in_flight, None
+        if output is None:
             return
-        for request, read in step.prompts:
-            table = attempt(partial(self._end, request, "error"), read)
-            if table is not None and not request.output.finished:
-                assert request.output.prompt_table is not None
-                request.output.prompt_table += table
-        for rows, on_device in step.parts:
-            sampled = attempt(partial(self._fail_all, rows.completions), on_device.read)
-            if sampled is not None:
-                self._advance(rows, sampled, step)
-        now = perf_counter()
-        seconds = now - max(step.started, self._last_taken)
-        self._last_taken = now
-        self.metrics.step_time.observe(seconds)
-        if self._scheduler.pacer is not None and step.has_decodes:
-            self._scheduler.pacer.observe(seconds, step.num_prefill_tokens)
+        with self._profiled("update"):
+            for request, read in output.prompts:
+                table = attempt(partial(self._end, request, "error"), read)
+                if table is not None and not request.output.finished:
+                    assert request.output.prompt_table is not None
+                    request.output.prompt_table += table
+            for rows, on_device in output.parts:
+                try:
+                    sampled = on_device.read()
+                except BaseException as error:
+                    raise_exit(error)
+                    self._fail_rows(rows, describe(error))
+                else:
+                    self._advance(rows, sampled, output.step)
+            now = perf_counter()
+            seconds = now - max(output.started, self._last_taken)
+            self._last_taken = now
+            self.metrics.step_time.observe(seconds)
+            if self._scheduler.pacer is not None and output.step.decodes:
+                self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
 
-    def _note_known(self, ahead: LaunchedStep) -> None:
-        """Tell the cache the tokens of the blocks that a step has filled; leave a step without requests.
-
-        An error leaves blocks unpublished.
-        """
+    def _publish(self, output: StepOutput) -> None:
+        """Tell the cache the tokens of the blocks that a step has filled. An error leaves blocks unpublished."""
         manager = self.executor.kv_manager
-        assert manager is not None
+        if manager is None:
+            return
         size = manager.config.block_size
-        known = [
-            (one.handle, one.tokens_from(one.handle.num_known_tokens))
-            for rows, _ in ahead.parts
-            for one in rows.completions
-            if (one.last_of_prompt + one.num_sampled) % size == 0  # `cached`, in an eighth of its time
-            and one.state is State.DECODE
-            and one.handle is not None
-        ]
+        known = []
+        for rows, _ in output.parts:
+            for completion in rows.completions:
+                is_full = (completion.last_of_prompt + completion.num_sampled) % size == 0  # `cached`, in an eighth
+                handle = completion.handle
+                if is_full and handle is not None and completion.state is State.DECODE:
+                    known.append((handle, completion.tokens_from(handle.num_known_tokens)))
         if known:
             attempt(partial(_LOG.warning, "blocks were not published: %s"), manager.append_tokens, known)
-        if not self._requests:
-            self._take_launched()
-
-    def _make_room(self, spared: Collection[Completion], num_needed: int = 1) -> bool:
-        """Free blocks: first those of drafts, then those of the completion that ranks last."""
-        proposer, manager = self._proposer, self.executor.kv_manager
-        if proposer is not None and manager is not None:
-            warn = partial(_LOG.warning, "drafts gave no room: %s")
-            if attempt(warn, proposer.make_room, manager):
-                return True
-        stats = None if manager is None else manager.stats()
-        victim = self._scheduler.preempt(spared)
-        if victim is None:
-            return False
-        kind = "swap" if victim.is_swapped else "recompute"
-        if (
-            stats is not None and not self.metrics.preempted.total()
-        ):  # once: a cache that is too small preempts at every step
-            text = "%r was preempted (%s): needs %d block%s, %d of %d free; see admission_tokens"
-            plural = "" if num_needed == 1 else "s"
-            _LOG.warning(text, victim, kind, num_needed, plural, stats.free_blocks, stats.num_blocks)
-        self.metrics.preempted[kind] += 1
-        victim.request.num_preemptions += 1
-        quietly(_measure, victim.request, preemptions=victim.request.num_preemptions)
-        if proposer is not None:
-            quietly(proposer.forget, victim)
-        return True
 
     def _add(self, request: Request) -> None:
         """Queue a request's completions; if the cache can fork, only the first one, whose prompt serves them all."""
         self.metrics.requests += 1
         self._requests[request.request_id] = request
-        self._runner.num_capturing += request.params.returns_states
         if request.deadline < inf:
             insort(self._timed, request, key=_deadline)
         request.num_begun = 1 if isinstance(self._space, BlockSpace) else len(request.completions)
@@ -419,7 +444,7 @@ class EngineCore:
                 fork.states.begin_as(completion.states)
         return [completion, *(fork for fork in forks if fork.state is State.DECODE)]
 
-    def _advance(self, rows: Rows, sampled: Sampled, step: LaunchedStep) -> None:
+    def _advance(self, rows: Rows, sampled: Sampled, step: StepBatch) -> None:
         """Give completions the tokens that were sampled for them, and end those that are done."""
         self._sampled = perf_counter()
         token_ids, logprobs = sampled
@@ -435,7 +460,7 @@ class EngineCore:
                     request.first_token = self._sampled
                     quietly(self._measure_first_token, request)
         self._changed.update(rows.outputs)
-        if step.is_drafted:
+        if step.drafts is not None:
             tables = logprobs or [[]] * len(completions)
             for completion, ids, table in zip(completions, token_ids, tables, strict=True):
                 self._advance_by_several(completion, ids, table)
@@ -449,8 +474,15 @@ class EngineCore:
         for completion in ending:
             self._finish_if_done(completion)
 
-    def _fail_all(self, completions: Iterable[Completion], reason: str) -> None:
-        for completion in completions:
+    def _fail_all(self, failed: list[tuple[Completion, str]]) -> None:
+        """End completions that could not be run, and empty the list."""
+        while failed:
+            completion, reason = failed.pop(0)
+            if completion.state is not State.FINISHED:
+                self._fail(completion, reason)
+
+    def _fail_rows(self, rows: Rows, reason: str) -> None:
+        for completion in rows.completions:
             if completion.state is not State.FINISHED:
                 self._fail(completion, reason)
 
@@ -491,14 +523,13 @@ class EngineCore:
                 del self._timed[index]
             quietly(self._measure_mean_token, request)
             self.metrics.finished[reason] += 1
-            self._runner.num_capturing -= request.params.returns_states
             del self._requests[request.request_id]
 
     def _advance_by_several(
         self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
     ) -> None:
         """Give a completion its accepted drafts and one token more, until one ends it; roll back the others."""
-        ran_to, before = completion.item.pos_offset + len(completion.item.q_tokens), len(completion.token_ids)
+        ran_to, before = completion.chunk_start + len(completion.chunk), len(completion.token_ids)
         for token in token_ids:
             completion.token_ids.append(token)
             if self._finish_if_done(completion):
@@ -557,22 +588,31 @@ def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Propos
     return cost
 
 
-def _num_rows(completions: Iterable[Completion]) -> int:
-    return sum(len(completion.item.q_tokens) for completion in completions)
-
-
 def _deadline(request: Request) -> tuple[float, tuple[int, int]]:
     """Return the sort key of a deadline; the rank makes it unique."""
     return request.deadline, request.rank
 
 
 def _note_recomputed(completion: Completion) -> None:
-    """Count the tokens of its item that had run before a preemption."""
-    request, item = completion.request, completion.item
-    end = min(item.pos_offset + len(item.q_tokens), completion.num_ran)
-    request.num_recomputed += end - item.pos_offset
+    """Count the tokens that have run now and had run before a preemption."""
+    request = completion.request
+    end = min(completion.chunk_start + len(completion.chunk), completion.num_ran)
+    request.num_recomputed += end - completion.chunk_start
     _measure(request, recomputed_tokens=request.num_recomputed)
 
 
 def _measure(request: Request, **values: Any) -> None:
     request.output.metrics = replace(request.output.metrics, **values)
+
+
+def _as_rows(answer: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits of an item, [V] or [n, V], or its token, as rows."""
+    assert answer is not None
+    return answer if answer.dim() == 2 else answer[None]
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tokens as int64 [n], or logits as one matrix."""
+    if rows[0].is_floating_point():
+        return row_matrix(rows)
+    return torch.cat([row.reshape(-1) for row in rows])

@@ -1,20 +1,30 @@
-"""Selection of completions for a step: decodes first, then prompt chunks, oldest first, within a token budget."""
+"""Selection of what a step runs: decodes first, then prompt chunks, oldest first, within a token budget.
+
+This is the only place where blocks run out: a step is reserved whole, or something is preempted and it is planned anew.
+"""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
 from typing import NamedTuple
 
+from paged.batch import UnifiedBatch
+from paged.errors import OutOfBlocksError
+from paged.executors.engine.batch import Rows, StepBatch, StepOutput
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
-from paged.executors.isolation import attempt, quietly
+from paged.executors.engine.metrics import EngineMetrics
+from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.requests.request import Completion, State
+from paged.executors.sampling.sampler import Drafts
+from paged.executors.speculation.drafting import Drafter
 
 _LOG = logging.getLogger("paged")
 _RANK = attrgetter("rank")
@@ -37,25 +47,29 @@ class Plan(NamedTuple):
 
 
 class Scheduler:
-    """Queue, running sequences and preemption, without models or tensors.
+    """Queue, running sequences and preemption.
 
     No waiting completion is overtaken by one of lower rank: the first that does not fit holds up the others, so none
     starves. After a preemption, or when the first does not fit, nothing is admitted until something has finished.
 
     Args:
-        fail: ends a completion that cannot be admitted, with a reason; it calls `remove` last.
+        drafter: drafts for sequences that decode, or None.
+        ask_for_tokens: lets the executor choose the tokens of completions if it can; None if logits are cheaper.
         decode_cost: most tokens of a decoding sequence: 1 and its drafts.
         prompt_rows: most prompt tokens of a step with logits for each.
 
     Attributes:
         awaits_masks: whether the last plan left out decodes whose masks were not there.
+        refused: completions that cannot run, with the reason; the caller ends them and empties the list.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         space: BlockSpace | TokenSpace,
-        fail: Callable[[Completion, str], None],
+        metrics: EngineMetrics,
+        drafter: Drafter | None = None,
+        ask_for_tokens: Callable[[list[Completion]], None] | None = None,
         *,
         decode_cost: int = 1,
         prompt_rows: int = 1,
@@ -66,7 +80,11 @@ class Scheduler:
         self.pacer = None if config.decode_stretch is None else StepPacer(config.decode_stretch)
         self._config = config
         self._space = space
-        self._fail = fail
+        self._metrics = metrics
+        self._drafter = drafter
+        self._ask_for_tokens = ask_for_tokens
+        self.refused: list[tuple[Completion, str]] = []
+        self._rows = Rows([])
         self._decode_cost = decode_cost
         self._prompt_rows = prompt_rows
         self._is_full = self._has_begun = False
@@ -92,13 +110,137 @@ class Scheduler:
         completion.state = State.DECODE
         self.decoding.append(completion)
 
+    def rows_of(self, completions: list[Completion]) -> Rows:
+        """Return the rows of completions, those of the last call if they are the same."""
+        if not self._rows.are(completions):
+            self._rows = Rows(completions)
+        return self._rows
+
+    def schedule(self, in_flight: StepOutput | None) -> StepBatch | None:
+        """Plan the next step and reserve its capacity; None if nothing can run.
+
+        in_flight: the step whose tokens are not known yet. Behind it nothing is preempted and nothing is refused: what
+        cannot run then is planned again once they are.
+        """
+        while not self.refused:
+            plan = self.plan()
+            if plan.decodes or plan.chunks:
+                step = self._reserve(plan, in_flight)
+                if step is not None or in_flight is not None:
+                    return step
+            elif in_flight is not None:
+                return None
+            elif not self.prefilling or not self.make_room():
+                self._refuse_first()
+                return None
+        return None
+
+    def make_room(self, num_needed: int = 1) -> bool:
+        """Free blocks: first those of drafts, then those of the completion that ranks last; False if there are none.
+
+        num_needed: the blocks that lack, for the log.
+        """
+        if self._drafter is not None and self._drafter.make_room():
+            return True
+        free = self._space.free_blocks
+        victim = self.preempt()
+        if victim is None:
+            return False
+        kind = "swap" if victim.is_swapped else "recompute"
+        # Once as a warning: a cache that is too small preempts at every step.
+        level = logging.DEBUG if self._metrics.preempted.total() else logging.WARNING
+        blocks = "1 block" if num_needed == 1 else f"{num_needed} blocks"
+        _LOG.log(level, "%r was preempted (%s): needs %s, %s free; see admission_tokens", victim, kind, blocks, free)
+        self._metrics.preempted[kind] += 1
+        request = victim.request
+        request.num_preemptions += 1
+        request.output.metrics = replace(request.output.metrics, preemptions=request.num_preemptions)
+        if self._drafter is not None:
+            self._drafter.forget(victim)
+        return True
+
+    def _refuse_first(self) -> None:
+        """Refuse the first of the queue if nothing runs and nothing can make room for it."""
+        if self.awaits_masks or self.refused or not self.waiting or self.preempt() is not None:
+            return
+        reason = "the cache has no room for it, and no request here holds any"
+        self.refused.append((self.waiting[0], reason))
+
+    def _reserve(self, plan: Plan, in_flight: StepOutput | None) -> StepBatch | None:
+        """Return the batch of a plan with its capacity; None if something was preempted or refused for lack of blocks."""
+        decodes, chunks = plan
+        drafts = None
+        if self._drafter is not None and decodes:
+            drafts = self._drafter.draft(decodes)
+        while True:
+            try:
+                return self._batch(decodes, chunks, drafts, in_flight)
+            except OutOfBlocksError as error:
+                if in_flight is not None:
+                    return None
+                if drafts is not None:  # run without drafts
+                    for completion in decodes:
+                        completion.follow()
+                    drafts = None
+                    continue
+                if not self.make_room(error.needed):
+                    self.refused += [(completion, describe(error)) for completion in [*decodes, *chunks]]
+                return None
+            except BaseException as error:  # of one of them; each then takes its capacity by itself
+                raise_exit(error)
+                self._metrics.failed_forwards += 1
+                if in_flight is not None:
+                    return None
+                return StepBatch([*decodes, *chunks], decodes, chunks, drafts, None, None, is_ahead=False)
+
+    def _batch(
+        self,
+        decodes: list[Completion],
+        chunks: list[Completion],
+        drafts: Drafts | None,
+        in_flight: StepOutput | None,
+    ) -> StepBatch:
+        """Return the batch of completions, with its capacity.
+
+        Raises:
+            OutOfBlocksError: the cache has too few free blocks.
+        """
+        is_ahead = in_flight is not None
+        rows = None
+        if not chunks and drafts is None and self._space.takes_rows and self._ask_for_tokens is None:
+            rows = self.rows_of(decodes)
+            newest = None if in_flight is None else in_flight.newest_of(decodes, self._space.device)
+            if rows.takes_batches and (newest is not None or not is_ahead):
+                batch = self._space.reserve_rows(rows, newest)
+                return StepBatch(decodes, decodes, [], None, batch, rows, is_ahead)
+        if drafts is None:
+            for completion in decodes:
+                completion.follow()
+        completions = [*decodes, *chunks]
+        device_ids = None
+        if in_flight is not None:
+            late = [completion for completion in decodes if completion.is_behind]
+            known = [completion for completion in completions if not completion.is_behind]
+            completions = [*late, *known]
+            if late:
+                device_ids = in_flight.newest_of(late, self._space.device)
+        if self._ask_for_tokens is not None and drafts is None:
+            self._ask_for_tokens(completions)
+        batch: UnifiedBatch | None = self._space.reserve(completions, device_ids)
+        if self._config.batch_invariant:  # each is a forward of its own; this was to see that all fit
+            if batch is not None and batch.prepared is not None:
+                batch.prepared.rollback()
+            batch = None
+        num_prefill_tokens = sum(len(completion.chunk) for completion in chunks)
+        return StepBatch(completions, decodes, chunks, drafts, batch, None, is_ahead, num_prefill_tokens)
+
     def plan(self) -> Plan:
         """Plan the next step, and admit what fits."""
         config, cost = self._config, self._decode_cost
         fitting = max(config.token_budget // cost, 1)
         unfinished = [one for one in self.decoding if one.num_sampled < one.max_tokens]
         deadline = perf_counter() + _MASK_WAIT_S
-        decodes = [one for one in unfinished if one.has_mask(deadline)]
+        decodes = [one for one in unfinished if one.awaited_mask is None or one.has_mask(deadline)]
         if not (decodes or self.prefilling):
             decodes = [one for one in unfinished if one.has_mask(deadline, is_alone=True)]
         self.awaits_masks = len(decodes) < len(unfinished)
@@ -112,7 +254,7 @@ class Scheduler:
         self._has_begun = False
         chunks: list[Completion] = []
         index, rows_left, most_left = 0, self._prompt_rows, left
-        while left > 0 and (index < len(self.prefilling) or self._admit_next(left)):
+        while left > 0 and (index < len(self.prefilling) or (self.waiting and self._admit_next(left))):
             if index == len(self.prefilling):  # it came back from the host, and decodes
                 decodes.append(self.decoding[-1])
                 left -= cost
@@ -138,7 +280,7 @@ class Scheduler:
                 rows_left -= count
             whole = completion.whole_spans(count)
             if whole > count:  # more than was planned for, but not more than a step may run
-                room = config.token_budget - cost * len(decodes) - sum(len(one.item.q_tokens) for one in chunks)
+                room = config.token_budget - cost * len(decodes) - sum(len(one.chunk) for one in chunks)
                 if self._fitting(completion, whole, decodes, chunks) < whole and self.num_running > 1:
                     break
                 count, left = (whole, whole) if whole <= room else (0, 0)
@@ -158,7 +300,7 @@ class Scheduler:
     def _fitting(self, completion: Completion, count: int, decodes: list[Completion], chunks: list[Completion]) -> int:
         """Return how many of the next `count` prompt tokens have free blocks; at least 1 if nothing else runs."""
         planned = [(one, self._decode_cost) for one in decodes]
-        planned += [(one, len(one.item.q_tokens)) for one in chunks]
+        planned += [(one, len(one.chunk)) for one in chunks]
         fitting = self._space.fitting(completion, count, planned)
         return max(fitting, 1) if self.num_running == 1 else fitting
 
@@ -175,15 +317,16 @@ class Scheduler:
         for _ in range(2):  # again where it failed halfway, as by a lack of memory; else there is nothing left
             quietly(self._space.release, completion)
 
-    def preempt(self, spared: Collection[Completion] = ()) -> Completion | None:
-        """Preempt the running completion that ranks last, except those spared, and queue it again.
+    def preempt(self) -> Completion | None:
+        """Preempt the running completion that ranks last, and queue it again.
 
         If only one runs, the last of the swapped-out completions loses the shared blocks that it holds on the device.
         None if there is no such completion either.
         """
         running = self.prefilling + self.decoding
-        victims = [completion for completion in running if completion not in spared] if len(running) > 1 else []
-        victims = victims or [completion for completion in self.waiting if completion.is_swapped]
+        victims = running
+        if len(running) < 2:
+            victims = [completion for completion in self.waiting if completion.is_swapped]
         if not victims:
             return None
         victim = max(victims, key=_RANK)
@@ -220,8 +363,12 @@ class Scheduler:
                 self._space.begin(self.prefilling + self.decoding)
                 self._has_begun = True
             is_alone = self.num_running == 0
-            is_admitted = attempt(partial(self._fail, first), self._space.admit, first, is_alone=is_alone)
-            if is_admitted is None:  # it has failed, and those behind it need not wait
+            try:
+                is_admitted = self._space.admit(first, is_alone=is_alone)
+            except BaseException as error:
+                raise_exit(error)
+                self.refused.append((first, describe(error)))
+                self._leave(first)  # those behind it need not wait
                 continue
             if not is_admitted:
                 self._is_full = True

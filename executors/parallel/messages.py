@@ -121,7 +121,7 @@ class StepMessage(NamedTuple):
         states, (cu_seqlens_q, tables, *rows) = tuple(rest[:num_states]), rest[num_states:]
         longest = max_seqlen_q, max_seqlen_k
         metadata = HostMetadata(positions, slots, seq_lens, cu_seqlens_q, tables, *longest, states, max_append)
-        step = ForwardStep(token_ids, metadata, row_ids, (), device, returns_hidden=bool(returns_hidden))
+        step = ForwardStep(token_ids, metadata, row_ids, (), (), device, returns_hidden=bool(returns_hidden))
         step.embeds = StepEmbeds.read(rows) if has_embeds else None
         step.captured = CapturedStates() if captures else None
         return cls(step, row_slots if is_adapted else None, draws if is_drawn else None, num_device_ids)

@@ -7,8 +7,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
-from itertools import chain
-from operator import ge
 from time import perf_counter
 from typing import Any
 
@@ -32,18 +30,6 @@ NO_TOKEN = -1
 # Prompt tokens of a chunk under `EngineConfig.batch_invariant`.
 FIXED_CHUNK = 256
 _UNKNOWN = 0  # a placeholder for a token, see `UnifiedBatch.device_ids`
-
-
-class RunningItem(UnifiedBatchItem):
-    """An item that is updated in place: creating 256 of them anew takes 220 us a step."""
-
-    def move(self, q_tokens: Sequence[int], pos_offset: int, **fields: Any) -> None:
-        """Set the next tokens and their position."""
-        self.__dict__.update(q_tokens=q_tokens, pos_offset=pos_offset, **fields)
-
-    def ask(self, policy: LogitsPolicy) -> None:
-        """Set what this step returns in place of logits."""
-        self.__dict__.update(logits_policy=policy)
 
 
 class State(Enum):
@@ -136,44 +122,13 @@ class Request:
         return self.adapter if self.cache_salt is None else (self.adapter, self.cache_salt)
 
 
-class Rows:
-    """Completions that got a token in the same step, and what stays the same while they decode on together.
-
-    Attributes:
-        outputs: of their requests.
-        reads_tokens: whether any of them does.
-    """
-
-    def __init__(self, completions: list[Completion]) -> None:
-        self.completions = completions
-        self.outputs = dict.fromkeys(one.request_output for one in completions)
-        self.reads_tokens = any(one.reads_tokens for one in completions)
-        self._token_ids = [one.token_ids for one in completions]
-        self._ending_ids = frozenset[int]().union(*{one.ending_ids for one in completions})
-        self._is_watched = any(one.is_watched for one in completions)
-        self._most = [one.max_tokens for one in completions]
-
-    def advance(self, tokens: Sequence[list[int]]) -> list[Completion]:
-        """Append one token to the output of each, given in a list; return those for which it may be the last."""
-        newest = list(chain.from_iterable(tokens))
-        for token_ids, token in zip(self._token_ids, newest, strict=True):
-            token_ids.append(token)
-        is_full = any(map(ge, map(len, self._token_ids), self._most))
-        if not (self._is_watched or is_full) and self._ending_ids.isdisjoint(newest):
-            return []
-        return [
-            one
-            for one, token in zip(self.completions, newest, strict=True)
-            if one.is_watched or token in one.ending_ids or one.is_full
-        ]
-
-
 class Completion:
     """One completion of a request: its tokens and its sequence in the cache.
 
     Attributes:
         handle: its sequence, if the executor has a cache manager.
-        item: what runs next.
+        chunk, chunk_start: the tokens that run next, and the position of the first.
+        is_final, policy: of the batch item that runs them.
         tokens: what has to run before the next token can be sampled: the prompt and, after a preemption, the output so
             far.
         prefilled: how many of `tokens` are in the cache, or on their way there.
@@ -187,6 +142,7 @@ class Completion:
         token_ids, states: the output's.
         num_sampled: number of tokens sampled, those that the host does not know yet included.
         token_mask, logits_processor: see `Engine.add_request`.
+        awaited_mask: the mask, if it is computed elsewhere.
     """
 
     def __init__(self, request: Request, index: int, seed: int, tokenizer: Tokenizer | None) -> None:
@@ -204,11 +160,14 @@ class Completion:
         self.is_swapped = False
         self.tokens: Sequence[int] = request.prompt
         self.prefilled = self.num_sampled = self.num_ran = 0
-        self.item = RunningItem(self.seq_id, (), metadata=request.metadata, embeds=request.embeds)
+        self.chunk: list[int] = []
+        self.chunk_start = 0
+        self.is_final = True
+        self.policy: LogitsPolicy = FullLogits()
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
         self.token_mask = request.token_masks[index] if request.token_masks else None
-        self._awaited = self.token_mask if isinstance(self.token_mask, AwaitedMask) else None
+        self.awaited_mask = self.token_mask if isinstance(self.token_mask, AwaitedMask) else None
         self.logits_processor = request.logits_processors[index] if request.logits_processors else None
         self.is_watched = tokenizer is not None or self.token_mask is not None
         self.last_of_prompt = len(request.prompt) - 1
@@ -278,27 +237,32 @@ class Completion:
 
         Wait for it until `deadline`, in seconds of `perf_counter`, if masks of it are quick or nothing else can run.
         """
-        if self._awaited is None:
+        if self.awaited_mask is None:
             return True
         if self.is_behind:  # nobody can ask for the mask behind a token that only the device knows
-            return self._awaited.is_quick
-        waits = is_alone or self._awaited.is_quick
-        return self._awaited.is_ready(deadline - perf_counter() if waits else 0.0)
+            return self.awaited_mask.is_quick
+        waits = is_alone or self.awaited_mask.is_quick
+        return self.awaited_mask.is_ready(deadline - perf_counter() if waits else 0.0)
 
     def close_mask(self) -> None:
         """Free what its mask holds elsewhere."""
-        if self._awaited is not None:
-            self._awaited.close()
+        if self.awaited_mask is not None:
+            self.awaited_mask.close()
 
     def tokens_from(self, start: int) -> list[int]:
         """Return the tokens from that position on."""
         beyond = start - len(self.request.prompt)
         return self.token_ids[beyond:] if beyond >= 0 else [*self.request.prompt[start:], *self.token_ids]
 
+    @property
+    def drafts(self) -> list[int]:
+        """The drafts that run behind the newest token in the next step, if it decodes."""
+        return self.chunk[1:]
+
     def hold(self, handle: KvCacheHandle | None) -> None:
         """Set its sequence in the cache, or None; tokens that it holds already are not run."""
-        self.handle, self.prefilled = handle, 0 if handle is None else handle.num_tokens
-        self.item.move((), self.prefilled, kv_cache=handle)
+        self.handle = handle
+        self.prefilled = 0 if handle is None else handle.num_tokens
 
     def requeue(self) -> None:
         """Drop its K/V: all of its tokens run again."""
@@ -307,11 +271,25 @@ class Completion:
         self.tokens = self.tokens_from(0)
 
     def start_over(self) -> None:
-        """Drop its K/V while its item is to run: the item then begins with the tokens that were in the cache."""
-        end = self.item.pos_offset + len(self.item.q_tokens)
+        """Drop its K/V while it is to run: what runs then begins with the tokens that were in the cache."""
+        end = self.chunk_start + len(self.chunk)
         self.hold(None)
-        self.item.move(self.tokens_from(0)[:end], 0)
+        self.chunk = self.tokens_from(0)[:end]
+        self.chunk_start = 0
         self.prefilled = end
+
+    def item(self) -> UnifiedBatchItem:
+        """Return a batch item of what runs next."""
+        return UnifiedBatchItem(
+            seq_id=self.seq_id,
+            q_tokens=self.chunk,
+            kv_cache=self.handle,
+            pos_offset=self.chunk_start,
+            is_final_chunk=self.is_final,
+            metadata=self.request.metadata,
+            logits_policy=self.policy,
+            embeds=self.request.embeds,
+        )
 
     def whole_spans(self, count: int) -> int:
         """Return how many tokens to prefill in place of `count`, so that no span of its prompt's rows is cut."""
@@ -325,19 +303,23 @@ class Completion:
         return 1 if start >= end else _fixed_end(start, end, self.request.embeds) - start
 
     def take_chunk(self, count: int) -> None:
-        """Set the item to the next `count` tokens to prefill."""
-        end, wants_all = self.cached + count, self.wants_prompt_rows
-        policy = VerifyLogits() if wants_all else FullLogits()
-        chunk = list(self.tokens[self.cached : end])
+        """Let the next `count` tokens to prefill run next."""
+        start = self.cached
+        end = start + count
+        wants_all = self.wants_prompt_rows
+        self.chunk = list(self.tokens[start:end])
+        self.chunk_start = start
+        self.policy = VerifyLogits() if wants_all else FullLogits()
         # Output that runs again gets logits, so that it runs as before, as by a graph of decode steps.
-        is_final = wants_all or end == len(self.tokens) or self.cached >= len(self.request.prompt)
-        self.item.move(chunk, self.cached, is_final_chunk=is_final, logits_policy=policy)
+        self.is_final = wants_all or end == len(self.tokens) or start >= len(self.request.prompt)
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
-        """Set the item to the newest token, which only the device may know, followed by drafts."""
-        policy = VerifyLogits() if drafts else FullLogits()
+        """Let the newest token, which only the device may know, run next, followed by drafts."""
         newest = _UNKNOWN if self.is_behind else self.token_ids[-1]
-        self.item.move([newest, *drafts], self.cached, logits_policy=policy)
+        self.chunk = [newest, *drafts]
+        self.chunk_start = self.cached
+        self.policy = VerifyLogits() if drafts else FullLogits()
+        self.is_final = True
 
     def finish_reason(self) -> str | None:
         """Update the text; return the finish reason if the newest token ends the output, else None."""

@@ -41,25 +41,37 @@ class Proposer(Protocol):
         """Free everything held in the target's cache; return False if nothing was held."""
 
 
-def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:
-    """Set the next tokens of decoding completions' items, with drafts if there is a proposer; return these, or None.
-
-    If a proposer raises or proposes invalid tokens, it forgets these completions; the output does not change.
+class Drafter:
+    """The drafts of a step. If a proposer raises or proposes invalid tokens, it forgets its completions; the output does
+    not change.
     """
-    if proposer is None or not decodes:
-        for completion in decodes:
-            completion.follow()
-        return None
-    limits = [one.request.max_tokens - len(one.token_ids) - 1 for one in decodes]
-    warn = partial(_LOG.warning, "no drafts in this step: %s")
-    drafts = attempt(warn, _propose, proposer, decodes, limits, vocab_size)
-    if drafts is None:
-        drafts = Drafts([[] for _ in decodes])
-        for completion in decodes:
-            quietly(proposer.forget, completion)
-    for completion, token_ids in zip(decodes, drafts.token_ids, strict=True):
-        completion.follow(token_ids)
-    return drafts if any(drafts.token_ids) else None
+
+    def __init__(self, proposer: Proposer, vocab_size: int, manager: PagedKvCacheManager | None) -> None:
+        self._proposer, self._vocab_size, self._manager = proposer, vocab_size, manager
+
+    def draft(self, decodes: Sequence[Completion]) -> Drafts | None:
+        """Let the newest tokens of completions run next, and drafts behind them; return these, None if there are none."""
+        limits = [one.request.max_tokens - len(one.token_ids) - 1 for one in decodes]
+        warn = partial(_LOG.warning, "no drafts in this step: %s")
+        drafts = attempt(warn, _propose, self._proposer, decodes, limits, self._vocab_size)
+        if drafts is None:
+            drafts = Drafts([[] for _ in decodes])
+            for completion in decodes:
+                self.forget(completion)
+        for completion, token_ids in zip(decodes, drafts.token_ids, strict=True):
+            completion.follow(token_ids)
+        return drafts if any(drafts.token_ids) else None
+
+    def forget(self, completion: Completion) -> None:
+        """Drop the state of a completion that has ended or was preempted."""
+        quietly(self._proposer.forget, completion)
+
+    def make_room(self) -> bool:
+        """Free everything that drafts hold in the target's cache; return False if they hold nothing."""
+        if self._manager is None:
+            return False
+        warn = partial(_LOG.warning, "drafts gave no room: %s")
+        return bool(attempt(warn, self._proposer.make_room, self._manager))
 
 
 def _propose(proposer: Proposer, decodes: Sequence[Completion], limits: Sequence[int], vocab_size: int) -> Drafts:

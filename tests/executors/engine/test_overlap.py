@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from paged import Engine, EngineConfig, SamplingParams
 from paged.batch import DrawToken, UnifiedBatch, UnifiedBatchItem
 from paged.errors import InvalidInputError, OutOfBlocksError, SequenceTooLongError
-from paged.executors.requests.request import RunningItem
 from paged.executors.sampling.sampler import Sampler
 from paged.staging import HostCopy
 from tests.executors.engine.answers import ANSWERS
@@ -171,34 +170,22 @@ def test_one_that_ends_early(device: torch.device) -> None:
     assert found.num_cached_tokens == (len(text) - 1) // 8 * 8, "blocks of known tokens are published, and no others"
 
 
-def test_a_batch_that_follows_is_not_checked_again(device: torch.device) -> None:
-    """Unless it was run twice, another call came between, or it would grow too long; it answers as one that is."""
-    executor, other = (make_executor(device, max_sequence_length=6) for _ in range(2))
-    ids = torch.tensor([5, 7], device=device)
-    items = [RunningItem(name, ()) for name in ("a", "b")]
-    for one in (executor, other):
-        one.unified_decode(UnifiedBatch([UnifiedBatchItem("a", [1, 2, 3]), UnifiedBatchItem("b", [4])]))
-    assert executor.kv_manager is not None
-    for item, handle in zip(items, executor.kv_manager.handles(), strict=True):
-        item.move((0,), handle.num_tokens, kv_cache=handle)
-    batch = UnifiedBatch(items, ids, is_stacked=True)
-    for length in (4, 5, 6):
-        fresh = [UnifiedBatchItem("a", [5], pos_offset=length - 1), UnifiedBatchItem("b", [7], pos_offset=length - 3)]
-        checked = Mock(wraps=executor._check_items)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executor, "_check_items", checked)
-            answers = executor.unified_decode(batch)
-        assert checked.called == (length < 6)
-        assert torch.equal(answers, other.unified_decode(UnifiedBatch(fresh, is_stacked=True)))
-        if length == 4:
-            with pytest.raises(InvalidInputError, match="pos_offset 3, expected 4"):
-                executor.unified_decode(batch)
-        batch = batch.following(ids)
-    with pytest.raises(SequenceTooLongError):
-        executor.unified_decode(batch)
-    executor.truncate_kv(items[0].kv_cache, 4)
-    with pytest.raises(InvalidInputError, match="pos_offset 6, expected 4"):
-        executor.unified_decode(batch)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_batches_of_the_engine_are_not_checked_again(
+    overlap: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are valid and hold their capacity. One that a caller makes anew is checked, and has the same answers."""
+    executor = make_executor(device, num_blocks=64)
+    checked = Mock(wraps=executor._check_items)
+    monkeypatch.setattr(executor, "_check_items", checked)
+    config = EngineConfig(overlap=overlap)
+    assert run(Engine(executor, config), PROMPTS, TEN) == ANSWERS
+    assert not checked.called
+    decode = executor.unified_decode
+    monkeypatch.setattr(executor, "unified_decode", lambda batch: decode(replace(batch, is_stacked=False)))
+    assert run(Engine(executor, config), PROMPTS, TEN) == ANSWERS
+    assert checked.called
+    executor.kv_manager.check_integrity()
 
 
 def test_drain_reads_what_is_under_way(device: torch.device) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from paged import EngineConfig, RequestOutput, SamplingParams
+from paged.executors.engine.batch import Rows
+from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.engine.scheduler import Plan, Scheduler, StepPacer
 from paged.executors.requests.output import CompletionOutput
-from paged.executors.requests.request import Completion, Request, Rows, State
+from paged.executors.requests.request import Completion, Request, State
 
 
 class Numbers:
@@ -57,12 +59,8 @@ def scheduler_of(
     *lengths: int, room: int = 1000, host: int = 0, decode_cost: int = 1, **config: Any
 ) -> tuple[Scheduler, Numbers]:
     """A scheduler to which requests of these lengths were added, and its cache."""
-
-    def refuse(completion: Completion, reason: str) -> None:
-        raise AssertionError(f"{completion!r} was not admitted: {reason}")
-
     space = Numbers(room, host)
-    scheduler = Scheduler(EngineConfig(**config), space, refuse, decode_cost=decode_cost)
+    scheduler = Scheduler(EngineConfig(**config), space, EngineMetrics(), decode_cost=decode_cost)
     for number, length in enumerate(lengths):
         scheduler.add(make(number, length))
     return scheduler, space
@@ -73,8 +71,8 @@ def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
     ended = []
     for completion in [*plan.decodes, *plan.chunks]:
         if completion.state is State.PREFILL:
-            completion.prefilled = completion.item.pos_offset + len(completion.item.q_tokens)
-        if completion.item.is_final_chunk:
+            completion.prefilled = completion.chunk_start + len(completion.chunk)
+        if completion.is_final or completion.state is State.DECODE:
             if completion.state is State.PREFILL:
                 scheduler.to_decoding(completion)
             ended.append(completion)
@@ -85,7 +83,7 @@ def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
 
 def rows(plan: Plan) -> dict[int, int]:
     """How many tokens of each request run."""
-    pairs = [(one, 1) for one in plan.decodes] + [(one, len(one.item.q_tokens)) for one in plan.chunks]
+    pairs = [(one, 1) for one in plan.decodes] + [(one, len(one.chunk)) for one in plan.chunks]
     return {int(one.request.request_id): count for one, count in pairs}
 
 
@@ -139,11 +137,11 @@ def test_the_last_in_rank_is_preempted_and_waits_for_an_end() -> None:
     assert (victim.request.request_id, victim.state, victim.cached, victim.handle) == (1, State.WAITING, 0, None)
     assert victim not in space.held
     assert rows(scheduler.plan()) == {2: 1, 0: 1}, "there is room, but it was too little"
-    spared = [one for one in scheduler.decoding if one.request.request_id == 0]
-    assert scheduler.preempt(spared).request.request_id == 2
+    first = scheduler.preempt()
+    assert first.request.request_id == 0
     assert scheduler.preempt() is None, "one must run on"
-    scheduler.remove(spared[0])
-    assert rows(scheduler.plan()) == {2: 11, 1: 11}, "with the tokens they had"
+    scheduler.remove(scheduler.decoding[0])
+    assert rows(scheduler.plan()) == {0: 11, 1: 11}, "with the tokens they had"
 
 
 def test_what_is_swapped_decodes_on() -> None:

@@ -1,4 +1,4 @@
-"""StepRunner and HandleRunner: what fails ends alone, and any executor will do."""
+"""StepRunner: what fails ends alone, and any executor will do."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def test_one_that_cannot_run_fails_alone(device: torch.device, monkeypatch: pyte
     expected = [answer[:3] if at == 2 else answer for at, answer in enumerate(ANSWERS)]
     assert [one.outputs[0].token_ids for one in outputs] == expected
     assert engine.metrics.finished == {"length": 4, "error": 1}
-    assert engine.metrics.failed_forwards == 3, "of five, of two, of one"
+    assert engine.metrics.failed_forwards == 2, "of five, of one"
 
 
 @pytest.mark.parametrize(("n", "ahead"), [(1, False), (3, False), (1, True)])
@@ -59,7 +59,7 @@ def test_an_error_that_does_not_come_again_ends_none(
 
     def flaky(*_: Any) -> None:
         calls[0] += 1
-        if calls[0] in (1, 7, 12):
+        if calls[0] in (1, 13, 15 + 10 * n):  # each in a forward of all
             raise RuntimeError("a moment of weakness")
 
     spy(monkeypatch, executor, flaky)

@@ -1,0 +1,147 @@
+"""Runs the forward of a step. After an error each of its sequences runs alone, once, so that one takes no other along."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from paged.batch import CapturedStates, UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.errors import RankFailedError
+from paged.executors.engine.batch import StepBatch
+from paged.executors.engine.cache_space import BlockSpace, TokenSpace
+from paged.executors.engine.metrics import EngineMetrics
+from paged.executors.engine.serial_calls import SerialCalls, WrongResultsError
+from paged.executors.isolation import describe, quietly, raise_exit
+from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
+from paged.executors.requests.request import Completion
+from paged.executors.row_batches import results_mismatch
+from paged.executors.unified_executor import Answers
+
+_LOG = logging.getLogger("paged")
+
+
+class CallResults(NamedTuple):
+    """The completions of a call, and its answers: one for each item, or in one tensor those of the final ones."""
+
+    completions: list[Completion]
+    answers: Answers
+
+
+class StepRunner:
+    """Runs steps on any executor.
+
+    If results do not fit the items, the state of the caches is unknown, and all of that call fail.
+
+    Attributes:
+        failed: completions that cannot run, with the reason; the caller ends them and empties the list.
+    """
+
+    def __init__(self, executor: ModelExecutor, space: BlockSpace | TokenSpace, metrics: EngineMetrics) -> None:
+        self._executor = executor
+        self._space = space
+        self._metrics = metrics
+        self._serial = None if executor.supports_native_unified_decode() else SerialCalls(executor)
+        self.failed: list[tuple[Completion, str]] = []
+
+    def run(self, step: StepBatch) -> list[CallResults]:
+        """Run what can; a step that runs ahead runs whole or, after an error, not at all.
+
+        Raises:
+            ExecutorShutDownError, RankFailedError: nothing can run any more.
+        """
+        if step.batch is None:
+            return self._run_apart(step.completions)
+        try:
+            return [CallResults(step.completions, self._forward(step.completions, step.batch))]
+        except (ExecutorShutDownError, RankFailedError):
+            raise
+        except WrongResultsError as error:
+            self._metrics.failed_forwards += 1
+            self._fail_all(step.completions, error)
+            return []
+        except BaseException as error:
+            raise_exit(error)
+            self._metrics.failed_forwards += 1
+            if step.batch.prepared is not None:  # it may have come before the forward
+                step.batch.prepared.rollback()
+            if step.is_ahead:
+                _LOG.warning("the next step was not launched ahead: %s", describe(error))
+                return []
+            if len(step.completions) == 1:
+                self._fail_all(step.completions, error)
+                return []
+        for completion in step.completions:
+            if step.rows is not None:
+                completion.follow()
+            self._start_over(completion)
+        return self._run_apart(step.completions)
+
+    def _run_apart(self, completions: Sequence[Completion]) -> list[CallResults]:
+        """Run each completion in a call of its own; those that raise fail."""
+        results = []
+        for completion in completions:
+            try:
+                batch = self._space.reserve([completion])
+                answers = self._forward([completion], batch)
+            except (ExecutorShutDownError, RankFailedError):
+                raise
+            except BaseException as error:
+                raise_exit(error)
+                self._metrics.failed_forwards += 1
+                self._fail_all([completion], error)
+            else:
+                results.append(CallResults([completion], answers))
+        return results
+
+    def _forward(self, completions: list[Completion], batch: UnifiedBatch) -> Answers:
+        """Make one call; return per item None if it is not final, else logits [V], or [rows, V] for VerifyLogits."""
+        if self._serial is not None:
+            answers: Answers = self._serial.run(completions)
+        else:
+            answers = self._executor.unified_decode(batch)
+        if isinstance(answers, torch.Tensor):
+            count = answers.shape[0]  # six times as fast as `len`
+            columns = batch.columns
+            expected = len(columns.counts) if columns.is_decode else sum(map(answer_rows, batch.items))
+            mismatch = None
+            if count != expected:
+                mismatch = f"{count} results for {len(columns.counts)} items, expected {expected}"
+        else:
+            mismatch = results_mismatch(batch.items, answers)
+        if mismatch is not None:
+            raise WrongResultsError(mismatch)
+        if batch.captured is not None:
+            _keep_states(completions, batch.captured, self._executor.weights_generation)
+        return answers
+
+    def _start_over(self, completion: Completion) -> None:
+        """Forget the K/V of a completion whose executor may have run a part of a call that raised."""
+        if self._executor.kv_manager is None and completion.prefilled:
+            quietly(self._space.release, completion)
+            completion.start_over()
+
+    def _fail_all(self, completions: Sequence[Completion], error: BaseException) -> None:
+        self.failed += [(completion, describe(error)) for completion in completions]
+
+
+def answer_rows(item: UnifiedBatchItem) -> int:
+    """Return the number of rows that an item's answer has."""
+    return len(item.q_tokens) if type(item.logits_policy) is VerifyLogits else item.is_final_chunk
+
+
+def _keep_states(completions: Sequence[Completion], captured: CapturedStates, generation: int) -> None:
+    """Give each completion that asks for states those of the tokens of its item, by weights of `generation`."""
+    end = 0
+    for completion in completions:
+        begin = end
+        end += len(completion.chunk)
+        if completion.states is None:
+            continue
+        assert captured.hidden_states is not None
+        rows = {"hidden_states": captured.hidden_states[begin:end].to(torch.float32, copy=True)}
+        if captured.routed_experts is not None:
+            rows["routed_experts"] = captured.routed_experts[begin:end].clone()
+        completion.states.add(completion.chunk_start, rows, generation)
