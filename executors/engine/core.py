@@ -274,6 +274,10 @@ class EngineCore:
                 if begin == end:
                     continue
                 rows = answers[begin:end] if isinstance(answers, torch.Tensor) else _as_rows(answers[index])
+                if rows.is_floating_point() and rows.shape != (end - begin, self._vocab_size):
+                    error = WrongResultsError(f"logits {tuple(rows.shape)}, expected {end - begin, self._vocab_size}")
+                    self._fail(completion, describe(error))
+                    continue
                 if is_prompt and is_verified:
                     attempt(partial(self._fail, completion), self._score_prompt, completion, rows, output)
                     rows = rows[-1:]
@@ -351,9 +355,6 @@ class EngineCore:
     def _score_prompt(self, completion: Completion, logits: torch.Tensor, output: StepOutput) -> None:
         """Begin to copy the log probabilities of the prompt tokens that follow a chunk's, each of them once."""
         request, count = completion.request, completion.params.prompt_logprobs
-        expected = (len(completion.chunk), self._vocab_size)
-        if logits.shape != expected:
-            raise WrongResultsError(f"logits {tuple(logits.shape)}, expected {expected}")
         begin = request.num_prompt_rows
         end = min(completion.cached, len(request.prompt) - 1)
         if end > begin:  # else it runs again after a preemption

@@ -23,7 +23,7 @@ from paged import (
 )
 from paged.executors.engine.cache_space import BlockSpace
 from paged.executors.engine.core import EngineCore
-from paged.executors.engine.step_runner import StepRunner
+from paged.executors.engine.runner import StepRunner
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.executors.unified_executor import UnifiedExecutor
@@ -103,8 +103,8 @@ FAULTS = {
     "sampling": Fault(Sampler, ("sample", "verify"), lambda _, logits, completions, *rest: completions, "after"),
     "admission": Fault(BlockSpace, ("_take_blocks", "_growth_of"), lambda _, completion: [completion], "before"),
     "fork": Fault(BlockSpace, ("fork",), lambda _, source, target: [target], "before"),
-    "forward": Fault(StepRunner, ("_forward",), lambda _, group: group, "shape"),
-    "logits": Fault(StepRunner, ("_forward",), lambda _, group: group, "nan"),
+    "forward": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "shape"),
+    "logits": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "nan"),
     "metrics": Fault(EngineCore, ("_finish",), lambda _, completion, reason: [completion], "metrics"),
 }
 CASES = st.fixed_dictionaries({
