@@ -3,7 +3,7 @@
     python examples/oracle.py
 
 `PagedAttentionExecutor` embeds token t as a one-hot vector and uses it as Q, K and V. So the attention output is a
-weighted histogram of the visible tokens. Here changed kernels lose a key or see a future one, and the oracle finds them.
+weighted histogram of the visible tokens. Here changed kernels lose a key or see a future one; the oracle finds them.
 Every row is compared: the last row of a prompt has no future, so it is right even if all others see the next token.
 """
 
@@ -50,7 +50,7 @@ def expected_logits(tokens: Sequence[int]) -> torch.Tensor:
 
 
 def check() -> None:
-    """Compare every row of a prompt in two chunks, and of a prompt and a decode step beside it, with the closed form."""
+    """Compare every row of a prompt in two chunks, of another prompt and of a decode step with the closed form."""
     manager = PagedKvCacheManager(PagedKvCacheConfig(num_layers=2, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM))
     executor = PagedAttentionExecutor(PagedExecutorConfig(VOCAB_SIZE, 2, NUM_HEADS, NUM_HEADS, HEAD_DIM), manager)
     sequences = {"a": [3, 3, 9, 200, 3], "b": list(range(40))}

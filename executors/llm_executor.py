@@ -76,6 +76,8 @@ class LlmExecutor(UnifiedExecutor):
         )
         super().__init__(info, sequences, memory)
         self._ranks = self._lm.ranks
+        if self._ranks.rank:
+            self.refusal = f"rank {self._ranks.rank} of {self._ranks.size}: it can only `serve`; rank 0 drives"
         self._driver: Driver | None = None
         self._generation = HfConfig({}, "generation_config.json")
         if self._ranks.size > 1 and self._ranks.rank == 0:
@@ -148,10 +150,6 @@ class LlmExecutor(UnifiedExecutor):
             follow(cast(PagedCausalLM, self.model))
         finally:
             super().shutdown()
-
-    def _check_rank(self) -> None:
-        if self._ranks.rank:
-            raise UnsupportedError(f"rank {self._ranks.rank} of {self._ranks.size}: it can only `serve`; rank 0 drives")
 
     def _alike(self, kind: Kind, *words: str) -> AbstractContextManager[None]:
         """Return the context of a call that every rank makes on its own."""
@@ -355,7 +353,7 @@ class LlmExecutor(UnifiedExecutor):
                 self._lm.set_lora_adapter_for_cache(item.cache_id, item.metadata["lora_adapter"])
 
     def _run(self, batch: UnifiedBatch) -> Answers:
-        if isinstance(self._lm, PagedCausalLM) and not batch.is_plain:
+        if isinstance(self._lm, PagedCausalLM) and (batch.prepared is not None or not batch.is_plain):
             return self._lm.run_batch(batch, is_checked=True)
         return self._lm.unified_forward(batch.items)
 

@@ -54,6 +54,8 @@ class UnifiedExecutor(ModelExecutor):
     """
 
     metadata_keys = frozenset({"lora_adapter"})
+    # Why calls are refused, where another process drives this one.
+    refusal: str | None = None
 
     def __init__(
         self, info: ModelInfo, sequences: PagedKvCacheManager | AdaptedModel, memory: MemoryRequirements
@@ -193,7 +195,8 @@ class UnifiedExecutor(ModelExecutor):
         meter = self._meter
         if meter.state is ExecutorState.SHUTDOWN:
             raise ExecutorShutDownError(f"{self._info.model_id}: the executor was shut down")
-        self._check_rank()
+        if self.refusal is not None:
+            raise UnsupportedError(self.refusal)
         meter.state = ExecutorState.BUSY
         try:
             with torch.no_grad():
@@ -203,9 +206,6 @@ class UnifiedExecutor(ModelExecutor):
             meter.state = ExecutorState.READY if isinstance(error, PagedError) else ExecutorState.FAILED
             raise
         meter.state = ExecutorState.READY
-
-    def _check_rank(self) -> None:
-        """Raise UnsupportedError if another process drives this one."""
 
     def _logits_of(self, groups: Sequence[Sequence[UnifiedBatchItem]], work: ForwardWork) -> list[torch.Tensor]:
         """Run all groups of final items in one forward; return the logits [len(group), V] of each."""
@@ -309,7 +309,9 @@ class UnifiedExecutor(ModelExecutor):
         return handle
 
 
-def _answers_by_item(items: Sequence[UnifiedBatchItem], answers: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _answers_by_item(
+    items: Sequence[UnifiedBatchItem], answers: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
     """Return one answer for each item, None for those that are not final.
 
     Raises:

@@ -151,11 +151,12 @@ class PagedCausalLM(DecoderOnlyLLM):
         """
         if not is_checked:
             self._check(batch)
-        self.memory.check_awake()
+        if self.memory.level:
+            self.memory.check_awake()
         draws = None
         if self.ranks.size > 1:
             draws = self._draws_on_ranks(batch)
-        with torch.no_grad(), forward_step(self.kv_manager, batch) as step:
+        with torch.no_grad(), batch.prepared or forward_step(self.kv_manager, batch) as step:
             rows, was_replayed = self._run(step, draws)
             answers = answer_batch(rows, batch) if draws is None else _tokens_by_item(rows, batch)
         self._count(step, was_replayed=was_replayed)
@@ -244,9 +245,7 @@ class PagedCausalLM(DecoderOnlyLLM):
     def _check(self, batch: UnifiedBatch) -> None:
         """Raise unless the items can run."""
         handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
-        validate_items(
-            batch.items, handles, vocab_size=self._config.vocab_size, max_seq_len=self._config.max_seq_len
-        )
+        validate_items(batch.items, handles, vocab_size=self._config.vocab_size, max_seq_len=self._config.max_seq_len)
         check_embeds(batch.items, self.embeds_limits)
 
     def _logits(self, batch: UnifiedBatch) -> torch.Tensor:
@@ -259,7 +258,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         return logits
 
     def _run(self, step: ForwardStep, draws: Draws | None) -> tuple[torch.Tensor, bool]:
-        """Run a step on all ranks; return the logits of the wanted rows, or tokens, and whether a graph was replayed."""
+        """Run a step on all ranks; return the logits of the wanted rows, or tokens, and whether a graph ran."""
         row_slots = self.adapters.row_slots(step.handles, step.counts)
         shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
         if self.lead is None:
@@ -290,39 +289,44 @@ class PagedCausalLM(DecoderOnlyLLM):
         shape: shape of the graph that runs the step. row_slots: from `LoraAdapters.row_slots`.
         """
         with self.network.computing():
-            return self._run_step(step, shape, row_slots, draws)
+            if shape is not None:
+                logits, features = self.graphs.run(step, shape, row_slots)
+            else:
+                logits, features = self._run_layers(step, row_slots)
+            if self.drafts is not None and features is not None:
+                self.drafts.follow(step, features)
+            if step.returns_hidden or self.ranks.size == 1 or not len(logits):
+                return logits
+            return self._of_all_ranks(logits, draws)
 
-    def _run_step(
-        self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None, draws: Draws | None
-    ) -> torch.Tensor:
-        if shape is not None:
-            logits, features = self.graphs.run(step, shape, row_slots)
-        else:
-            lora = None if row_slots is None else self.adapters.batch(row_slots)
-            metadata, outputs = step.metadata, step.outputs
-            if lora is not None:
-                metadata = replace(metadata, lora=lora)
-            if step.embeds is not None:  # all rows: a mask is not over `outputs`
-                embeds, outputs = step.embeds.on(self.device, self.dtype, step.host.max_seqlen_q), None
-                metadata = replace(metadata, embeds=embeds)
-            if outputs is not None and row_slots is not None:
+    def _run_layers(
+        self, step: ForwardStep, row_slots: NDArray[np.int32] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run one forward without a graph; return as `run_step`, and the features of all tokens for a draft head."""
+        metadata, outputs = step.metadata, step.outputs
+        wants_all = len(step.row_ids) == len(step.token_ids)
+        if row_slots is not None:
+            metadata = replace(metadata, lora=self.adapters.batch(row_slots))
+            if outputs is not None:
                 own_slots = row_slots[step.row_ids]
                 outputs = replace(outputs, lora=self.adapters.batch(own_slots) if (own_slots >= 0).any() else None)
-            if step.captured is None:
-                hidden, features = self.network.run(step.input_ids, metadata, outputs)
-            else:
-                outputs = None
-                with capture_experts(self.network, step.captured):
-                    hidden, features = self.network.run(step.input_ids, metadata)
-                step.captured.hidden_states = hidden
-            wanted = hidden if outputs is not None else hidden[step.sample_rows]
-            logits = wanted.float() if step.returns_hidden else self.network.logits(wanted)
-        if self.drafts is not None and features is not None:
-            self.drafts.follow(step, features)
-        if step.returns_hidden:
-            return logits
-        if self.ranks.size == 1 or not len(logits):
-            return logits
+        if step.embeds is not None:  # all rows: a mask is not over `outputs`
+            embeds = step.embeds.on(self.device, self.dtype, step.host.max_seqlen_q)
+            metadata = replace(metadata, embeds=embeds)
+            outputs = None
+        if step.captured is None:
+            hidden, features = self.network.run(step.input_ids, metadata, outputs)  # [num_rows, hidden_size]
+        else:
+            outputs = None
+            with capture_experts(self.network, step.captured):
+                hidden, features = self.network.run(step.input_ids, metadata)
+            step.captured.hidden_states = hidden
+        if outputs is None and not wants_all:
+            hidden = hidden[step.sample_rows]
+        return hidden.float() if step.returns_hidden else self.network.logits(hidden), features
+
+    def _of_all_ranks(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+        """Return the logits of the whole vocabulary, or the tokens drawn from them, from every rank's part."""
         if draws is not None:
             count = self._num_candidates(draws)
             assert count is not None

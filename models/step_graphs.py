@@ -264,8 +264,12 @@ class StepGraphs:
         product = self._product[: shape.num_tokens]
 
         def begin() -> Callable[[], None]:
-            limits = {"max_seqlen_q": shape.longest_query, "max_seqlen_k": self.longest, "max_append": self._max_append}
-            metadata = AttentionMetadata.over(tensors, **limits)
+            metadata = AttentionMetadata.over(
+                tensors,
+                max_seqlen_q=shape.longest_query,
+                max_seqlen_k=self.longest,
+                max_append=self._max_append,
+            )
             metadata = replace(metadata, lora=LoraBatch(*lora) if lora else None)
 
             def run() -> None:

@@ -118,7 +118,8 @@ class ForwardStep:
             arrays.append(offsets)
         tensors = to_device([*arrays, *self.host.arrays], self.device)
         input_ids, sample_rows = tensors[:2]
-        self.copy_device_ids(input_ids)
+        if self.device_ids is not None:
+            self.copy_device_ids(input_ids)
         metadata = self.host.over(tensors[len(arrays) :])
         if wants_all:
             return input_ids, sample_rows, metadata, None

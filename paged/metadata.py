@@ -98,7 +98,7 @@ class AttentionMetadata:
             others=tuple(zip(other_tables, other_mappings, strict=True)),
             positions=positions,
             max_seqlen_q=max_seqlen_q,
-            plan=AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
+            plan=AttentionPlan.of_step(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
             host=host,
             recurrent=_recurrent(cu_seqlens_q, states, max_seqlen_q, max_append) if states else None,
         )

@@ -50,10 +50,6 @@ class Rows:
         self._is_watched = any(one.is_watched for one in completions)
         self._max_tokens = [one.max_tokens for one in completions]
 
-    def are(self, completions: list[Completion]) -> bool:
-        """Return whether these are the completions, over the same sequences of the cache."""
-        return self.completions == completions and self.handles == [one.handle for one in completions]
-
     def next_batch(self, manager: PagedKvCacheManager, newest: torch.Tensor | None) -> UnifiedBatch:
         """Reserve capacity for the newest token of each row, and return the batch that runs it.
 
@@ -62,11 +58,9 @@ class Rows:
         Raises:
             OutOfBlocksError: the cache has too few free blocks.
         """
-        tokens: NDArray[np.int64] | torch.Tensor
-        if newest is None:
+        tokens: NDArray[np.int64] | torch.Tensor | None = newest
+        if tokens is None:
             tokens = np.array([token_ids[-1] for token_ids in self._token_ids], np.int64)
-        else:
-            tokens = newest
         batch = object.__new__(_DecodeBatch)
         batch.__dict__.update(
             rows=self.completions,

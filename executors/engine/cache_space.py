@@ -10,8 +10,8 @@ import torch
 from paged.batch import UnifiedBatch
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.recurrent.boundaries import SCAN_CHUNK
-from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
-from paged.executors.engine.batch import Rows, captured_of
+from paged.errors import InvalidInputError, OutOfBlocksError
+from paged.executors.engine.batch import captured_of
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
 from paged.executors.unified_executor import UnifiedExecutor
@@ -31,7 +31,7 @@ class BlockSpace:
     ) -> None:
         """runs_apart: whether each sequence is a forward of its own, and begins without cached prefixes."""
         self._executor = executor
-        self._manager = manager
+        self.manager = manager
         self._admission_tokens = admission_tokens
         self._takes_prefixes = not runs_apart  # another's decodes may have computed them
         # Other executors check and reserve by themselves.
@@ -48,7 +48,7 @@ class BlockSpace:
     @property
     def free_blocks(self) -> str:
         """Return how many blocks are free, in words."""
-        stats = self._manager.stats()
+        stats = self.manager.stats()
         return f"{stats.free_blocks} of {stats.num_blocks}"
 
     def begin(self, running: Sequence[Completion]) -> None:
@@ -62,7 +62,7 @@ class BlockSpace:
         num_sequences = self._num_sequences + completion.num_sequences
         if num_sequences > self._most_sequences and not is_alone:
             return False
-        if was_swapped and not is_alone and self._growth >= self._manager.stats().free_blocks:
+        if was_swapped and not is_alone and self._growth >= self.manager.stats().free_blocks:
             return False
         try:
             self._take_blocks(completion)
@@ -70,7 +70,7 @@ class BlockSpace:
             return False
         growth = self._growth + self._growth_of(completion)
         # What came back from the host stays: to move it out again would cost more than to preempt another.
-        if growth > self._manager.stats().free_blocks and not is_alone and not was_swapped:
+        if growth > self.manager.stats().free_blocks and not is_alone and not was_swapped:
             self.release(completion)
             completion.hold(None)
             return False
@@ -85,18 +85,14 @@ class BlockSpace:
         assert completion.handle is not None
         limit, total = completion.cached + count, len(completion.tokens)
         may_leave_grid = most < SCAN_CHUNK
-        end = self._manager.chunk_end(completion.handle, limit, total, may_leave_grid=may_leave_grid)
+        end = self.manager.chunk_end(completion.handle, limit, total, may_leave_grid=may_leave_grid)
         return end - completion.cached
 
     def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
         """Return how many of the next `count` prompt tokens have free blocks beside the planned tokens of others."""
         assert completion.handle is not None
         others = [(one.handle, num_tokens) for one, num_tokens in planned if one.handle is not None]
-        return self._manager.fitting_tokens(completion.handle, count, others)
-
-    def reserve_rows(self, rows: Rows, newest: torch.Tensor | None) -> UnifiedBatch:
-        """Return the batch of the newest token of each row, with its capacity; see `Rows.next_batch`."""
-        return rows.next_batch(self._manager, newest)
+        return self.manager.fitting_tokens(completion.handle, count, others)
 
     def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
         """Return the batch of what completions run next, with its capacity.
@@ -108,24 +104,24 @@ class BlockSpace:
         """
         batch = _batch_of(completions, device_ids)
         if self._takes_prepared:
-            prepare(self._manager, batch)
+            prepare(self.manager, batch)
             return batch
         handles = [handle for handle in batch.columns.kv_caches if handle is not None]
-        reservation, _ = self._manager.reserve_step(handles, batch.columns.counts)
+        reservation, _ = self.manager.reserve_step(handles, batch.columns.counts)
         reservation.leave()  # the capacity stays for the executor's own reservation
         return batch
 
     def release(self, completion: Completion) -> None:
         """Free what a completion holds, if anything, through the executor, which may hold more for it."""
         # By its id: an interrupt may have come before the completion noted its handle.
-        if self._manager.get_handle(completion.seq_id) is not None:
+        if self.manager.get_handle(completion.seq_id) is not None:
             self._executor.release_cache(completion.seq_id)
 
     def swap_out(self, completion: Completion) -> bool:
         """Swap out the completion's own blocks; False if the host has too few."""
         assert completion.handle is not None
         try:
-            self._manager.swap_out(completion.handle)
+            self.manager.swap_out(completion.handle)
         except OutOfBlocksError:
             return False
         return True
@@ -133,12 +129,12 @@ class BlockSpace:
     def fork(self, source: Completion, target: Completion) -> None:
         """Let `target` begin with the blocks of `source`."""
         assert source.handle is not None
-        target.hold(self._manager.fork(source.handle, target.seq_id))
+        target.hold(self.manager.fork(source.handle, target.seq_id))
 
     def _take_blocks(self, completion: Completion) -> None:
         if completion.is_swapped:
             assert completion.handle is not None
-            self._manager.swap_in(completion.handle)
+            self.manager.swap_in(completion.handle)
             completion.is_swapped = False
         else:
             request, tokens = completion.request, completion.tokens
@@ -147,15 +143,15 @@ class BlockSpace:
             # A cached prefix has no logits, hidden states or experts.
             is_computed = completion.wants_prompt_rows or completion.states is not None or not self._takes_prefixes
             ids = None if is_computed else tokens
-            handle = self._manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
-            if self._has_draft_head and handle.num_tokens and self._manager.config.recurrent is None:
+            handle = self.manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
+            if self._has_draft_head and handle.num_tokens and self.manager.config.recurrent is None:
                 # The head needs the hidden state of the token before the first that runs: that token runs again.
                 # With recurrent layers there is no state before it, and the head sees 0 once.
                 try:
-                    self._manager.truncate(handle, handle.num_tokens - 1)
+                    self.manager.truncate(handle, handle.num_tokens - 1)
                 except InvalidInputError:  # that token sees one that the prefix has no block for in a window
-                    self._manager.free(handle)
-                    handle = self._manager.allocate(completion.seq_id, len(tokens), namespace=request.namespace)
+                    self.manager.free(handle)
+                    handle = self.manager.allocate(completion.seq_id, len(tokens), namespace=request.namespace)
             completion.hold(handle)
             if request.first_token is None:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
@@ -166,12 +162,13 @@ class BlockSpace:
         assert handle is not None
         if self._admission_tokens is not None:
             target = min(completion.num_tokens + self._admission_tokens, target)
-        return self._manager.config.blocks_to_grow(handle.num_tokens, handle.capacity, target)
+        return self.manager.config.blocks_to_grow(handle.num_tokens, handle.capacity, target)
 
 
 class TokenSpace:
     """Capacity without a cache manager; each sequence counts at its longest, so none must be preempted."""
 
+    manager = None
     takes_rows = False
     free_blocks = "an unknown number"
 
@@ -200,9 +197,6 @@ class TokenSpace:
 
     def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
         return count
-
-    def reserve_rows(self, rows: Rows, newest: torch.Tensor | None) -> UnifiedBatch:
-        raise UnsupportedError("sequences without a cache manager have no rows")
 
     def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
         return _batch_of(completions, device_ids)

@@ -42,8 +42,8 @@ class EngineConfig:
             chunks: the prompt's pieces of 256 tokens, which may exceed the budget, then one token each. No prefix is
             taken from the cache, steps do not overlap, and there is no speculation. On a CPU, `warmup` of its own
             executor chooses other kernels; that of others does not.
-        profiler_ranges: whether a step marks its parts for PyTorch's profiler, and through it for NVTX: "paged.schedule",
-            "paged.forward", "paged.sample" and "paged.update".
+        profiler_ranges: whether a step marks its parts for PyTorch's profiler, and through it for NVTX:
+            "paged.schedule", "paged.forward", "paged.sample" and "paged.update".
 
     Raises:
         InvalidInputError: a value has another type or is out of range.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -29,7 +28,7 @@ from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import NO_TOKEN, Completion, Request, State
 from paged.executors.sampling.logprobs import prompt_logprobs
-from paged.executors.sampling.rows import index_tensor, row_matrix
+from paged.executors.sampling.rows import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampled, SampledOnDevice, Sampler
 from paged.executors.speculation.drafting import Drafter, Proposer, aligned_drafts
 from paged.executors.unified_executor import Answers
@@ -39,7 +38,6 @@ _LOG = logging.getLogger("paged")
 # Logits of a step's prompt tokens whose log probabilities are wanted. At 12 bytes each, in the weights' dtype, in
 # float32 and normalised, 147 rows of a vocabulary of 152,000.
 _PROMPT_LOGITS = (256 << 20) // 12
-_UNPROFILED = nullcontext()
 
 
 class EngineCore:
@@ -96,6 +94,11 @@ class EngineCore:
         self._on_finish: list[Callable[[Completion], object]] = [self._sampler.forget, Completion.close_mask]
         if self._drafter is not None:
             self._on_finish.append(self._drafter.forget)
+        if config.profiler_ranges:
+            _mark_range(self._scheduler, "schedule", "paged.schedule")
+            _mark_range(self._runner, "run", "paged.forward")
+            _mark_range(self, "_sample_step", "paged.sample")
+            _mark_range(self, "_update", "paged.update")
         self._is_stepping = False
         self._aborted: list[Request] = []
         self._num_updates = 0
@@ -181,8 +184,9 @@ class EngineCore:
         """Launch the next forward, then read the tokens of the one before; the first forward is launched before."""
         if self._timed:
             self._expire(perf_counter())
-        if self._generation != self.generation:
-            self._generation = self.generation
+        generation = self.generation
+        if self._generation != generation:
+            self._generation = generation
             for request in self._requests.values():
                 request.begin_prompt_again()
         if self._in_flight is None:
@@ -203,32 +207,25 @@ class EngineCore:
     def _launch(self) -> StepOutput | None:
         """Launch what can run, and what samples from it; None if nothing does."""
         started = perf_counter()
-        with self._profiled("schedule"):
-            step = self._scheduler.schedule(self._in_flight)
-        self._fail_all(self._scheduler.refused)
+        step = self._scheduler.schedule(self._in_flight)
+        if self._scheduler.refused:
+            self._fail_all(self._scheduler.refused)
         if step is None:
             return None
         if step.chunks:
             self._begin(step.chunks)
         if step.drafts is not None:
             self.metrics.draft_tokens += sum(map(len, step.drafts.token_ids))
-        with self._profiled("forward"):
-            calls = self._runner.run(step)
-        self._fail_all(self._runner.failed)
+        calls = self._runner.run(step)
+        if self._runner.failed:
+            self._fail_all(self._runner.failed)
         if not calls:
             return None
         self.metrics.overlapped_steps += step.is_ahead
         output = StepOutput(step, started)
         self._count(step, calls)
-        with self._profiled("sample"):
-            completions, answers = self._final_rows(calls, output)
-            if completions:
-                self._sample(completions, answers, output)
+        self._sample_step(calls, output)
         return output
-
-    def _profiled(self, name: str) -> AbstractContextManager[object]:
-        """Return a range of the profiler if the configuration asks for it."""
-        return record_function(f"paged.{name}") if self.config.profiler_ranges else _UNPROFILED
 
     def _count(self, step: StepBatch, calls: Sequence[CallResults]) -> None:
         num_rows = sum(len(call.completions) for call in calls)
@@ -254,10 +251,17 @@ class EngineCore:
         for completion, policy in zip(final, policies, strict=True):
             completion.policy = policy
 
+    def _sample_step(self, calls: Sequence[CallResults], output: StepOutput) -> None:
+        """Sample for all completions whose answers have come."""
+        if output.step.chunks or len(calls) > 1:
+            completions, answers = self._final_rows(calls, output)
+        else:
+            completions, answers = calls[0]
+        if completions:
+            self._sample(completions, answers, output)
+
     def _final_rows(self, calls: Sequence[CallResults], output: StepOutput) -> tuple[list[Completion], Answers]:
         """Count the prompt tokens that ran; return the completions to sample for, forks too, and their answers."""
-        if not output.step.chunks and len(calls) == 1:
-            return calls[0]
         completions: list[Completion] = []
         parts: list[torch.Tensor] = []
         for group, answers in calls:
@@ -368,26 +372,25 @@ class EngineCore:
         output, self._in_flight = self._in_flight, None
         if output is None:
             return
-        with self._profiled("update"):
-            for request, read in output.prompts:
-                table = attempt(partial(self._end, request, "error"), read)
-                if table is not None and not request.output.finished:
-                    assert request.output.prompt_table is not None
-                    request.output.prompt_table += table
-            for rows, on_device in output.parts:
-                try:
-                    sampled = on_device.read()
-                except BaseException as error:
-                    raise_exit(error)
-                    self._fail_rows(rows, describe(error))
-                else:
-                    self._advance(rows, sampled, output.step)
-            now = perf_counter()
-            seconds = now - max(output.started, self._last_taken)
-            self._last_taken = now
-            self.metrics.step_time.observe(seconds)
-            if self._scheduler.pacer is not None and output.step.decodes:
-                self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
+        for request, read in output.prompts:
+            table = attempt(partial(self._end, request, "error"), read)
+            if table is not None and not request.output.finished:
+                assert request.output.prompt_table is not None
+                request.output.prompt_table += table
+        for rows, on_device in output.parts:
+            try:
+                sampled = on_device.read()
+            except BaseException as error:
+                raise_exit(error)
+                self._fail_rows(rows, describe(error))
+            else:
+                self._advance(rows, sampled, output.step)
+        now = perf_counter()
+        seconds = now - max(output.started, self._last_taken)
+        self._last_taken = now
+        self.metrics.step_time.observe(seconds)
+        if self._scheduler.pacer is not None and output.step.decodes:
+            self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
 
     def _publish(self, output: StepOutput) -> None:
         """Tell the cache the tokens of the blocks that a step has filled. An error leaves blocks unpublished."""
@@ -587,6 +590,18 @@ def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Propos
     if config.token_budget < cost:
         raise InvalidInputError(f"token_budget: {config.token_budget}, expected at least {cost}, with drafts")
     return cost
+
+
+def _mark_range(owner: object, name: str, label: str) -> None:
+    """Let a method of `owner` mark its time for PyTorch's profiler."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def marked(*args: Any) -> Any:
+        with record_function(label):
+            return method(*args)
+
+    setattr(owner, name, marked)
 
 
 def _deadline(request: Request) -> tuple[float, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Runs the forward of a step. After an error each of its sequences runs alone, once, so that one takes no other along."""
+"""Runs the forward of a step. After an error each of its sequences runs alone, once: one that fails ends alone."""
 
 from __future__ import annotations
 

@@ -112,9 +112,10 @@ class Scheduler:
 
     def rows_of(self, completions: list[Completion]) -> Rows:
         """Return the rows of completions, those of the last call if they are the same."""
-        if not self._rows.are(completions):
-            self._rows = Rows(completions)
-        return self._rows
+        rows = self._rows
+        if rows.completions != completions or rows.handles != [completion.handle for completion in completions]:
+            rows = self._rows = Rows(completions)
+        return rows
 
     def schedule(self, in_flight: StepOutput | None) -> StepBatch | None:
         """Plan the next step and reserve its capacity; None if nothing can run.
@@ -167,7 +168,7 @@ class Scheduler:
         self.refused.append((self.waiting[0], reason))
 
     def _reserve(self, plan: Plan, in_flight: StepOutput | None) -> StepBatch | None:
-        """Return the batch of a plan with its capacity; None if something was preempted or refused for lack of blocks."""
+        """Return the batch of a plan with its capacity; None if blocks lacked, so that it has to be planned anew."""
         decodes, chunks = plan
         drafts = None
         if self._drafter is not None and decodes:
@@ -211,8 +212,9 @@ class Scheduler:
             rows = self.rows_of(decodes)
             newest = None if in_flight is None else in_flight.newest_of(decodes, self._space.device)
             if rows.takes_batches and (newest is not None or not is_ahead):
-                batch = self._space.reserve_rows(rows, newest)
-                return StepBatch(decodes, decodes, [], None, batch, rows, is_ahead)
+                assert self._space.manager is not None
+                next_batch = rows.next_batch(self._space.manager, newest)
+                return StepBatch(decodes, decodes, [], None, next_batch, rows, is_ahead)
         if drafts is None:
             for completion in decodes:
                 completion.follow()

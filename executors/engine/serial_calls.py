@@ -26,7 +26,7 @@ class SerialCalls:
         self._executor = executor
 
     def run(self, completions: Sequence[Completion]) -> list[torch.Tensor | None]:
-        """Run what completions run next; return per completion None if its prompt goes on, else logits [V] or [n, V]."""
+        """Run what completions run next; return for each None if its prompt goes on, else logits [V] or [n, V]."""
         answers: dict[Completion, torch.Tensor | None] = {}
         decodes = [one for one in completions if one.is_decoding and len(one.chunk) == 1]
         if decodes:

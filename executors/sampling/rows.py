@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
@@ -33,90 +33,90 @@ class RowDrafts(NamedTuple):
     counts: NDArray[np.int64]
 
 
-@dataclass
 class SamplingRows:
-    """The parameters of each row on the device; they hold as long as the same completions stand in the same rows.
+    """The parameters of each row; they hold as long as the same completions stand in the same rows.
 
-    prompt_lengths: of each row's completion.
-    is_drawn: whether any row is drawn by chance.
-    filters: the temperature and those of `sample_tokens`' filters that any row asks for.
-    allowed: the rows that name tokens, each once, and these, as no others stay there.
-    biased: tokens, and what is added to the logits of each, float32 [m].
-    penalised, penalties: rows that have any, and of every row repetition, presence and frequency, float32 [n, 3].
-    penalised_rows: the former on the device, int64.
-    with_minimum: rows whose end tokens may have to wait.
-    reading: rows whose completions have a token mask or a logits processor.
-    with_logprobs: rows that want log probabilities, num_logprobs: the most that one wants, None where none wants any.
-    counted: the penalties of tokens that were sampled one a row, once there are some.
+    What only some rows need is made, on the device, when it is first asked for.
+
+    Attributes:
+        prompt_lengths: of each row's completion.
+        is_drawn: whether any row is drawn by chance.
+        is_free: whether only temperature and filters change the logits of any row.
+        is_plain: whether every row takes its best token, without rules.
+        penalised: rows that have penalties.
+        with_minimum: rows whose end tokens may have to wait.
+        reading: rows whose completions have a token mask or a logits processor.
+        with_logprobs: rows that want log probabilities.
+        num_logprobs: the most log probabilities that one wants; None if none wants any.
+        counted: the penalties of tokens that were sampled one a row, once there are some.
     """
 
-    completions: list[Completion]
-    prompt_lengths: NDArray[np.int64]
-    is_drawn: bool
-    hashed_seeds: NDArray[np.uint64]
-    filters: dict[str, torch.Tensor]
-    allowed: tuple[torch.Tensor, Pairs] | None
-    biased: tuple[Pairs, torch.Tensor] | None
-    penalised: list[int]
-    penalised_rows: torch.Tensor
-    penalties: torch.Tensor
-    with_minimum: list[int]
-    reading: list[int]
-    with_logprobs: list[int]
-    num_logprobs: int | None
-    counted: Penalties | None = None
-    _keys: tuple[int, Sequence[torch.Tensor]] = 0, ()
+    def __init__(self, completions: list[Completion], vocab_size: int, device: torch.device) -> None:
+        params = [one.params for one in completions]
+        self.completions = completions
+        self._params, self._vocab_size, self._device = params, vocab_size, device
+        self.prompt_lengths = np.array([len(one.request.prompt) for one in completions], np.int64)
+        self.hashed_seeds = hash_seeds(np.array([one.seed for one in completions], np.uint64))
+        self.is_drawn = not all(one.is_greedy for one in params)
+        self.penalised = [row for row, one in enumerate(params) if one.has_penalties]
+        self.with_minimum = [row for row, one in enumerate(params) if one.min_tokens]
+        self.reading = [row for row, one in enumerate(completions) if one.reads_tokens]
+        self.with_logprobs = [row for row, one in enumerate(params) if one.logprobs is not None]
+        self.num_logprobs = max((one.logprobs for one in params if one.logprobs is not None), default=None)
+        self._with_allowed = [row for row, one in enumerate(params) if one.allowed_token_ids]
+        self._with_biases = [row for row, one in enumerate(params) if one.logit_bias]
+        has_rules = self.penalised or self.with_minimum or self.reading or self._with_allowed or self._with_biases
+        self.is_free = not has_rules
+        self.is_plain = self.is_free and not self.is_drawn
+        self.counted: Penalties | None = None
+        self._keys: tuple[int, Sequence[torch.Tensor]] = 0, ()
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every row takes its best token, without rules."""
-        return not self.is_drawn and self.is_free
+    @cached_property
+    def filters(self) -> dict[str, torch.Tensor]:
+        """The temperature and those of `sample_tokens`' filters that any row asks for."""
+        return _filters(self._params, self._vocab_size, self._device)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether only temperature and filters change the logits of any row."""
-        own = self.penalised or self.with_minimum or self.reading
-        return self.allowed is None and self.biased is None and not own
+    @cached_property
+    def allowed(self) -> tuple[torch.Tensor, Pairs] | None:
+        """The rows that name tokens, each once, and these, as no others stay there."""
+        if not self._with_allowed:
+            return None
+        rows = [(row, self.completions[row].request.allowed_ids) for row in self._with_allowed]
+        return index_tensor(self._with_allowed, self._device), row_pairs(rows, self._device)
+
+    @cached_property
+    def biased(self) -> tuple[Pairs, torch.Tensor] | None:
+        """Tokens, and what is added to the logits of each, float32 [m]."""
+        if not self._with_biases:
+            return None
+        return _biased([(row, self.completions[row].request.biases) for row in self._with_biases], self._device)
+
+    @cached_property
+    def penalised_rows(self) -> torch.Tensor:
+        """`penalised` on the device, int64."""
+        return index_tensor(self.penalised, self._device)
+
+    @cached_property
+    def penalties(self) -> torch.Tensor:
+        """Repetition, presence and frequency penalty of every row, float32 [n, 3]."""
+        names = attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty")
+        return _columns(self._params, names, self._device)
 
     def positions(self, row_drafts: RowDrafts | None) -> NDArray[np.int64]:
         """Where each row's next token stands, behind drafts where there are some."""
         lengths = self.prompt_lengths + np.array([one.num_sampled for one in self.completions], np.int64)
         return lengths if row_drafts is None else lengths + row_drafts.counts
 
-    def next_keys(self, device: torch.device) -> torch.Tensor:
+    def next_keys(self) -> torch.Tensor:
         """The noise keys of the rows' next tokens, as `sample_tokens` takes them; made for some steps at once."""
         first, keys = self._keys
         step = self.completions[0].num_sampled - first
         if not 0 <= step < len(keys):
             ahead = self.positions(None) + np.arange(_STEPS_AHEAD)[:, None]
-            (made,) = to_device([split_keys(noise_keys(self.hashed_seeds, ahead, Stream.TOKEN))], device)
+            (made,) = to_device([split_keys(noise_keys(self.hashed_seeds, ahead, Stream.TOKEN))], self._device)
             keys, step = made.unbind(), 0
             self._keys = self.completions[0].num_sampled, keys
         return keys[step]
-
-
-def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.device) -> SamplingRows:
-    """Gather the parameters of all rows."""
-    params = [one.params for one in completions]
-    penalised = [row for row, one in enumerate(params) if one.has_penalties]
-    allowed = [(row, one.request.allowed_ids) for row, one in enumerate(completions) if one.params.allowed_token_ids]
-    biased = [(row, one.request.biases) for row, one in enumerate(completions) if one.params.logit_bias]
-    return SamplingRows(
-        completions=completions,
-        prompt_lengths=np.array([len(one.request.prompt) for one in completions], np.int64),
-        is_drawn=not all(one.is_greedy for one in params),
-        hashed_seeds=hash_seeds(np.array([one.seed for one in completions], np.uint64)),
-        filters=_filters(params, vocab_size, device),
-        allowed=(index_tensor([row for row, _ in allowed], device), row_pairs(allowed, device)) if allowed else None,
-        biased=_biased(biased, device) if biased else None,
-        penalised=penalised,
-        penalised_rows=index_tensor(penalised, device),
-        penalties=_columns(params, attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty"), device),
-        with_minimum=[row for row, one in enumerate(params) if one.min_tokens],
-        reading=[row for row, one in enumerate(completions) if one.reads_tokens],
-        with_logprobs=[row for row, one in enumerate(params) if one.logprobs is not None],
-        num_logprobs=max((one.logprobs for one in params if one.logprobs is not None), default=None),
-    )
 
 
 def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:

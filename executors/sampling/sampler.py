@@ -17,7 +17,8 @@ from paged.executors.sampling.logprobs import logprob_table, own_and_best
 from paged.executors.sampling.noise import Stream, noise_keys, split_keys, uniform
 from paged.executors.sampling.own_rules import own_rules
 from paged.executors.sampling.rejection_sampling import rejection_sample
-from paged.executors.sampling.rows import RowDrafts, SamplingRows, index_tensor, row_pairs, sampling_rows
+from paged.executors.sampling.rows import RowDrafts, SamplingRows, index_tensor, row_pairs
+from paged.kernels.common.operation import Bound
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
@@ -75,10 +76,13 @@ class Sampler:
         self._device = self.device = device
         self._counts: TokenCounts | None = None
         self._last: SamplingRows | None = None
+        self._best = Bound(greedy_argmax)
 
     def sample(self, logits: torch.Tensor, completions: list[Completion]) -> SampledOnDevice:
         """Sample one token for each completion, from logits float32 [n, V]."""
         rows = self._rows(completions)
+        if rows.is_plain and rows.num_logprobs is None:
+            return SampledOnDevice.of(self._best(logits))
         ruled = self._ruled(own_rules(logits, [(completions[row], row, ()) for row in rows.reading]), rows, None)
         tokens = self._choose(ruled, rows, None)
         if rows.num_logprobs is not None and not self._has_raw_logprobs:
@@ -156,16 +160,16 @@ class Sampler:
 
     def _rows(self, completions: list[Completion]) -> SamplingRows:
         if self._last is None or self._last.completions != completions:
-            self._last = sampling_rows(completions, self._vocab_size, self._device)
+            self._last = SamplingRows(completions, self._vocab_size, self._device)
         return self._last
 
     def _choose(self, ruled: _Ruled, rows: SamplingRows, row_drafts: RowDrafts | None) -> torch.Tensor:
         """Tokens int64 [n]; behind drafts, those that are proposed."""
         logits, penalties = ruled
         if rows.is_plain:
-            return greedy_argmax(logits)
+            return self._best(logits)
         if row_drafts is None:
-            keys = rows.next_keys(self._device)
+            keys = rows.next_keys()
         else:
             own = split_keys(noise_keys(rows.hashed_seeds, rows.positions(row_drafts), Stream.DRAFT))
             (keys,) = to_device((own,), self._device)

@@ -42,15 +42,16 @@ class Proposer(Protocol):
 
 
 class Drafter:
-    """The drafts of a step. If a proposer raises or proposes invalid tokens, it forgets its completions; the output does
-    not change.
+    """The drafts of a step.
+
+    If a proposer raises or proposes invalid tokens, it forgets its completions. The output does not change.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, manager: PagedKvCacheManager | None) -> None:
         self._proposer, self._vocab_size, self._manager = proposer, vocab_size, manager
 
     def draft(self, decodes: Sequence[Completion]) -> Drafts | None:
-        """Let the newest tokens of completions run next, and drafts behind them; return these, None if there are none."""
+        """Let the newest tokens of completions run next, and drafts behind them; return the drafts or None."""
         limits = [one.request.max_tokens - len(one.token_ids) - 1 for one in decodes]
         warn = partial(_LOG.warning, "no drafts in this step: %s")
         drafts = attempt(warn, _propose, self._proposer, decodes, limits, self._vocab_size)

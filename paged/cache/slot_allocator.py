@@ -47,6 +47,8 @@ class KvSlotAllocator:
     ) -> None:
         self.num_copies = 0
         self._block_size, self._num_tables = config.block_size, len(config.tables)
+        self._max_seq_len = config.max_seq_len
+        self._has_windows = any(table.sliding_window is not None for table in config.tables)
         self._is_publishing = config.enable_prefix_cache
         self._guard = guard
         self._prefixes = prefixes
@@ -88,7 +90,9 @@ class KvSlotAllocator:
 
         needs: from `_decode_needs`, if each sequence gets one token.
         """
-        undo = self._make_room(self._needs(self._unready(states, targets)) if needs is None else needs)
+        if needs is None:
+            needs = self._needs(self._unready(states, targets))
+        undo = self._make_room(needs) if needs else {}
         for state in states:
             if state.reservation is not None:
                 state.reservation.settle(state)
@@ -104,7 +108,8 @@ class KvSlotAllocator:
         states = self._sequences.of_step(handles, any_swapped=any_swapped)
         starts = [state.num_tokens for state in states]
         lengths, targets = np.array(starts, np.int64), list(map(add, starts, counts))
-        self._sequences.check_length(max(targets, default=0))
+        if self._max_seq_len is not None:
+            self._sequences.check_length(max(targets, default=0))
         needs = None
         if self._num_tables == 1 and counts.count(1) == len(counts):
             needs = self._decode_needs(states, lengths)
@@ -145,7 +150,8 @@ class KvSlotAllocator:
 
     def make_exclusive(self, spans: Sequence[Span]) -> None:
         """Make the spans writable: copy shared blocks, withdraw published ones."""
-        for undo in self._make_room(self._needs(spans)).values():
+        needs = self._needs(spans)
+        for undo in self._make_room(needs).values() if needs else ():
             self._pool.release(list(undo.replaced.values()))
 
     def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
@@ -204,8 +210,6 @@ class KvSlotAllocator:
 
         Returns data to undo this for each changed sequence. The caller owns the references to replaced blocks.
         """
-        if not needs:
-            return {}
         rollback, num_tables = self._guard.rollback, self._num_tables
         new_blocks = self._pool.allocate(_blocks_needed(needs))
         taken = iter(new_blocks)
@@ -243,7 +247,8 @@ class KvSlotAllocator:
             self._prefixes.append(states, token_ids)
         if self._recurrent is not None:
             self._recurrent.keep(inside, states)
-        self._window.drop_unseen(states)
+        if self._has_windows:
+            self._window.drop_unseen(states)
 
 
 def _spans(states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -110,7 +111,7 @@ class KvCacheTensors:
         """`PagedKvCacheManager.table_of`."""
         return self._caches[self.layer(layer)][0]
 
-    @property
+    @cached_property
     def bytes_per_block(self) -> int:
         """Bytes of one block: K and V of all layers of a table, scales included."""
         return sum(storage.nbytes // storage.shape[1] for storage in self.storages)

@@ -116,10 +116,24 @@ class AttentionPlan:
         """Check the lengths and keep them; nothing is launched yet."""
         check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), seq_lens.device)
         check_tensor("cu_seqlens_q", cu_seqlens_q, (len(seq_lens) + 1,), (torch.int32,), seq_lens.device)
-        self.cu_seqlens_q = cu_seqlens_q.contiguous()
-        self.seq_lens = seq_lens.contiguous()
-        self.max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q, 0, _INT32_MAX)
-        self.max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, 0, _INT32_MAX)
+        max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q, 0, _INT32_MAX)
+        max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, 0, _INT32_MAX)
+        self._keep(cu_seqlens_q.contiguous(), seq_lens.contiguous(), max_seqlen_q, max_seqlen_k)
+
+    @classmethod
+    def of_step(
+        cls, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int
+    ) -> AttentionPlan:
+        """Return the plan of contiguous lengths that are known to be right, as those of the cache manager."""
+        plan = cls.__new__(cls)
+        plan._keep(cu_seqlens_q, seq_lens, max_seqlen_q, max_seqlen_k)
+        return plan
+
+    def _keep(self, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int) -> None:
+        self.cu_seqlens_q = cu_seqlens_q
+        self.seq_lens = seq_lens
+        self.max_seqlen_q = max_seqlen_q
+        self.max_seqlen_k = max_seqlen_k
         # Flags and masks are kept with what was made of them, so that no other tensor can get their `id`.
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # What a `Bound` has bound to this step.

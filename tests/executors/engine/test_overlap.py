@@ -10,8 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paged import Engine, EngineConfig, SamplingParams
-from paged.batch import DrawToken, UnifiedBatch, UnifiedBatchItem
-from paged.errors import InvalidInputError, OutOfBlocksError, SequenceTooLongError
+from paged.batch import DrawToken, UnifiedBatch
+from paged.errors import OutOfBlocksError
 from paged.executors.sampling.sampler import Sampler
 from paged.staging import HostCopy
 from tests.executors.engine.answers import ANSWERS
