@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.cache.torch_ops import qk_norm_rope_and_cache as torch_op
 from paged.kernels.cache.torch_ops.reshape_and_cache import reshape_and_cache
 from paged.kernels.cache.write import (
     SCALE_CACHES,
@@ -32,6 +31,7 @@ from paged.kernels.common.launch import Compute, Launch, nothing, strides
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
+from paged.kernels.common.torch_ops.rows import rms_norm, rotary_embedding
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def qk_norm_rope_and_cache(
         has_work = num_tokens * (q.shape[1] + k.shape[1]) * head_dim > 0
         launch = _prepare(q, write, cos_sin_cache, eps, interleaved) if has_work else nothing
     elif k_scale is None and v_scale is None:  # which numba's kernel does not know
-        loops = loops_of(torch_op, q, *write[:4], weights=[q_weight, k_weight])
+        loops = loops_of("cache.numba_ops.qk_norm_rope_and_cache", q, *write[:4], weights=[q_weight, k_weight])
         if loops is not None:
             launch = loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
 
@@ -201,7 +201,7 @@ def qk_norm_rope_and_cache(
     ) -> torch.Tensor:
         if launch is None:
             rotated = q, k, positions, cos_sin_cache, q_weight, k_weight
-            wide_q, wide_k = torch_op.qk_norm_rope(*rotated, eps=eps, interleaved=interleaved)
+            wide_q, wide_k = _by_torch(*rotated, eps=eps, interleaved=interleaved)
             reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
             return q.copy_(wide_q)
         tensors = {
@@ -225,6 +225,27 @@ def qk_norm_rope_and_cache(
         return q
 
     return run
+
+
+def _by_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    *,
+    eps: float,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return normalised and rotated q and k in PyTorch, float32 and new."""
+    wide = torch.cat((q, k), 1).float()
+    wide_q, wide_k = wide.split((q.shape[1], k.shape[1]), 1)
+    if q_weight is not None and k_weight is not None:
+        rms_norm(wide_q, None, q_weight, wide_q, eps=eps)
+        rms_norm(wide_k, None, k_weight, wide_k, eps=eps)
+    rotary_embedding(positions, wide, None, cos_sin_cache, interleaved=interleaved)
+    return wide_q, wide_k
 
 
 def _check_ids(

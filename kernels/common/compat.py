@@ -68,11 +68,12 @@ _encoded = functools.cache(os.environ.encodekey)
 
 
 def setting(name: str) -> str:
-    """Return os.environ.get(name, ""), in 0.2 us instead of 1.3 if it is unset: every operation reads one or two."""
+    """Return os.environ.get(name, ""), in 0.2 us instead of 1.3: every operation outside of a forward reads two."""
     values = getattr(os.environ, "_data", None)  # CPython's; os.environ encodes the name anew to look there
-    if values is not None and _encoded(name) not in values:
-        return ""
-    return os.environ.get(name, "")
+    if values is None:
+        return os.environ.get(name, "")
+    value: str | bytes = values.get(_encoded(name), "")
+    return value if isinstance(value, str) else value.decode(errors="surrogateescape")
 
 
 def interpreting() -> bool:

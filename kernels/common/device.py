@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -155,8 +154,8 @@ def wants_loops() -> bool:
     return backend().wants_loops
 
 
-def loops_of(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:
-    """Return the module of numba kernels beside `torch_op`; None if they are not used.
+def loops_of(module: str, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:
+    """Return a module of numba kernels, such as "common.numba_ops.linear"; None if they are not used.
 
     Its `prepare` makes a `LoopLaunch`. It is used if numba kernels are wanted, all tensors are on the CPU with one
     dtype, float32 or bfloat16, and weights have that dtype or float32.
@@ -173,4 +172,4 @@ def loops_of(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Seque
     is_one = dtype in LOOP_DTYPES and all(tensor.dtype == dtype and tensor.is_cpu for tensor in given)
     if not is_one or any(weight is not None and weight.dtype not in (dtype, torch.float32) for weight in weights):
         return None
-    return importlib.import_module(torch_op.__name__.replace("torch_ops", "numba_ops"))
+    return importlib.import_module(f"paged.kernels.{module}")

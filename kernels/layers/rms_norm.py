@@ -10,7 +10,7 @@ from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of
 from paged.kernels.common.operation import Run, like_the_first, operation
-from paged.kernels.common.torch_ops import rms_norm as torch_op
+from paged.kernels.common.torch_ops import rows as torch_op
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, *, has_residual: 
     if x.numel() == 0:
         return nothing
     if not by_triton:
-        loops = loops_of(torch_op, x, weights=[weight])
+        loops = loops_of("common.numba_ops.rms_norm", x, weights=[weight])
         if loops is None:
             return None
         return loops.prepare(rows, weight, eps, has_residual=has_residual)  # type: ignore[no-any-return]

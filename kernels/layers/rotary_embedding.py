@@ -12,7 +12,7 @@ from paged.kernels.common.launch import Compute, Launch, nothing, strides
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
-from paged.kernels.common.torch_ops import rotary_embedding as torch_op
+from paged.kernels.common.torch_ops import rows as torch_op
 
 
 @triton.jit

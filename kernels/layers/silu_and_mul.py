@@ -11,7 +11,7 @@ from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
 from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, tile
 from paged.kernels.common.operation import Run, operation
-from paged.kernels.common.torch_ops import gated_activation as torch_op
+from paged.kernels.common.torch_ops import rows as torch_op
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -82,7 +82,7 @@ def _launch(x: torch.Tensor, activation: str) -> Compute | None:
     if x.numel() == 0:
         return nothing
     if not by_triton:
-        loops = loops_of(torch_op, x) if activation == "silu" else None
+        loops = loops_of("common.numba_ops.gated_activation", x) if activation == "silu" else None
         return None if loops is None else loops.prepare(rows)  # type: ignore[no-any-return]
     block_rows, block_columns = tile(num_rows, size)
     return Launch(

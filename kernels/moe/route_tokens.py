@@ -12,7 +12,6 @@ from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.launch import Compute, Launch, nothing
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
-from paged.kernels.moe.torch_ops import route_tokens as torch_op
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -103,7 +102,7 @@ def bind_routing(router_logits: torch.Tensor, routing: Routing) -> Run[tuple[tor
     if use_triton(router_logits):
         compute = _prepare(router_logits, routing) if has_rows else nothing
     else:
-        loops = loops_of(torch_op, router_logits, weights=[routing.correction_bias])
+        loops = loops_of("moe.numba_ops.route_tokens", router_logits, weights=[routing.correction_bias])
         takes = loops is not None and loops.takes(routing) and has_rows
         compute = loops.prepare(router_logits, routing) if takes else None
     routing = replace(routing, correction_bias=None)
@@ -112,7 +111,7 @@ def bind_routing(router_logits: torch.Tensor, routing: Routing) -> Run[tuple[tor
         router_logits: torch.Tensor, *_: object, correction_bias: torch.Tensor | None = None, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if compute is None:
-            return torch_op.route_tokens(router_logits, routing, correction_bias)
+            return _by_torch(router_logits, routing, correction_bias)
         weights, ids = new_routes(router_logits, routing)
         compute({**routing.tensors(router_logits, weights, ids), "bias_ptr": correction_bias})
         return weights, ids
@@ -126,3 +125,37 @@ def _prepare(router_logits: torch.Tensor, routing: Routing) -> Launch:
     arguments["BLOCK_T"] = max(1024 // (arguments["BLOCK_G"] * arguments["BLOCK_S"]), 1)
     grid = (triton.cdiv(len(router_logits), arguments["BLOCK_T"]),)
     return Launch(_route_tokens_kernel, grid, arguments, num_warps=4)
+
+
+def _by_torch(
+    router_logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch implementation; a stable sort, as `topk` leaves the order of ties open."""
+    logits = router_logits.float()
+    num_tokens, num_experts = logits.shape
+    scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else torch.sigmoid(logits)
+    choice = logits if bias is None else scores + bias
+    order = choice.sort(dim=-1, descending=True, stable=True).indices
+    if routing.topk_groups < routing.num_expert_groups:
+        grouped = choice.unflatten(-1, (routing.num_expert_groups, -1))
+        best = grouped.topk(min(1 if bias is None else 2, grouped.shape[-1])).values.sum(-1)
+        groups = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.topk_groups]
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+        # Experts of the groups that are kept come first, in the order they have.
+        is_kept = kept.gather(1, order // grouped.shape[-1])
+        order = order.gather(1, is_kept.int().sort(dim=-1, descending=True, stable=True).indices)
+    ids = order[:, : routing.top_k]
+    weights = scores.gather(1, ids)
+    # NaN sorts first, so a row that has any has it here; infinite logits leave the scores of their row NaN.
+    unroutable = weights[:, :1].isnan()
+    if bias is not None:
+        unroutable |= choice.gather(1, ids[:, :1]).isnan()
+    if routing.renormalize:
+        weights /= weights.sum(-1, keepdim=True)
+    if routing.routed_scaling_factor != 1.0:
+        weights *= routing.routed_scaling_factor
+    if routing.num_shared_experts:
+        shared = torch.arange(num_experts, num_experts + routing.num_shared_experts, device=logits.device)
+        ids = torch.cat([ids, shared.expand(num_tokens, -1)], 1)
+        weights = torch.cat([weights, weights.new_ones(num_tokens, routing.num_shared_experts)], 1)
+    return weights.masked_fill_(unroutable, float("nan")), ids.int().masked_fill_(unroutable, -1)

@@ -194,7 +194,9 @@ class CpuProduct:
         most = _MANY_ROWS - 1
         if self.kind == "int8":
             most = _MOST_INT8_ROWS_BESIDE_AMX if this_cpu().has_amx else _MOST_INT8_ROWS
-        if self.blocks is None or len(x) > most or x.stride(1) != 1 or loops_of(torch_op, x) is None:
+        if self.blocks is None or len(x) > most or x.stride(1) != 1:
+            return None
+        if loops_of("common.packed.numba_ops.product", x) is None:
             return None
         from paged.kernels.common.packed.numba_ops import block_product
 
@@ -204,7 +206,7 @@ class CpuProduct:
         """Codes are exact in 16 bits; their scale is applied to the product."""
         is_int8 = self.kind == "int8"
         has_loops = x.stride(1) == 1 and (is_int8 or self.form == "e4m3")
-        loops = loops_of(torch_op, x, weights=[bias]) if has_loops else None
+        loops = loops_of("common.packed.numba_ops.product", x, weights=[bias]) if has_loops else None
         if loops is not None:
             codes, scales = loops.round_rows(x, self.form, self.input_scale)
             product = self._int8(codes) if is_int8 else linear(codes, self.tensors[0])

@@ -150,7 +150,7 @@ def causal_conv1d(
     if use_triton(x):
         return _bind(x, weight, state, batch, activation)
     appends = batch.max_seqlen_q <= batch.max_append and weight.is_contiguous()
-    loops = loops_of(torch_op, x, weight, bias) if appends else None
+    loops = loops_of("recurrent.numba_ops.causal_conv1d", x, weight, bias) if appends else None
     if loops is not None:
         return _run(loops.prepare(x, weight.shape[1], state.conv, batch, activation))
 

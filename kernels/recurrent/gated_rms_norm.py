@@ -117,7 +117,7 @@ def gated_rms_norm(
     is_silu = activation == "silu"
     if use_triton(x):
         return _run(_launch(x, z, weight, group, {"NORM_FIRST": norm_first, "SILU": is_silu}, eps))
-    loops = loops_of(torch_op, x, z, weights=(weight,))
+    loops = loops_of("recurrent.numba_ops.gated_rms_norm", x, z, weights=(weight,))
     if loops is not None and x.numel():
         launch = loops.prepare(x, z, weight, group, eps, norm_first=norm_first, has_silu=is_silu)
         if launch is not None:

@@ -13,7 +13,6 @@ from paged.kernels.common.launch import Compute, Launch, strides
 from paged.kernels.recurrent.append_kernel import _append_kernel
 from paged.kernels.recurrent.chunk_kernels import _prepare_chunks_kernel, _scan_chunks_kernel
 from paged.kernels.recurrent.metadata import CHUNK_SIZE, RecurrentBatch, RecurrentState, Rings
-from paged.kernels.recurrent.torch_ops import scan as torch_op
 
 # Columns of V of a program. With K = 128 S takes 32 registers of 128 threads, so that several programs share an SM; a
 # prompt of Qwen3.5-35B-A3B has 128 programs then, one for each SM of an H200. With K = 256 half as many.
@@ -98,7 +97,9 @@ def bind_scan(
         compute = _launches(fixed, options, has_scans)
     else:
         given = [gates[name] for name in ("gate_ptr", "b_ptr") if name in gates]
-        loops = None if has_scans or rings.state.dtype != torch.float32 else loops_of(torch_op, mixed, *given)
+        loops = None
+        if not has_scans and rings.state.dtype == torch.float32:
+            loops = loops_of("recurrent.numba_ops.scan", mixed, *given)
         if loops is None:
             return None
         compute = loops.prepare(mixed.dtype, {**fixed, "L": rings.k.shape[1]})

@@ -50,11 +50,6 @@ class RowLayout(NamedTuple):
         rows = slots // self.block_size * block_step + slots % self.block_size * position_step
         return rows.unsqueeze(1) + torch.arange(self.num_kv_heads, device=slots.device)[:, None] * head_step
 
-    def rows(self, cache: torch.Tensor) -> torch.Tensor:
-        """Return the cache's memory from its first to its last element, contiguous [num_rows, head_dim]."""
-        width = cache.shape[3]
-        return cache.as_strided((self.num_rows, width), (width, 1))
-
 
 def row_layout(k_cache: torch.Tensor, v_cache: torch.Tensor) -> RowLayout | None:
     """Return the layout, or None if the caches are not such rows: values narrower than keys beside them, or no rows."""

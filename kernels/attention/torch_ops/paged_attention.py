@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,12 @@ import torch
 from paged.kernels.attention.call import AttentionCall, BindStep
 from paged.kernels.attention.torch_ops.batches import (
     BatchLayout,
+    RowLayout,
     SequenceBatch,
     SharedBatches,
     check_step,
     make_batches,
 )
-from paged.kernels.attention.torch_ops.products import GatheredProducts, ProductsInPlace
 from paged.kernels.common.device import loops_of
 from paged.kernels.common.numba_ops.recording import recording
 from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16
@@ -45,7 +44,7 @@ def bind(
 
     is_plain: nothing needs the scores.
     """
-    loops = loops_of(sys.modules[__name__], q, k_cache, v_cache) if takes_loops else None
+    loops = loops_of("attention.numba_ops.paged_attention", q, k_cache, v_cache) if takes_loops else None
     if loops is not None:
         return partial(_bind_loops, loops)
     layout = BatchLayout.of(q, k_cache, v_cache, window, chunk_size, deterministic, keeps_scores=not is_plain)
@@ -90,7 +89,9 @@ def _compute(layout: BatchLayout, shared: SharedBatches, is_plain: bool, call: A
         shared[key] = make_batches(call, layout), tensors
     batches, _ = shared[key]
     q, out, lse = call.q, call.out, call.lse
-    num_kv_heads, (k_scale, v_scale) = call.k_cache.shape[2], call.head_scales
+    num_kv_heads, k_scale, v_scale = call.k_cache.shape[2], call.k_scale, call.v_scale
+    if call.k_cache.dtype == torch.int8:  # these scale rows, see `GatheredProducts`
+        k_scale = v_scale = None
     out.zero_()
     if lse is not None:
         lse.fill_(-math.inf)
@@ -169,3 +170,76 @@ def _with_scores(
     row_lse = total.log().add_(largest)
     # Rows that see no key have no weights, and 0 / 0 would be NaN.
     return products.weighted(weights).div_(total.masked_fill(total == 0, 1.0)), row_lse.squeeze(-1)
+
+
+class GatheredProducts:
+    """Matrix products of a group's queries with gathered keys and values, for n sequences of Q queries and L keys.
+
+    `keys` and `values` are [n, Hkv, L, D] and [n, Hkv, L, Dv] of `dtype`.
+    """
+
+    def __init__(self, call: AttentionCall, batch: SequenceBatch, dtype: torch.dtype = torch.float32) -> None:
+        self.softmax_scale = call.softmax_scale
+        self.keys, self.values = (
+            _gather(cache, batch, batch.layout).to(dtype) for cache in (call.k_cache, call.v_cache)
+        )
+        k_scale, v_scale = call.row_scales
+        if k_scale is not None and v_scale is not None:
+            self.keys *= _gather(k_scale.unsqueeze(-1), batch, None)
+            self.values *= _gather(v_scale.unsqueeze(-1), batch, None)
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return scaled scores, float32 [n, Hq, Q, D] -> [n, Hq, Q, L]."""
+        num_queries = queries.shape[2]
+        grouped = queries.unflatten(1, (self.keys.shape[1], -1)).flatten(2, 3)  # [n, Hkv, G * Q, D]
+        scores = (grouped @ self.keys.transpose(-1, -2)).mul_(self.softmax_scale)
+        return scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return weighted sums of values, float32 [n, Hq, Q, L] -> [n, Hq, Q, Dv]."""
+        num_queries = weights.shape[2]
+        attended = weights.unflatten(1, (self.values.shape[1], -1)).flatten(2, 3) @ self.values
+        return attended.unflatten(2, (-1, num_queries)).flatten(1, 2)
+
+
+class ProductsInPlace:
+    """The same products by PyTorch's sparse operations, which read the cache by indices.
+
+    Scores are a matrix product sampled at the pairs of a query and its keys. Weighted sums of values are an embedding
+    bag.
+    """
+
+    def __init__(self, call: AttentionCall, pairs: torch.Tensor, layout: RowLayout) -> None:
+        self.softmax_scale, self.pairs = call.softmax_scale, pairs
+        k_size, v_size, num_rows = call.k_cache.shape[3], call.v_cache.shape[3], layout.num_rows
+        self.k_rows = call.k_cache.as_strided((num_rows, k_size), (k_size, 1))
+        self.v_rows = call.v_cache.as_strided((num_rows, v_size), (v_size, 1))
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        rows = queries.reshape(-1, queries.shape[-1])
+        sampled = torch.sparse.sampled_addmm(self.pairs, rows, self.k_rows.T, beta=0.0, alpha=self.softmax_scale)
+        return sampled.values().view(*queries.shape[:3], -1)
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = torch.embedding_bag(
+            self.v_rows,
+            self.pairs.col_indices(),
+            self.pairs.crow_indices(),
+            per_sample_weights=weights.flatten(),
+            include_last_offset=True,
+        )[0]
+        return attended.view(*weights.shape[:3], -1)
+
+
+def _gather(cache: torch.Tensor, batch: SequenceBatch, layout: RowLayout | None) -> torch.Tensor:
+    """Return gathered rows of a cache, [n, Hkv, L, D]."""
+    slots, block_size = batch.slots, cache.shape[1]
+    if layout is not None and not cache.is_contiguous():
+        index, size = batch.cache_rows, cache.shape[3]
+        cache_rows = cache.as_strided((layout.num_rows, size), (size, 1))
+        return cache_rows.index_select(0, index.flatten()).view(*index.shape, -1)
+    if cache.is_contiguous():
+        rows = cache.flatten(0, 1).index_select(0, slots.flatten())
+    else:
+        rows = cache[slots // block_size, slots % block_size]
+    return rows.view(*slots.shape, *cache.shape[2:]).transpose(1, 2)

@@ -9,8 +9,7 @@ from paged.kernels.common.attention.latent_cache import PACKED_GROUP
 from paged.kernels.common.cache_kinds import SMALLEST
 from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.id_checks import check_ids_on_host
-from paged.kernels.common.torch_ops.rms_norm import rms_norm
-from paged.kernels.common.torch_ops.rotary_embedding import rotary_embedding
+from paged.kernels.common.torch_ops.rows import rms_norm, rotary_embedding
 
 
 def concat_and_cache_mla(

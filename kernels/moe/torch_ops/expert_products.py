@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paged.kernels.common.torch_ops.gated_activation import gated_activation
+from paged.kernels.common.torch_ops.rows import gated_activation
 from paged.kernels.moe.torch_ops.fused_moe import sort_entries
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
 

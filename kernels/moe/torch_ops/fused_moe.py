@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from paged.kernels.common.device import loops_of
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.packed.torch_ops.product import quantized_product, rounded_groups
 from paged.kernels.common.torch_ops import linear as linear_op
-from paged.kernels.common.torch_ops.gated_activation import gated_activation
+from paged.kernels.common.torch_ops.rows import gated_activation
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
 from paged.kernels.moe.weights import ExpertLinear, MoeCall
 
@@ -63,12 +62,12 @@ def bind(
     """
     formats, num_entries = (gate_up.format, down.format), topk_ids.numel()
     is_plain = formats == ("", "")
-    products = loops_of(linear_op, x, gate_up.w, down.w) if is_plain else None
+    products = loops_of("common.numba_ops.linear", x, gate_up.w, down.w) if is_plain else None
     if products is not None:
         most_rows = min(products.max_rows(gate_up.w), products.max_rows(down.w))
         if num_entries > most_rows * len(gate_up.w):
             products = None
-    loops = loops_of(sys.modules[__name__], x)
+    loops = loops_of("moe.numba_ops.fused_moe", x)
     if loops is not None:
         return partial(_by_loops, loops, products, formats)
     if is_plain and num_entries <= _MAX_UNSORTED[x.dtype]:
@@ -91,7 +90,9 @@ def _sorted(products: Any, formats: Formats, call: MoeCall, _: object) -> None:
 def _unsorted(call: MoeCall, _: object) -> None:
     experts = call.topk_ids if call.expert_map is None else expert_rows(call.topk_ids, call.expert_map)
     ids = experts.flatten().tolist()
-    _combine(call, _vectors(_activated(call, _vectors(call.hidden_states, call.gate_up, ids)), call.down, ids))
+    projected = _vectors(call.hidden_states, call.gate_up, ids).float()
+    activated = gated_activation(projected, call.activation, call.interleaved).to(call.hidden_states.dtype)
+    _combine(call, _vectors(activated, call.down, ids))
 
 
 def _combine(call: MoeCall, parts: torch.Tensor) -> None:

@@ -20,7 +20,6 @@ from paged.bench.attention.problem import Problem, make
 from paged.kernels.common import device as device_module
 from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.common.numba_ops import launch
-from paged.kernels.common.torch_ops import rms_norm as torch_op
 from paged.kernels.moe import reference as moe_reference
 from tests.backends import needs_numba
 from tests.kernels.attention import test_paged_attention as attention
@@ -271,7 +270,7 @@ def test_only_within_what_has_asked_for_them(monkeypatch: pytest.MonkeyPatch) ->
     rows, half = torch.randn(2, 8), torch.randn(2, 8).half()
 
     def has_loops(*tensors: torch.Tensor, **weights: list[torch.Tensor]) -> bool:
-        return device_module.loops_of(torch_op, *tensors, **weights) is not None
+        return device_module.loops_of("common.numba_ops.rms_norm", *tensors, **weights) is not None
 
     monkeypatch.delenv("PAGED_BACKEND", raising=False)
     assert device_module.load_numba()

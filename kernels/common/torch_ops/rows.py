@@ -1,0 +1,79 @@
+"""Norm, rotary embedding and gated activations in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from paged.kernels.common.id_checks import check_ids_on_host
+
+
+def rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, *, eps: float
+) -> None:
+    """Run `kernels.layers.rms_norm` or `fused_add_rms_norm` in PyTorch, on rows x or on residual += x.
+
+    Computed in float32 and rounded once into `out`, which may be x. It makes one temporary as large as x: three of them
+    made 2,048 rows fifteen times as slow, because of the pages that memory came in.
+    """
+    if residual is not None:
+        x = residual.add_(x)
+    wide = x.float()
+    mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    torch.mul(wide * mean_square.add_(eps).rsqrt_(), weight.float(), out=out.view(x.shape))
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> None:
+    """PyTorch implementation of `kernels.layers.rotary_embedding`: query and key change in place."""
+    half = cos_sin_cache.shape[1] // 2
+    try:
+        rows = cos_sin_cache.index_select(0, positions)  # a CPU checks every index anyway
+    except (IndexError, RuntimeError):  # the latter of a table without rows
+        check_ids_on_host("positions", positions, 0, len(cos_sin_cache) - 1)
+        raise
+    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
+    # The first of a pair becomes a cos - b sin, the second b cos + a sin: x cos + swapped (-sin, sin).
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+    else:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    for x in (query,) if key is None else (query, key):
+        rotated = x[..., : 2 * half]
+        wide = rotated.float()
+        swapped = wide.unflatten(-1, (half, 2)).flip(-1).flatten(-2) if interleaved else wide.roll(half, -1)
+        wide.mul_(cos).addcmul_(swapped, sin)
+        if wide is not rotated:
+            rotated.copy_(wide)
+
+
+def gated_activation(x: torch.Tensor, activation: str, interleaved: bool) -> torch.Tensor:
+    """PyTorch implementation of `kernels.common.gated_activation`; gate and up are halves of x or alternate.
+
+    "relu2" has no gate: x is up.
+    """
+    if activation == "relu2":
+        return x.relu().square_()
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+    if activation == "silu":
+        return functional.silu(gate).mul_(up)
+    if activation == "swiglu_oai":
+        gate = gate.clamp(max=7)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> None:
+    """PyTorch implementation of `kernels.layers.silu_and_mul`: float32 inside, rounded once into `out`."""
+    if activation == "silu" and x.dtype == torch.float32:
+        # Without a temporary: the pages of one and the copy out of it took a twelfth of a prompt of 2,048 tokens.
+        gate, up = x.chunk(2, -1)
+        torch.ops.aten.silu.out(gate, out=out).mul_(up)
+    else:
+        out.copy_(gated_activation(x.float(), activation, interleaved=False))
