@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
 from paged.kernels.attention.config import MAX_KEYS_AT_ONCE, AttentionShape, box_keys
 from paged.kernels.attention.tile_kernels import _attention_kernel
@@ -13,7 +15,7 @@ from paged.kernels.common.attention.tile import padded_head_dim
 from paged.kernels.common.cache_kinds import cache_kind
 from paged.kernels.common.checks import scale_strides
 from paged.kernels.common.device import device_of
-from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
+from paged.kernels.common.fp8 import FP8_DTYPES, has_native_e4m3
 from paged.kernels.common.id_checks import Sequences, check_sequences, checks_on_device
 from paged.kernels.common.launch import Box, Launch, strides
 
@@ -29,6 +31,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Callable[[Attention
     )  # fmt: skip
     check_sequences(Sequences(call.block_table, call.cu_seqlens_q, call.seq_lens, *numbers))
     checks = call.q.is_cuda and checks_on_device()  # in every replay of a graph, too
+    is_fp8 = call.k_cache.dtype in FP8_DTYPES
     if plan is None:
         max_seqlen_k = call.block_table.shape[1] * call.k_cache.shape[1]
         lengths = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": max_seqlen_k}
@@ -69,8 +72,8 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Callable[[Attention
             return
         arguments = {
             "q_ptr": call.q,
-            "k_cache": as_kernel_argument(call.k_cache),
-            "v_cache": as_kernel_argument(call.v_cache),
+            "k_cache": call.k_cache.view(torch.uint8) if is_fp8 else call.k_cache,
+            "v_cache": call.v_cache.view(torch.uint8) if is_fp8 else call.v_cache,
             "out_ptr": out,
             "lse_ptr": lse,
             "block_table_ptr": call.block_table,

@@ -25,7 +25,7 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import as_kernel_argument
+from paged.kernels.common.fp8 import FP8_DTYPES
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Compute, Launch, nothing, strides
 from paged.kernels.common.operation import Run, operation
@@ -174,6 +174,7 @@ def qk_norm_rope_and_cache(
             check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
     by_triton = use_triton(q)
     checks = by_triton and checks_ids(q)
+    is_fp8 = k_cache.dtype in FP8_DTYPES
     launch: Compute | None = None
     if by_triton:
         has_work = num_tokens * (q.shape[1] + k.shape[1]) * head_dim > 0
@@ -204,12 +205,14 @@ def qk_norm_rope_and_cache(
             wide_q, wide_k = _by_torch(*rotated, eps=eps, interleaved=interleaved)
             reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
             return q.copy_(wide_q)
+        if checks:
+            _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=True)
         tensors = {
             "q_ptr": q,
             "k_ptr": k,
             "v_ptr": v,
-            "k_cache_ptr": as_kernel_argument(k_cache),
-            "v_cache_ptr": as_kernel_argument(v_cache),
+            "k_cache_ptr": k_cache.view(torch.uint8) if is_fp8 else k_cache,
+            "v_cache_ptr": v_cache.view(torch.uint8) if is_fp8 else v_cache,
             "slot_mapping_ptr": slot_mapping.contiguous(),
             "k_scale_ptr": k_scale,
             "v_scale_ptr": v_scale,
@@ -218,8 +221,6 @@ def qk_norm_rope_and_cache(
             "q_weight_ptr": None if q_weight is None else q_weight.contiguous(),
             "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
         }
-        if checks:
-            _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=True)
         if launch(tensors):  # numba's kernel has found an id out of range
             _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=False)
         return q

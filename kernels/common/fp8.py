@@ -12,6 +12,8 @@ import torch
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 @triton.jit
 def decode_e4m3(bits, NATIVE: tl.constexpr = False):
@@ -74,7 +76,7 @@ def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr
 
 def as_kernel_argument(cache: torch.Tensor) -> torch.Tensor:
     """Return `cache` as kernels take it: 8-bit floats as bytes, with the same shape and strides."""
-    return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
+    return cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache
 
 
 def has_native_e4m3(device: torch.device) -> bool:

@@ -53,7 +53,7 @@ def expert_gemm(
     """
     w, scale, x_scale = linear.w, linear.scale, None
     launch, quantize = bound or (None, None)
-    if linear.format == "e4m3":
+    if scale is not None and linear.format == "e4m3":
         quantize = quantize or quantize_rows(x, w.dtype, in_groups=True)
         x, x_scale = quantize(x, None)
         w = w if x.dtype == w.dtype else as_kernel_argument(w)

@@ -198,6 +198,7 @@ def route_and_align(
         check_tensor("ticket", ticket, (1,), (torch.int32,), device)
     if num_tokens > MAX_FUSED_TOKENS or num_tokens == 0 or not use_triton(router_logits):
         return _in_turn(router_logits, routing, block_size, num_experts, expert_map)
+    shape = num_tokens, routing.width
     num_programs, num_entries = -(-num_tokens // _BLOCK_T), num_tokens * routing.width
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     arguments = {
@@ -222,11 +223,15 @@ def route_and_align(
         ticket: torch.Tensor | None = None,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
-        weights, ids = new_routes(router_logits, routing)
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+        ids = torch.empty(shape, dtype=torch.int32, device=device)
         aligned = new_alignment(num_entries, block_size, num_experts, device)
         launch(
             {
-                **routing.tensors(router_logits, weights, ids),
+                "logits_ptr": router_logits,
+                "bias_ptr": routing.correction_bias,
+                "weights_ptr": weights,
+                "ids_ptr": ids,
                 "expert_map_ptr": expert_map,
                 "ranks_ptr": torch.empty((num_tokens, num_columns), dtype=torch.int8, device=device),
                 "counts_ptr": torch.empty((num_programs, num_columns), dtype=torch.int32, device=device),
