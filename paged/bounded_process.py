@@ -8,7 +8,6 @@ is closed or dropped, and with the process that holds that, however it ends and 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
@@ -188,6 +187,8 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def serve(module: str, niceness: int) -> None:
     """Answer the requests at stdin in this process and its branches until the other end is closed."""
+    import fcntl  # which systems without fork lack
+
     connection = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

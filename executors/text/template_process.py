@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from paged.bounded_process import Branch, ProcessEndedError, Root
@@ -51,15 +52,10 @@ def render_bounded(template: str, values: dict[str, Any], limit: int) -> Rendere
     Raises:
         UnsupportedError: a process cannot be started.
     """
-    return _shared.render(template, values, limit)
+    return _process_of(os.getpid()).render(template, values, limit)
 
 
-def _renew() -> None:
-    """Forget the process after a fork: it belongs to the parent."""
-    global _shared
-    _shared = _TemplateProcess()
-
-
-_shared = _TemplateProcess()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+@lru_cache(maxsize=1)
+def _process_of(owner: int) -> _TemplateProcess:
+    """Return the process of an owner; after a fork it belongs to the parent."""
+    return _TemplateProcess()

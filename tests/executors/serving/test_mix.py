@@ -58,8 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server that waits for nobody for long, and its port."""
-    options = {"header": 1, "idle": 2, "keep-alive": 2, "compile": 1, "drain": DRAIN_S}
+    """A server of its own process, and its port."""
+    options = {"idle": 10, "compile": 1, "drain": DRAIN_S}
     command = [sys.executable, "-m", "paged", "serve", str(folder), "--port", "0", "--num-blocks", "4096"]
     command += ["--tool-parser", "mistral", *(f"--{name}-seconds={value}" for name, value in options.items())]
     with open(folder.parent / "log", "w") as log:
@@ -113,8 +113,8 @@ def honest_requests(folder: Path, seed: int) -> list[Honest]:
         outputs = engine.generate(ids, SamplingParams(**params), progress=False)
         return [output.outputs[0].text for output in outputs]
 
-    long: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    sampled = {"temperature": 1.2, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    long: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    sampled = {"temperature": 1.2, "seed": 5, "max_tokens": 12, "ignore_eos": True}
     few = {"temperature": 0, "max_tokens": 8}
     form = {"structured_outputs": {"regex": "([a-z]+ ?){1,3}"}}
     kinds = ["greedy", "sampled", "streamed", "chat", "grammar"]
@@ -160,7 +160,7 @@ def plain(make: Callable[[random.Random], bytes]) -> Hostile:
 
 
 def held(make: Callable[[random.Random], list[bytes]]) -> Hostile:
-    """Sends parts, a tenth of a second apart, and reads nothing until the server closes the connection."""
+    """Sends parts, a tenth of a second apart, holds the connection for three seconds, and reads nothing."""
 
     async def send(port: int, rng: random.Random) -> int:
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
@@ -289,8 +289,9 @@ class Clients:
         kind, request, read, expected = honest
         begun = time.perf_counter()
         status, data = await exchange(self._port, request)
-        self.honest_seconds[is_mixed].append(time.perf_counter() - begun)
-        assert status == 200, data
+        seconds = time.perf_counter() - begun
+        self.honest_seconds[is_mixed].append(seconds)
+        assert status == 200, (kind, seconds, data)
         assert read(data) == expected, kind
 
     def print(self) -> None:
@@ -327,7 +328,7 @@ def test_hostile_and_honest_requests_mixed(folder: Path) -> None:
             count = REQUESTS * HONEST_SHARE // (HONEST_SHARE + 1) // ROUNDS
             for _ in range(ROUNDS):
                 if IS_SOAK:
-                    await clients.run(count, is_mixed=False)
+                    await clients.run(count // 4, is_mixed=False)
                 await clients.run(count, is_mixed=True)
             await until_idle(port)
             statuses = set().union(*clients.statuses.values())

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from paged.interop import structured
 from paged.models.recall.task import sample_prompts
 from tests.executors.serving.conftest import Served
 from tests.executors.serving.test_limits import ask
@@ -51,3 +52,12 @@ def test_right_answers_stay_right_under_a_pattern_of_their_form(served: Served) 
 def test_malformed_grammars_are_the_clients_fault(given: dict[str, Any], served: Served) -> None:
     status, _, body = ask(served, "/v1/completions", BODY | given)
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_grammar_that_gives_way_to_others_may_come_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = BODY | {"structured_outputs": {"choice": ["acorn"]}}
+    with monkeypatch.context() as patch:
+        patch.setattr(structured, "_MAX_COMPILING", 0)
+        status, headers, answer = ask(served, "/v1/completions", body)
+        assert (status, headers["retry-after"], answer["error"]["param"]) == (429, "1", "structured_outputs")
+    assert texts(served, structured_outputs={"choice": ["acorn"]}) == ["acorn"]
