@@ -29,11 +29,12 @@ _PRIVATE = MAP_PRIVATE | MAP_ANONYMOUS | 0x4000
 @dataclass(order=True)
 class Block:
     """Bytes start..end of one device, or of pinned host memory (device None), with the work that used them last: by
-    stream, its time and place."""
+    stream, its time and place. size: bytes that count as used; 0 in a graph's pool, which the next graph uses again."""
 
     start: int
     end: int = field(compare=False)
     device: int | None = field(compare=False)
+    size: int = field(default=0, compare=False)
     is_alive: bool = field(default=True, compare=False)
     home: Stream | None = field(default=None, compare=False)
     written: tuple[int, int, str] | None = field(default=None, compare=False)
@@ -68,7 +69,10 @@ class Memory:
         if self.used[device.index] + size > self._machine.total_memory:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes on {device}.")
         home = self._machine.current_stream(device)
-        block = Block(start, start + size, device.index, home=None if home.capture else home)
+        if home.capture is None:
+            block = Block(start, start + size, device.index, size, home=home)
+        else:
+            block = Block(start, start + size, device.index)
         allocation = Allocation(self._machine, device, block, storage)
         if size:
             if home.capture is not None:
@@ -81,7 +85,7 @@ class Memory:
     def add(self, block: Block) -> None:
         """Let kernels use a block."""
         insort(self._blocks, block)
-        self.used[block.device] += block.end - block.start
+        self.used[block.device] += block.size
         self.peak[block.device] = max(self.peak[block.device], self.used[block.device])
 
     def find(self, address: int) -> Block | None:
@@ -93,7 +97,7 @@ class Memory:
         """Streams other than the one it was made on must be known to have done with it: that one may use it again."""
         block.is_alive = False
         del self._blocks[bisect_right(self._blocks, block.start, key=lambda one: one.start) - 1]
-        self.used[block.device] -= block.end - block.start
+        self.used[block.device] -= block.size
         home = block.home
         if home is None:
             return
