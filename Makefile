@@ -135,7 +135,7 @@ rehearse: $(REHEARSE)/installed
 	$(REHEARSE)/bin/python -m pytest --collect-only -qq -p no:cacheprovider
 	$(REHEARSE)/bin/python -m bench.compilation.compile --target sm_90 --new --record
 	$(REHEARSE)/bin/python -m tests.emulated_device.variants --record
-	$(REHEARSE)/bin/python -m pytest -q -p no:cacheprovider tests/emulated_device -k 'engine and not answers'
+	$(REHEARSE)/bin/python -m pytest -q -p no:cacheprovider tests/emulated_device -k '(engine and not answers) or gpu_run'
 	$(REHEARSAL) --slice 1
 	for slice in 2 3 4 5; do $(REHEARSAL) --slice $$slice --results $(REHEARSE)/out/results-$$((slice - 1)).tar.xz || exit 1; done
 	tar -C $(REHEARSE)/work -cJf $(REHEARSE)/variants.tar.xz variants
