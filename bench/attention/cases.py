@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,14 @@ from torch.nn import functional
 import paged
 from paged.bench.limits import Cost
 from paged.bench.timing import Call
+from paged.errors import InvalidInputError
 from paged.kernels.attention import reference
 
 # Largest number of layers that a case rotates through, even if they do not fill the cache.
 MAX_LAYERS = 512
+_SHAPE = re.compile(
+    r"(decode|prefill|mixed):(\d+x(?:\d+of)?\d+(?:\+\d+x(?:\d+of)?\d+)*)(?:,h(\d+)_(\d+)|,d(\d+)|,b(\d+))*"
+)
 Group = tuple[int, int, int]
 """Sequences of one shape: their number, query length, and key length with the queries included."""
 
@@ -45,7 +50,8 @@ class AttentionCase:
     @property
     def name(self) -> str:
         head_dim, v_head_dim = self.head_dims
-        dims = "" if head_dim == v_head_dim <= 256 else f".d{head_dim}_{v_head_dim}"
+        dims = f".d{head_dim}" if head_dim == v_head_dim else f".d{head_dim}_{v_head_dim}"
+        dims = "" if head_dim == v_head_dim == 128 else dims
         return f"{self.kind}.{self.batch}.h{self.heads[0]}_{self.heads[1]}.b{self.block_size}{dims}"
 
     @property
@@ -85,7 +91,11 @@ class AttentionCase:
             (min(count, 4), q_len if q_len <= 8 else q_len // 64, seq_len // 64)
             for count, q_len, seq_len in self.groups
         )
-        return dataclasses.replace(self, batch=f"{self.batch}.small", groups=groups)
+        text = "+".join(
+            f"{count}x{seq_len}" if q_len in (1, seq_len) else f"{count}x{q_len}of{seq_len}"
+            for count, q_len, seq_len in groups
+        )
+        return dataclasses.replace(self, batch=f"latents_{text}" if self.latent else text, groups=groups)
 
     def tensors(self, device: torch.device, dtype: torch.dtype, num_layers: int) -> tuple[Step, list[Layer]]:
         """Make random tensors on the device, with block tables shuffled through the whole pool."""
@@ -202,6 +212,31 @@ def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Ten
         )
         results.append((token, heads, out[0]))
     return results
+
+
+def parse_case(text: str) -> AttentionCase:
+    """Return the case of a text such as decode:4x700,h8_2,d64,b16: 4 decode steps over 700 keys.
+
+    The kind is decode, prefill (4x700: whole prompts) or mixed. Groups are joined by "+"; 1x64of700 are the last 64
+    tokens of 700, in mixed 4x700 are decode steps. h: query and KV heads, d: head size, b: block size.
+
+    Raises:
+        InvalidInputError: it is no such text.
+    """
+    wrong = InvalidInputError(f"--shape {text}: expected such as decode:4x700,h8_2,d64 or mixed:1x64of700+8x300")
+    match = _SHAPE.fullmatch(text)
+    if match is None:
+        raise wrong
+    kind, batch, *given = match.groups()
+    groups = []
+    for count, q_len, seq_len in re.findall(r"(\d+)x(?:(\d+)of)?(\d+)", batch):
+        usual = seq_len if kind == "prefill" else 1
+        groups.append((int(count), int(q_len or usual), int(seq_len)))
+    sizes = [int(value or usual) for value, usual in zip(given, (32, 8, 128, 16), strict=True)]
+    if min(*sizes, *itertools.chain(*groups)) < 1 or any(q_len > seq_len for _, q_len, seq_len in groups):
+        raise wrong
+    num_q_heads, num_kv_heads, head_dim, block_size = sizes
+    return AttentionCase(kind, batch, tuple(groups), (num_q_heads, num_kv_heads), block_size, head_dim)
 
 
 def _prefill(count: int, kilo: int, **options: Any) -> AttentionCase:

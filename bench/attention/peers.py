@@ -5,6 +5,7 @@ Dense peers (torch's) attend over contiguous copies of the keys and values, made
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -131,14 +132,14 @@ def _vllm_mla_calls(step: Step, layers: list[Layer]) -> list[Call]:
     return [functools.partial(call, layer) for layer in layers]
 
 
-def _dense_on(device_type: str) -> Refuses:
-    """Return the check of a dense peer, compared on one type of device, for sequences of one length."""
+def _dense_on(*device_types: str) -> Refuses:
+    """Return the check of a dense peer, compared on some types of device, for sequences of one length."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
         if case.latent:
             return "has no latents"
-        if device.type != device_type:
-            return f"is compared on {device_type} devices only"
+        if device.type not in device_types:
+            return f"is compared on {' and '.join(device_types)} devices only"
         if not case.is_uniform:
             return "needs sequences of one length, whole prompts or decode steps"
         num_bytes = case.cost(dtype).num_bytes
@@ -148,26 +149,36 @@ def _dense_on(device_type: str) -> Refuses:
 
 
 def _dense(step: Step, layer: Layer) -> list[torch.Tensor]:
-    """Queries, keys and values [num_seqs, num_heads, length, head_dim]: heads are strides of the next token's row."""
+    """Queries, keys and values [num_seqs, num_heads, length, head_dim], contiguous as in a model's dense cache."""
     num_seqs, seq_len = len(step.case.lengths), step.max_seqlen_k
     num_blocks = -(-seq_len // step.case.block_size)
     table = step.block_table[:, :num_blocks].long()
     keys, values = (cache[table].flatten(1, 2)[:, :seq_len] for cache in (layer.k_cache, layer.v_cache))
-    return [x.transpose(1, 2) for x in (layer.q.unflatten(0, (num_seqs, step.max_seqlen_q)), keys, values)]
+    queries = layer.q.unflatten(0, (num_seqs, step.max_seqlen_q))
+    return [x.transpose(1, 2).contiguous() for x in (queries, keys, values)]
 
 
-def _sdpa_calls(backend: SDPBackend) -> MakeCalls:
+def _sdpa_calls(backend: SDPBackend | None = None) -> MakeCalls:
+    """backend: None lets PyTorch choose, as its users do."""
+
     def make(step: Step, layers: list[Layer]) -> list[Call]:
         is_causal = step.max_seqlen_q > 1
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            with sdpa_kernel(backend):
+            with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
                 out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
             return out.transpose(1, 2)
 
         return [functools.partial(call, *_dense(step, layer)) for layer in layers]
 
     return make
+
+
+def chosen_by_sdpa(step: Step, layer: Layer) -> str:
+    """Return which of its implementations `scaled_dot_product_attention` chooses."""
+    q, k, v = _dense(step, layer)
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=step.max_seqlen_q > 1, enable_gqa=True)
+    return SDPBackend(choice).name.lower()
 
 
 def _flashinfer_calls(step: Step, layers: list[Layer]) -> list[Call]:
@@ -202,8 +213,8 @@ def _load_flashinfer() -> Any:
 PEERS = (
     Peer("vllm", _needs("vLLM", vllm_attention), _vllm_calls),
     Peer("vllm_mla", _needs("vLLM", vllm_mla_decode, latent=True), _vllm_mla_calls),
+    Peer("sdpa", _dense_on("cpu", "cuda"), _sdpa_calls()),
     Peer("sdpa_cudnn", _dense_on("cuda"), _sdpa_calls(SDPBackend.CUDNN_ATTENTION)),
     Peer("sdpa_flash", _dense_on("cuda"), _sdpa_calls(SDPBackend.FLASH_ATTENTION)),
-    Peer("sdpa_math", _dense_on("cpu"), _sdpa_calls(SDPBackend.MATH)),
     Peer("flashinfer", _needs("FlashInfer", _load_flashinfer), _flashinfer_calls),
 )

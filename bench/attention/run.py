@@ -1,14 +1,14 @@
 """Paged attention against the hardware's limits and other packages, in one process on the same tensors.
 
-    python -m bench.attention.run [--json FILE] [--only NAME] [--budget SECONDS] [--small]
+    python -m bench.attention.run [--json FILE] [--only NAME] [--shape SHAPE ...] [--budget SECONDS] [--small]
 
-A GPU runs bfloat16 at full size from CUDA graphs, in turns with the peers. A CPU runs the PyTorch implementation in
-float32 at small sizes. Block tables are shuffled. Consecutive calls use different layers' tensors, in total more than
-the cache holds.
+A GPU runs bfloat16 at full size from CUDA graphs, in turns with the peers. A CPU runs what models run there, numba
+kernels or PyTorch, in float32 at small sizes. Block tables are shuffled. Consecutive calls use different layers'
+tensors, in total more than the cache holds. `sdpa` is PyTorch's attention as it chooses itself; the row says what.
 
 A row is a call with a plan made before, as for all layers of a step except the first; `planning_us` is the time to make
-it. A row is refused if single queries differ from the float64 reference. A peer gets no ratio if they do, or if it
-differs from ours. Missing peers are listed; vLLM's files are found on PYTHONPATH.
+it, 0 if it is less than the noise. A row is refused if single queries differ from the float64 reference. A peer gets no
+ratio if they do, or if it differs from ours. Missing peers are listed; vLLM's files are found on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from paged.bench.attention.cases import (
     expected_spots,
     ours,
     ours_with_planning,
+    parse_case,
 )
-from paged.bench.attention.peers import PEERS
-from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.attention.peers import PEERS, chosen_by_sdpa
+from paged.bench.benchmark import SHARED, Benchmark, Setting, backend_name
 from paged.bench.check import compare
 from paged.bench.contest import Contest
 from paged.bench.limits import Ceilings, Goal, at_least, at_most
@@ -71,12 +72,15 @@ def contest(case: AttentionCase, setting: Setting) -> tuple[Contest, bool]:
 
 def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
     """Measure the row of a case."""
-    case = case.small() if setting.small else case
     found, is_cold = contest(case, setting)
     row = found.row(case.cost(setting.dtype), cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS)
-    row["planning_us"] = row["peers"].pop("planning")["median_us"] - row["median_us"]
+    row["planning_us"] = max(row["peers"].pop("planning")["median_us"] - row["median_us"], 0.0)
+    if "sdpa" in row["peers"]:
+        step, layers = case.tensors(setting.device, setting.dtype, 1)
+        row["peers"]["sdpa"]["backend"] = chosen_by_sdpa(step, layers[0])
     return {
         "name": case.name,
+        "backend": backend_name(setting.device, has_loops=not case.latent),
         **row,
         "goals": goals(case, row, setting.limits) if setting.device.type == "cuda" else [],
     }
@@ -104,7 +108,23 @@ def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Go
     return found
 
 
-BENCHMARK = Benchmark("attention", __doc__, lambda _: CASES, measure, {"cuda": 50, "cpu": 10})
+def cases(setting: Setting) -> list[AttentionCase]:
+    """Return the shapes asked for, or all cases; those that are the same at small sizes once."""
+    if setting.shapes:
+        return [parse_case(text) for text in setting.shapes]
+    sized = [case.small() if setting.small else case for case in CASES]
+    return list({case.name: case for case in sized}.values())
+
+
+BENCHMARK = Benchmark(
+    "attention",
+    __doc__,
+    cases,
+    measure,
+    {"cuda": 50, "cpu": 10},
+    options=(*SHARED, "shape"),
+    legend="decode.4x700.h8_2.b16.d64: 4 sequences of 700 keys, 8 query and 2 KV heads, blocks of 16, heads of 64",
+)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

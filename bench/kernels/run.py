@@ -2,7 +2,7 @@
 
     python -m bench.kernels.run [--json FILE] [--small] [--only NAME]
 
-A GPU runs the Triton kernels in bfloat16 from a CUDA graph, a CPU the PyTorch implementations in float32 at small
+A GPU runs the Triton kernels in bfloat16 from a CUDA graph, a CPU what models run there in float32 at small
 sizes. Inputs are random and rotated so that they are not cached; rows of tiny operations whose inputs are say "warm".
 Block tables are shuffled. An operation that differs from the float64 reference gets no row.
 """

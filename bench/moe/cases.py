@@ -126,6 +126,7 @@ class MoeCase:
             layout = layout._replace(group_k=layout.group_k // 4) if layout.kind.startswith("int") else layout
         narrow = replace(
             model,
+            name=f"{model.name}/{part}",
             num_experts=max(model.num_experts // 16, 2 * model.top_k),
             hidden_size=model.hidden_size // part,
             intermediate_size=model.intermediate_size // part,

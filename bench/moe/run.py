@@ -2,7 +2,7 @@
 
     python -m bench.moe.run [--json FILE] [--only NAME] [--budget SECONDS] [--small]
 
-A GPU runs bfloat16 at full size from CUDA graphs. A CPU runs the PyTorch implementation in float32 at small sizes, and
+A GPU runs bfloat16 at full size from CUDA graphs. A CPU runs what models run there in float32 at small sizes, and
 `--only small-cpu` compares it with transformers' experts. The order of calls is drawn anew in every round, so that the
 cache's contents favour none. Tokens are routed evenly, or with experts as popular as words by Zipf's law; consecutive
 calls have different tokens and experts. A time includes sorting entries by expert, both products and the sum, and for
@@ -44,8 +44,7 @@ def measure(case: MoeCase, setting: Setting) -> dict[str, Any]:
         WrongResultError: the operation does not agree with the reference.
     """
     torch.manual_seed(0)
-    name, device, dtype, is_for_cpu = case.name, setting.device, setting.dtype, case.model == CPU_MODEL
-    case = case.small() if setting.small and not is_for_cpu else case
+    device, dtype, is_for_cpu = setting.device, setting.dtype, case.model == CPU_MODEL
     layer = case.layer(device, dtype)
     batches = [case.batch(device, dtype)]
     cost = case.cost(layer, batches[0])
@@ -65,7 +64,7 @@ def measure(case: MoeCase, setting: Setting) -> dict[str, Any]:
     )
     histogram = case.histogram(batches[0])
     row = {
-        "name": name,
+        "name": case.name,
         "model": case.model.name,
         "format": None if case.format is None else str(case.format),
         "routing": case.routing,
@@ -102,12 +101,20 @@ def goals(row: dict[str, Any], limits: Ceilings) -> list[dict[str, Any]]:
     return found
 
 
+def cases(setting: Setting) -> list[MoeCase]:
+    """Return the cases of the device; those that are the same at small sizes once."""
+    sized = [case.small() if setting.small else case for case in CASES]
+    sized += CPU_CASES if setting.device.type == "cpu" else ()
+    return list({case.name: case for case in sized}.values())
+
+
 BENCHMARK = Benchmark(
     "moe",
     __doc__,
-    lambda setting: [*CASES, *(CPU_CASES if setting.device.type == "cpu" else ())],
+    cases,
     measure,
     {"cuda": 30, "cpu": 500},
+    legend="Qwen3-30B-A3B/16.zipf.64: a sixteenth of the widths and experts, routing, tokens",
 )
 main = BENCHMARK.main
 

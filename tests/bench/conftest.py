@@ -62,7 +62,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A file of every benchmark, by its name."""
     folder = tmp_path_factory.mktemp("results")
     paths = {name: folder / f"{name}.json" for name in ("attention", "moe", "kernels", "engine", "tune_attention")}
-    only = {"attention": "", "moe": "Qwen3-30B-A3B.zipf.16", "kernels": "norm", "engine": "overhead.greedy"}
+    only = {"attention": "", "moe": "Qwen3-30B-A3B/16.zipf.16", "kernels": "norm", "engine": "overhead.greedy"}
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
         patch.setattr(bench_attention, "CASES", ATTENTION)

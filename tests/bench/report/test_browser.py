@@ -32,7 +32,7 @@ found.up = values();
 table.tHead.rows[0].cells[column].click();
 found.down = values();
 const search = document.querySelector("input[type=search]");
-search.value = "DECODE 2x8k";
+search.value = "DECODE 2x128";
 search.dispatchEvent(new Event("input"));
 found.filtered = rows().map(row => row.cells[0].textContent);
 document.title = JSON.stringify(found);
@@ -64,7 +64,7 @@ def test_page_in_a_browser(width: int, results: dict[str, Path], report: Path, t
     assert not found["scrolls"], "only tables scroll sideways, in their own boxes"
     times = sorted(row["median_us"] for row in json.loads(results["attention"].read_text())["rows"])
     assert (found["up"], found["down"]) == (times, times[::-1])
-    assert [name.removesuffix(" (warm)") for name in found["filtered"]] == ["decode.2x8k.small.h4_2.b16"]
+    assert [name.removesuffix(" (warm)") for name in found["filtered"]] == ["decode.2x128.h4_2.b16.d16"]
 
 
 def test_errors_of_a_page_are_seen(tmp_path: Path) -> None:
