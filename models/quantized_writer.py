@@ -19,7 +19,7 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, StoredTensors, Track, read_headers, read_tensor, untracked
 from paged.models.network_loader import meta_network, our_name, with_stored_layout
 from paged.models.quantization.read import as_stored, read_config
-from paged.models.quantization.rounding import nearest_codes
+from paged.models.quantization.rounding import GROUPS, nearest_codes
 from paged.models.registry import model_config
 
 FORMATS = ("int4", "int8", "fp8")
@@ -34,7 +34,7 @@ _DTYPES = {"int4": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def quantize_checkpoint(
-    source: Path, out: Path, form: str, *, group_size: int = 128, head: bool = False, track: Track = untracked
+    source: Path, out: Path, form: str, *, group_size: int | None = None, head: bool = False, track: Track = untracked
 ) -> dict[str, int]:
     """Write a checkpoint whose projections are rounded to the nearest code; embeddings and routers stay plain.
 
@@ -45,6 +45,7 @@ def quantize_checkpoint(
     Args:
         source: a folder with plain weights that this package runs.
         out: a folder that does not exist yet, or is empty. After an error there is none.
+        group_size: None for 128, or for 64 or 32 if the columns of a projection are no multiple of more.
         head: also round the LM head, in int4 to int8. A tied head is written beside the embedding.
         track: iterates over the files and may show progress.
 
@@ -56,13 +57,16 @@ def quantize_checkpoint(
     """
     if form not in FORMATS:
         raise InvalidInputError(f"format: {shown(form)}, expected one of {FORMATS}")
-    if group_size < 32 or group_size % 32:
+    if group_size is not None and (group_size < 32 or group_size % 32):
         raise InvalidInputError(f"group_size: {group_size}, expected a multiple of 32")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidInputError(f"out: {out} exists, expected a folder that is empty or does not exist")
     hf, stored = read_config(source), read_headers(source)
     if hf.values.get("quantization_config") is not None:
         raise UnsupportedError(f"{hf.source}: has a quantization_config, expected plain weights")
+    columns = [tensor.shape[-1] for name, tensor in stored.items() if _LAYER.match(name) and len(tensor.shape) == 2]
+    if group_size is None:
+        group_size = next((size for size in GROUPS if all(count % size == 0 for count in columns)), GROUPS[0])
     config = _config(form, group_size)
     found = _projections(HfConfig({**hf.values, "quantization_config": config}, hf.source), stored)
     if not found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -290,8 +291,10 @@ def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
     known_types = {one.model_type for one in ARCHITECTURES.values()}
     name = next((name for name in (ALIASES.get(name, name) for name in names) if name in ARCHITECTURES), None)
     if name is None:
-        hint = "`paged inspect` of the folder lists those that are"
-        raise UnsupportedError(f"{hf.source}: architectures {shown(names)} are not supported{_lacking(hf)}; {hint}")
+        closest = dict.fromkeys(one for name in names for one in get_close_matches(name, known_architectures()))
+        hint = f"closest: {', '.join(closest) or 'none'}; to add one see docs/adding-a-model.md; "
+        hint += "list: `paged inspect --architectures`"
+        raise UnsupportedError(f"{hf.source}: architectures {shown(names)} are unknown{_lacking(hf)}; {hint}")
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")

@@ -68,6 +68,7 @@ class VerifyLogits:
 
 
 LogitsPolicy = FullLogits | GreedyArgmax | DrawToken | VerifyLogits
+"""What a final item returns: logits of its last token, a token id, or logits after each of its tokens."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 import paged
-from paged.errors import PagedError
+from paged.errors import InvalidInputError, PagedError
 from paged.executors.command_line.safe_output import SafeStream, drop_unwritten, safe_output
 from paged.printable import one_line
 
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with safe_output():
             args = _parser(argv).parse_args(argv)
+            _import(args.imports)
             return int(args.run(args))
     except PagedError as error:
         return _failed(error)
@@ -76,6 +77,17 @@ def start() -> int:
         return main()
     finally:
         signal.signal(signal.SIGINT, _leave)
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import the modules of --import; a program, unlike `python -m`, does not look into the current folder itself."""
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise InvalidInputError(f"--import {name}: {error}") from error
 
 
 def _leave(*_: object) -> NoReturn:
@@ -111,6 +123,14 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         if name in argv[:1]:
             module = importlib.import_module(module_name)
             command.description = module.DESCRIPTION
+            command.add_argument(
+                "--import",
+                action="append",
+                default=[],
+                dest="imports",
+                metavar="MODULE",
+                help="import this first, also from this folder: it may add models; may be repeated",
+            )
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

@@ -95,7 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     sampling, said = parser.add_argument_group("sampling"), "default: from generation_config.json"
     sampling.add_argument("-n", type=int, default=1, help="answers a prompt")
-    sampling.add_argument("--max-new-tokens", type=int, default=32, metavar="N", dest="max_tokens")
+    sampling.add_argument(
+        "--max-new-tokens", type=int, default=32, metavar="N", dest="max_tokens", help="of each answer; %(default)s"
+    )
     sampling.add_argument("--temperature", type=float, help=f"0 takes the most probable token; {said}, else 0")
     sampling.add_argument("--top-k", type=int, help=f"0 keeps all tokens; {said}, else 0")
     sampling.add_argument("--top-p", type=float, help=f"{said}, else 1")
@@ -107,11 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--verbose", action="store_true", help="print the source of each value on stderr")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     sampling.add_argument("--ignore-eos", action="store_true", help="continue after end tokens")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, "answer with; if given several times, each prompt is answered with each adapter")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `make_engine` reads beside the model's arguments."""
+def add_engine_arguments(parser: argparse.ArgumentParser, adapters: str) -> None:
+    """Add what `make_engine` reads beside the model's arguments; `adapters` says what adapters are for."""
     model = parser.add_argument_group("model and cache")
     model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
     model.add_argument("--num-blocks", type=int, help="number of KV cache blocks")
@@ -122,10 +124,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=FOLDER",
-        help="adapter to answer with; if given several times, each prompt is answered with each adapter",
+        help=f"adapter to {adapters}",
     )
     model.add_argument("--max-loras", type=int, default=1, help="adapters at once, where --lora names fewer")
-    model.add_argument("--max-lora-rank", type=int, default=64)
+    model.add_argument("--max-lora-rank", type=int, default=64, help="largest rank of an adapter; %(default)s")
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--chunk-size", type=int, default=64, help="prompt tokens per sequence and step")

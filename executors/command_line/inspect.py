@@ -34,7 +34,6 @@ _LINES = (
     ("folder", "folder", "{folder}"),
     ("architecture", "classes", "{classes} ({model_type})"),
     ("supported", "verdict", "{verdict}"),
-    ("known are", "known", "{known}"),
     ("not read", "unread", "{unread}: if the model's own code reads them, the answers are wrong"),
     ("missing files", "files", "{files}"),
     ("parameters", "parameters", "{parameters:,}"),
@@ -57,6 +56,7 @@ _RANK_LINE = "{tensor_parallel_size:5} {weight:>12} {kv_bytes_per_token:>12,} {t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the checkpoint and for what to show."""
     add_model_arguments(parser)
+    parser.add_argument("--architectures", action="store_true", help="list the architectures that load, and exit")
     parser.add_argument("--device-memory", metavar="SIZE", help="141GB or 80GiB, say; default: this machine's GPU")
     spread = parser.add_argument_group("several processes")
     spread.add_argument("--tensor-parallel", type=int, metavar="N", help="memory and traffic of each of N ranks")
@@ -76,6 +76,11 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"--block-size {args.block_size}, --columns {args.columns}: expected at least 1")
     if args.svg is not None and not args.cache:
         raise InvalidInputError("--svg: only allowed with --cache")
+    if args.architectures:
+        from paged.models.registry import known_architectures
+
+        print("\n".join(sorted(known_architectures())))
+        return 0
     if args.cache:
         return _draw(args)
     from paged.executors.command_line.checkpoint_summary import summarize
@@ -198,7 +203,6 @@ def _print(summary: dict[str, Any]) -> None:
         "classes": ", ".join(summary["architectures"]) or "none",
         "verdict": "yes" if summary["supported"] else f"no: {summary['reason']}",
         "unread": ", ".join(summary["unknown_keys"]),
-        "known": ", ".join(summary["known_architectures"] or ()),
         "files": ", ".join(summary["missing"]),
         "elements": ", ".join(f"{count:,} {dtype}" for dtype, count in summary["tensors"].items()),
         "head_dim": summary["head_dim"] or "unknown size",

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="int4: weights in groups; int8, fp8: weights by row, activations by token",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="new folder")
-    parser.add_argument("--group-size", type=int, default=128, help="int4: columns that share a scale; 128")
+    parser.add_argument(
+        "--group-size", type=int, help="int4: columns that share a scale; default: 128, or 64 or 32 if rows need it"
+    )
     parser.add_argument("--head", action="store_true", help="also round the LM head, in int4 to int8")
     parser.add_argument("--perplexity", type=Path, metavar="FILE", help="text to compare both checkpoints on")
     parser.add_argument("--perplexity-tokens", type=int, default=4096, metavar="N", help="of it; 4096")

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     for flag, options in ServeConfig.arguments().items():
         server.add_argument(flag, **options)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, 'load; requests name it as "model"; may be repeated')
     parser.set_defaults(token_budget=2048, chunk_size=None, seed=None, warmup=True)
 
 

@@ -282,7 +282,9 @@ class Service:
 
     def _check_end(self, reason: str, output: RequestOutput, constraint: str | None) -> None:
         if reason == "error" and constraint is not None and "no token" in str(output.error):
-            raise ApiError(400, f"{constraint}: {output.error}", constraint)
+            is_grammar = constraint not in _LEAVES_NONE
+            found = "the vocabulary has no token that continues this grammar" if is_grammar else output.error
+            raise ApiError(400, f"{constraint}: {found}", constraint)
         if reason == "error" and GrammarLimitError.__name__ in str(output.error):
             raise ApiError(400, f"{output.error}", constraint)
         if reason == "timeout":

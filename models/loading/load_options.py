@@ -100,8 +100,8 @@ class LoadOptions:
             checkpoint's dtype.
         num_blocks: blocks of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU
             enough for four sequences of full length, at most 1 GiB.
-        block_size: tokens in a block. None takes 64 on sm_90, sm_100 and sm_103, where attention is fastest with it,
-            and 16 elsewhere.
+        block_size: tokens in a block. None takes 64 on sm_90, sm_100 and sm_103, whose copy engine fetches such a block
+            in one box, and 16 elsewhere.
         max_seq_len: longest sequence in tokens; None for the model's own limit.
         num_swap_blocks: blocks of host memory for swapped sequences. If layers have several block tables, this and
             num_blocks count blocks of each table.

@@ -10,7 +10,7 @@ from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.quantization.packed_weights import CpuProducts
 
 # Columns that share a scale in int4: the first that divides a row.
-_GROUPS = (128, 64, 32)
+GROUPS = (128, 64, 32)
 # Parts of a group's largest weight that its largest int4 code stands for; the one with the smallest sum of squared
 # errors is taken. That lowers the error of normal weights in groups of 128 by 15 to 20 %.
 _SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
@@ -50,7 +50,7 @@ def as_products(weight: torch.Tensor, form: str) -> CpuProducts | None:
     where a row is no whole number of groups.
     """
     columns = weight.shape[-1]
-    group = next((size for size in _GROUPS if columns % size == 0), None) if form == "int4" else columns
+    group = next((size for size in GROUPS if columns % size == 0), None) if form == "int4" else columns
     if group is None:
         return None
     matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)

@@ -86,8 +86,12 @@ def test_what_is_refused_leaves_no_trace(manager: PagedKvCacheManager) -> None:
         ([KvSlotRequest("c", 1, admission_target_len=20), *requests(a=22)], OutOfBlocksError, "10"),
         ([*requests(a=7), KvSlotRequest("x", 1)], InvalidInputError, "'x' is not a live sequence"),
         ([*requests(a=7), KvSlotRequest("a", 8)], InvalidInputError, "'a' is given twice"),
-        (requests(a=5), InvalidInputError, "holds 6 tokens, got 5"),
-        ([KvSlotRequest("a", 8, admission_target_len=7)], InvalidInputError, "expected at least target_len 8"),
+        (requests(a=5), InvalidInputError, "target_len is the total length: 'a' holds 6 tokens, got 5"),
+        (
+            [KvSlotRequest("a", 8, admission_target_len=7)],
+            InvalidInputError,
+            "admission_target_len: 7 for 'a', expected at least target_len 8",
+        ),
         ([KvSlotRequest("a", 7, admission_target_len=101)], SequenceTooLongError, "101"),
     ):
         with pytest.raises(error, match=message) as caught:

@@ -1,7 +1,11 @@
 """`paged inspect`: checkpoints described without being loaded, and the picture of a cache at work."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -9,9 +13,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import paged
 from paged import LlmExecutor
+from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
 from paged.models import registry
+from paged.models.registry import known_architectures
+from tests.models.edits import edit_config
 
 Inspect = Callable[..., dict[str, Any]]
 PARAMETERS = 178_432  # of the bundled checkpoint
@@ -58,7 +66,7 @@ def test_sizes_of_memory(inspect: Inspect) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'] are not supported; unlike"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'] are unknown; unlike"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ],
 )
@@ -72,6 +80,24 @@ def test_what_is_not_supported_is_named(values: dict[str, Any], reason: str, ins
     has_other_code = "architectures" in values
     assert ("LlamaForCausalLM" in (found["known_architectures"] or ())) == has_other_code
     assert (found["num_layers"], found["parameters"], found["kv_tokens"]) == (2, PARAMETERS, None)
+
+
+def test_architectures_are_listed(capsys: pytest.CaptureFixture[str], copy: Path) -> None:
+    """And those of a module of one's own, which the command imports from the current folder."""
+    assert cli.main(["inspect", "--architectures"]) == 0
+    assert capsys.readouterr().out.split() == sorted(known_architectures())
+    edit_config(copy, architectures=["MyQwen3MoeForCausalLM"])
+    assert cli.main(["inspect", str(copy)]) == 1
+    assert "are unknown; " in (out := capsys.readouterr().out)
+    assert "closest: Qwen3MoeForCausalLM" in out
+    code = "ARCHITECTURES['MyQwen3MoeForCausalLM'] = ARCHITECTURES['Qwen3MoeForCausalLM']"
+    (copy / "my_models.py").write_text(f"from paged.models.registry import ARCHITECTURES\n{code}")
+    command = [sys.executable, "-m", "paged", "generate", ".", "--prompt", "wren: kite; wren:"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(paged.__file__).parents[1])}
+    run = partial(subprocess.run, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    answer = run([*command, "--import", "my_models"])
+    assert (answer.returncode, "kite" in answer.stdout) == (0, True)
+    assert "--import no_models: No module named" in run([*command, "--import", "no_models"]).stderr
 
 
 def test_without_weights(inspect: Inspect, copy: Path) -> None:

@@ -38,6 +38,13 @@ def test_right_answers_stay_right_under_a_pattern_of_their_form(served: Served) 
     assert texts(served, **given) == [prompt.answer for prompt in prompts]
 
 
+def test_a_grammar_of_other_letters_is_named(served: Served) -> None:
+    """By the client's field: this vocabulary has no digits."""
+    status, _, body = ask(served, "/v1/completions", BODY | {"structured_outputs": {"regex": "[0-9]+"}})
+    message = "structured_outputs: the vocabulary has no token that continues this grammar"
+    assert (status, body["error"]["message"]) == (400, message)
+
+
 @pytest.mark.parametrize(
     "given",
     [

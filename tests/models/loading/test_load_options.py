@@ -1,5 +1,7 @@
 """What a caller may say of a model to load, in which types, and that nothing is read where one is wrong."""
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,8 @@ def test_arguments_that_are_refused_by_name(name: str, values: list[Any], llama_
 def test_paths_that_are_none(path: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^path: "):
         load_model(path)
+
+
+def test_help_names_every_option() -> None:
+    words = set(re.findall(r"\w+", str(LlmExecutor.from_pretrained.__doc__)))
+    assert {field.name for field in fields(LoadOptions)} <= words

@@ -162,7 +162,7 @@ UNSUPPORTED, WRONG = UnsupportedError, CheckpointError
             "llama",
             {"architectures": ["GPT2LMHeadModel"]},
             UNSUPPORTED,
-            r"^[^;]*: architectures \['GPT2LMHeadModel'\] are not",
+            r"^[^;]*: architectures \['GPT2LMHeadModel'\] are unknown; ",
         ),
         ("llama", {"architectures": ["Gemma3ForConditionalGeneration"]}, UNSUPPORTED, "Gemma3ForConditionalGeneration"),
         (

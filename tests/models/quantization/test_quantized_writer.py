@@ -18,7 +18,7 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
 from paged.models.quantized_writer import quantize_checkpoint, round_weight
 from tests.models.edits import WEIGHTS
-from tests.models.families import PACKABLE, assert_same_logits, save_checkpoint
+from tests.models.families import FAMILIES, PACKABLE, assert_same_logits, save_checkpoint
 from tests.models.quantization.checkpoints import PROMPT, Folders, assert_as_unpacked, load, packed_weights
 
 # The names that other tests have for them.
@@ -149,6 +149,14 @@ def test_nothing_is_left_of_a_failed_call(packable: Path, tmp_path: Path, monkey
     for source, target, message in ((packable, out, "exists"), (out, tmp_path / "again", "expected plain weights")):
         with pytest.raises(PagedError, match=message):
             quantize_checkpoint(source, target, "int8")
+
+
+def test_groups_fit_the_columns(tmp_path: Path) -> None:
+    """By default the largest of 128, 64 and 32 columns that rows are whole numbers of, as in loading."""
+    save_checkpoint(FAMILIES["llama"], tmp_path / "base")  # rows of 64, 96 and 128
+    quantize_checkpoint(tmp_path / "base", tmp_path / "out", "int4")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
 
 
 @pytest.mark.parametrize("name", ["llama", "experts"])
