@@ -168,7 +168,7 @@ class Scheduler:
         self.refused.append((self.waiting[0], reason))
 
     def _reserve(self, plan: Plan, in_flight: StepOutput | None) -> StepBatch | None:
-        """Return the batch of a plan with its capacity; None if blocks lacked, so that it has to be planned anew."""
+        """Return the batch of a plan with its capacity, without what was preempted for it; None if nothing is left."""
         decodes, chunks = plan
         drafts = None
         if self._drafter is not None and decodes:
@@ -186,7 +186,12 @@ class Scheduler:
                     continue
                 if not self.make_room(error.needed):
                     self.refused += [(completion, describe(error)) for completion in [*decodes, *chunks]]
-                return None
+                    return None
+                # Without new drafts, which would take the blocks again.
+                decodes = [completion for completion in decodes if completion.state is State.DECODE]
+                chunks = [completion for completion in chunks if completion.state is State.PREFILL]
+                if not decodes and not chunks:
+                    return None
             except BaseException as error:  # of one of them; each then takes its capacity by itself
                 raise_exit(error)
                 self._metrics.failed_forwards += 1
