@@ -70,4 +70,4 @@ class AttentionCall:
 
 
 BindStep = Callable[[AttentionCall, AttentionPlan | None], Callable[[AttentionCall], None]]
-"""Bound to a layout of q and caches: makes what computes the calls of one step, of its first call and its plan."""
+"""Takes the first call of a step, and its plan; returns a function that computes all calls of that step."""

@@ -161,7 +161,7 @@ def paged_attention(
     )  # fmt: skip
     check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
     window = left, 0 if is_causal is None and as_bool("causal", causal) else right
-    numbers = scale, window, chunk_size, softcap, deterministic
+    options = scale, window, chunk_size, softcap, deterministic
     if use_triton(q):
         bind_step: BindStep = partial(launches.bind)  # an object of its own, by which plans keep what it returns
     else:
@@ -199,7 +199,7 @@ def paged_attention(
         longest = min(int(max_seqlen_q), len(q))
         call = AttentionCall(
             q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, longest, flags, sinks, alibi_slopes, k_scale,
-            v_scale, mask, out, lse, *numbers,
+            v_scale, mask, out, lse, *options,
         )  # fmt: skip
         compute = None if plan is None else plan.calls.get(bind_step)
         if compute is None:

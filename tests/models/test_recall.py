@@ -1,11 +1,18 @@
 """The bundled checkpoint: within its size, and right on held-out prompts."""
 
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+import paged
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, UnifiedBatch, UnifiedBatchItem
 from paged.executors.command_line.cli import RECALL
+from paged.models.families.llama import DecoderLayer
 from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.recall.task import sample_prompts
 
@@ -43,3 +50,31 @@ def test_answers_held_out_prompts(
         for output, prompt in zip(outputs, prompts, strict=True)
     )
     assert right >= 0.99 * count
+
+
+def test_a_layer_is_few_calls_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer of a decode step, in PyTorch: 43. The first one also prepares the step."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    executor = LlmExecutor.from_pretrained(RECALL, num_blocks=8)
+    root = Path(paged.__file__).resolve().parent.parent
+    folders = tuple(f"{root / name}/" for name in ("kernels", "models", "paged"))
+    layer_code = DecoderLayer.forward.__code__
+    calls: list[int] = []  # of each layer
+
+    def count(frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code is layer_code:
+            calls.append(0)
+        if event == "call" and calls and os.path.realpath(code.co_filename).startswith(folders):
+            calls[-1] += 1
+        if event == "return" and code is layer_code:
+            calls.append(0)
+
+    for position in range(3):
+        calls.clear()
+        sys.setprofile(count)
+        try:
+            executor.unified_decode(UnifiedBatch([UnifiedBatchItem(0, [5], pos_offset=position)]))
+        finally:
+            sys.setprofile(None)
+    assert 20 < calls[-2] <= 60

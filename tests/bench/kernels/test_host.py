@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("triton", reason="it counts launches")
 
-# A layer known makes less than half of the calls of plain operations, which check arguments, choose tiles and go
-# through Triton's binder: 97 of 573 and 191 of 868 by Triton 3.7.
-MOST_CALLS = 0.5
+# Plain operations check arguments, choose tiles and go through Triton's binder. A layer known makes 67 of their 496
+# calls, with experts 107 of 718, by Triton 3.7.
+MOST_CALLS = 0.2
 LAUNCHES = {"dense": 6, "MoE": 9}
 
 _SCRIPT = """
@@ -19,11 +19,13 @@ import gc, json, os, weakref
 import torch
 from paged.bench.kernels import host
 from paged.kernels.common.compilation import serving_begins
+from paged.kernels.common.device import using_numba
 
 host.pretend_gpu()
 found = {}
 def count(layer):
-    return sum(host.python_calls(call) for call in layer.values())
+    with using_numba(False):  # as in a forward
+        return sum(host.python_calls(call) for call in layer.values())
 
 
 for name, layer_of in (("dense", host.dense_layer), ("MoE", host.moe_layer)):
