@@ -192,7 +192,7 @@ def test_requests_go_on_by_the_new_weights(preemption: Any, overlap: bool, llama
     while engine.num_unfinished:
         engine.step()
     engine.update_weights(new)  # which holds nothing
-    fresh = Engine(LlmExecutor.from_pretrained(new, **OPTIONS), config)
+    fresh = Engine(LlmExecutor.from_pretrained(new, **OPTIONS, num_swap_blocks=8), config)
     assert begun[0]
     assert not begun[1]
     for output, prompt, tokens in zip(outputs, PROMPTS, begun, strict=True):
