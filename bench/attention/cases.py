@@ -215,13 +215,10 @@ def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Ten
 
 
 def parse_case(text: str) -> AttentionCase:
-    """Return the case of a text such as decode:4x700,h8_2,d64,b16: 4 decode steps over 700 keys.
+    """Return the case of --shape: KIND:GROUP+GROUP,hQ_KV,dSIZE,bSIZE, such as decode:4x700,h8_2,d64,b16.
 
-    The kind is decode, prefill (4x700: whole prompts) or mixed. Groups are joined by "+"; 1x64of700 are the last 64
-    tokens of 700, in mixed 4x700 are decode steps. h: query and KV heads, d: head size, b: block size.
-
-    Raises:
-        InvalidInputError: it is no such text.
+    A group is 4x700, whole prompts or decode steps over 700 keys, or 1x64of700, the last 64 tokens of 700. h: query and
+    KV heads, d: head size, b: block size. Another text raises InvalidInputError.
     """
     wrong = InvalidInputError(f"--shape {text}: expected such as decode:4x700,h8_2,d64 or mixed:1x64of700+8x300")
     match = _SHAPE.fullmatch(text)

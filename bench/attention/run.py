@@ -109,11 +109,10 @@ def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Go
 
 
 def cases(setting: Setting) -> list[AttentionCase]:
-    """Return the shapes asked for, or all cases; those that are the same at small sizes once."""
+    """Return the shapes asked for, or all cases."""
     if setting.shapes:
         return [parse_case(text) for text in setting.shapes]
-    sized = [case.small() if setting.small else case for case in CASES]
-    return list({case.name: case for case in sized}.values())
+    return [case.small() if setting.small else case for case in CASES]
 
 
 BENCHMARK = Benchmark(

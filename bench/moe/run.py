@@ -101,17 +101,13 @@ def goals(row: dict[str, Any], limits: Ceilings) -> list[dict[str, Any]]:
     return found
 
 
-def cases(setting: Setting) -> list[MoeCase]:
-    """Return the cases of the device; those that are the same at small sizes once."""
-    sized = [case.small() if setting.small else case for case in CASES]
-    sized += CPU_CASES if setting.device.type == "cpu" else ()
-    return list({case.name: case for case in sized}.values())
-
-
 BENCHMARK = Benchmark(
     "moe",
     __doc__,
-    cases,
+    lambda setting: [
+        *(case.small() if setting.small else case for case in CASES),
+        *(CPU_CASES if setting.device.type == "cpu" else ()),
+    ],
     measure,
     {"cuda": 30, "cpu": 500},
     legend="Qwen3-30B-A3B/16.zipf.64: a sixteenth of the widths and experts, routing, tokens",

@@ -21,7 +21,7 @@ from paged.models.loading.weights import StoredTensors, num_weights, read_header
 from paged.models.network_loader import meta_network, our_name, rank_network, with_stored_layout
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
-from paged.models.registry import GPU_FRACTION, cache_config, known_architectures, model_config
+from paged.models.registry import GPU_FRACTION, cache_config, model_config
 
 # Parameters, their bytes, KV bytes per token, and the number of tokens that fit beside the weights.
 Needs = tuple[int, int, int, int | None, int | None, int | None]
@@ -43,8 +43,7 @@ def summarize(
     spreads: one rank of each way to share the model.
 
     Returns values by name, None if unknown. reason: why the model is not supported, with the option's name.
-    unknown_keys: keys of config.json that nothing reads and that may change the answers.
-    known_architectures: names of those that are supported, if this one is not. missing:
+    unknown_keys: keys of config.json that nothing reads and that may change the answers. missing:
     absent files. parameters: count after loading; stored elements if unsupported. tensors: elements by dtype.
     stored_bytes: size of the weight files. weight_bytes: size after loading, with packed weights packed and others in
     `dtype`. kv_bytes_per_token: K and V of all layers. state_bytes, conv_bytes: recurrent states of a
@@ -68,7 +67,6 @@ def summarize(
         "model_type": hf.text("model_type", "unknown"),
         "supported": True,
         "reason": None,
-        "known_architectures": None,
         "unknown_keys": [],
         "missing": missing_files(folder),
         "parameters": sum(tensors.values()) or None,
@@ -93,8 +91,6 @@ def summarize(
         "conv_bytes": None,
         "ranks": [],
     }
-    if not {*summary["architectures"]} & {*known_architectures()}:
-        summary["known_architectures"] = sorted(known_architectures())
     try:
         network_class, config = model_config(hf)
         if stored:

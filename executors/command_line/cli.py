@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 import paged
-from paged.errors import InvalidInputError, PagedError
+from paged.errors import PagedError
 from paged.executors.command_line.safe_output import SafeStream, drop_unwritten, safe_output
 from paged.printable import one_line
 
@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with safe_output():
             args = _parser(argv).parse_args(argv)
-            _import(args.imports)
+            if args.imports:
+                sys.path.append("")  # the current folder, which a program, unlike `python -m`, does not search
+            for module in args.imports:
+                importlib.import_module(module)
             return int(args.run(args))
     except PagedError as error:
         return _failed(error)
@@ -77,17 +80,6 @@ def start() -> int:
         return main()
     finally:
         signal.signal(signal.SIGINT, _leave)
-
-
-def _import(names: Sequence[str]) -> None:
-    """Import the modules of --import; a program, unlike `python -m`, does not look into the current folder itself."""
-    if names and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise InvalidInputError(f"--import {name}: {error}") from error
 
 
 def _leave(*_: object) -> NoReturn:
@@ -123,14 +115,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         if name in argv[:1]:
             module = importlib.import_module(module_name)
             command.description = module.DESCRIPTION
-            command.add_argument(
-                "--import",
-                action="append",
-                default=[],
-                dest="imports",
-                metavar="MODULE",
-                help="import this first, also from this folder: it may add models; may be repeated",
-            )
+            text = "import this first, also from this folder: it may add models; may be repeated"
+            command.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE", help=text)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

@@ -77,8 +77,6 @@ def test_what_is_not_supported_is_named(values: dict[str, Any], reason: str, ins
     assert not found["supported"]
     assert reason in found["reason"]
     assert len(found["reason"]) < 300
-    has_other_code = "architectures" in values
-    assert ("LlamaForCausalLM" in (found["known_architectures"] or ())) == has_other_code
     assert (found["num_layers"], found["parameters"], found["kv_tokens"]) == (2, PARAMETERS, None)
 
 
@@ -97,7 +95,7 @@ def test_architectures_are_listed(capsys: pytest.CaptureFixture[str], copy: Path
     run = partial(subprocess.run, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     answer = run([*command, "--import", "my_models"])
     assert (answer.returncode, "kite" in answer.stdout) == (0, True)
-    assert "--import no_models: No module named" in run([*command, "--import", "no_models"]).stderr
+    assert "No module named 'no_models'" in run([*command, "--import", "no_models"]).stderr
 
 
 def test_without_weights(inspect: Inspect, copy: Path) -> None:
