@@ -1,6 +1,7 @@
 """Random sequences of cache calls against a dictionary of what every sequence holds."""
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -282,7 +283,7 @@ class CacheMachine(ModelledCache):
                     model.length = entry.targets[seq_id]
                     self.give_back(model)
             case "leave":
-                with entry.reservation:
+                with warnings.catch_warnings(action="ignore"), entry.reservation:
                     pass
             case "rollback":
                 entry.reservation.rollback()
