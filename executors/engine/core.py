@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -19,17 +16,16 @@ from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
 from paged.executors.engine.batch import Rows, StepBatch, StepOutput
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
-from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.engine.runner import CallResults, StepRunner
+from paged.executors.engine.lifecycle import RequestLifecycle, measure
+from paged.executors.engine.runner import CallResults, StepRunner, as_rows, joined
 from paged.executors.engine.scheduler import Scheduler
 from paged.executors.engine.serial_calls import WrongResultsError
 from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
-from paged.executors.requests.request import NO_TOKEN, Completion, Request, State
+from paged.executors.requests.request import NO_TOKEN, Completion, State
 from paged.executors.sampling.logprobs import prompt_logprobs
-from paged.executors.sampling.rows import row_matrix
-from paged.executors.sampling.sampler import Drafts, Sampled, SampledOnDevice, Sampler
+from paged.executors.sampling.sampler import Sampled, SampledOnDevice, Sampler
 from paged.executors.speculation.drafting import Drafter, Proposer, aligned_drafts
 from paged.executors.unified_executor import Answers
 from paged.seq_id import SeqId
@@ -40,12 +36,10 @@ _LOG = logging.getLogger("paged")
 _PROMPT_LOGITS = (256 << 20) // 12
 
 
-class EngineCore:
+class EngineCore(RequestLifecycle):
     """Checked requests and the step that runs them; `Engine` is its public face.
 
-    _requests: unfinished requests, by id. _changed: outputs that gained tokens or ended in this step. _unreported:
-    those that did so between steps. _in_flight: the step whose tokens are not read yet. _on_finish: called with every
-    completion that ends, while it still holds its cache; errors are logged.
+    _in_flight: the step whose tokens are not read yet. _unreported: outputs that changed between steps.
     """
 
     def __init__(self, executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> None:
@@ -55,9 +49,9 @@ class EngineCore:
         if config.batch_invariant and (proposer is not None or is_recurrent):
             lacking = "recurrent layers" if is_recurrent else "a proposer"
             raise UnsupportedError(f"{info.model_id}: batch_invariant is not supported with {lacking}")
+        super().__init__()
         self.executor = executor
         self.config = config
-        self.metrics = EngineMetrics()
         self._vocab_size, self._device = info.vocab_size, info.device
         if manager is None:
             self._space: BlockSpace | TokenSpace = TokenSpace(executor)
@@ -81,17 +75,14 @@ class EngineCore:
             decode_cost=decode_cost,
             prompt_rows=max(_PROMPT_LOGITS // info.vocab_size, 1),
         )
-        self._runner = StepRunner(executor, self._space, self.metrics)
+        self._runner = StepRunner(executor, self._space, self._sampler, self.metrics)
         overlaps = info.device.type == "cuda" if config.overlap is None else config.overlap
         can_overlap = is_unified and capabilities.supports_device_ids and manager is not None
         self._overlaps = overlaps and can_overlap and proposer is None and not config.batch_invariant
         self._in_flight: StepOutput | None = None
-        self._requests: dict[SeqId, Request] = {}
-        self._changed: dict[RequestOutput, None] = {}
         self._unreported: dict[RequestOutput, None] = {}
-        self._timed: list[Request] = []  # those that have to end at some time, the earliest first
-        self._sampled = self._last_taken = 0.0
-        self._on_finish: list[Callable[[Completion], object]] = [self._sampler.forget, Completion.close_mask]
+        self._last_taken = 0.0
+        self._on_finish.append(self._sampler.forget)
         if self._drafter is not None:
             self._on_finish.append(self._drafter.forget)
         if config.profiler_ranges:
@@ -99,8 +90,6 @@ class EngineCore:
             _mark_range(self._runner, "run", "paged.forward")
             _mark_range(self, "_sample_step", "paged.sample")
             _mark_range(self, "_update", "paged.update")
-        self._is_stepping = False
-        self._aborted: list[Request] = []
         self._num_updates = 0
         self._generation = self.generation
         # Sequences of forwards of no request that go on after other steps; an update of the weights frees them.
@@ -169,17 +158,6 @@ class EngineCore:
                 if not self._scheduler.make_room():
                     raise
 
-    def _abort(self, request: Request) -> None:
-        """End a request; within a step, after it, because a stream that is garbage-collected may ask at any time."""
-        self._aborted.append(request)  # first: the next step ends one whose abort was interrupted
-        if not self._is_stepping:
-            self._end_aborted()
-
-    def _end_aborted(self) -> None:
-        while self._aborted:
-            self._end(self._aborted[-1], "abort")
-            self._aborted.pop()
-
     def _step(self) -> None:
         """Launch the next forward, then read the tokens of the one before; the first forward is launched before."""
         if self._timed:
@@ -213,7 +191,7 @@ class EngineCore:
         if step is None:
             return None
         if step.chunks:
-            self._begin(step.chunks)
+            self._begin(step.chunks, perf_counter())
         if step.drafts is not None:
             self.metrics.draft_tokens += sum(map(len, step.drafts.token_ids))
         calls = self._runner.run(step)
@@ -277,7 +255,7 @@ class EngineCore:
                         quietly(_note_recomputed, completion)
                 if begin == end:
                     continue
-                rows = answers[begin:end] if isinstance(answers, torch.Tensor) else _as_rows(answers[index])
+                rows = answers[begin:end] if isinstance(answers, torch.Tensor) else as_rows(answers[index])
                 if rows.is_floating_point() and rows.shape != (end - begin, self._vocab_size):
                     error = WrongResultsError(f"logits {tuple(rows.shape)}, expected {end - begin, self._vocab_size}")
                     self._fail(completion, describe(error))
@@ -290,7 +268,7 @@ class EngineCore:
                 started = self._end_prefill(completion) if is_prompt else [completion]
                 completions += started
                 parts += [rows] * len(started)
-        return completions, _joined(parts) if parts else []
+        return completions, joined(parts) if parts else []
 
     def _sample(self, completions: list[Completion], answers: Answers, output: StepOutput) -> None:
         """Sample and begin to copy the tokens; after an error for each completion alone."""
@@ -301,55 +279,15 @@ class EngineCore:
         if output.step.drafts is not None:
             drafts = aligned_drafts(output.step.drafts, output.step.decodes, completions)
         try:
-            sampled = self._sampled_of(completions, answers, drafts)
+            sampled = self._runner.sample(completions, answers, drafts)
         except BaseException as error:
             raise_exit(error)
             self._update()  # what is built anew depends on tokens that the device alone may know
-            self._sampler.reset()
-            if len(completions) == 1:
-                self._fail(completions[0], describe(error))
-                return
-            self._sample_apart(completions, answers, drafts, output)
-            return
-        self._keep(rows, sampled, output)
-
-    def _sample_apart(
-        self, completions: list[Completion], answers: Answers, drafts: Drafts | None, output: StepOutput
-    ) -> None:
-        """Sample for each completion alone; those that raise fail."""
-        begin = 0
-        for index, completion in enumerate(completions):
-            size = 1 if drafts is None else 1 + len(drafts.token_ids[index])
-            own_drafts = None
-            if drafts is not None:
-                probs = None if drafts.probs is None else drafts.probs[index : index + 1]
-                own_drafts = Drafts([drafts.token_ids[index]], probs)
-            is_stacked = isinstance(answers, torch.Tensor)
-            own = answers[begin : begin + size] if is_stacked else [answers[index]]
-            begin += size
-            fail = partial(self._fail, completion)
-            sampled = attempt(fail, self._sampled_of, [completion], own, own_drafts)
-            if sampled is None:
-                self._sampler.reset()
-            else:
+            for completion, sampled in self._runner.sample_apart(completions, answers, drafts):
                 self._keep(Rows([completion]), sampled, output)
-
-    def _sampled_of(self, completions: list[Completion], answers: Answers, drafts: Drafts | None) -> SampledOnDevice:
-        """Sample from logits [num_rows, V], or take the tokens [n] that the executor has chosen."""
-        if not isinstance(answers, torch.Tensor):
-            answers = _joined([row for row in answers if row is not None])
-        num_rows = len(completions)
-        if drafts is not None:
-            num_rows += sum(map(len, drafts.token_ids))
-        if answers.shape == (num_rows,) and not answers.is_floating_point():
-            return SampledOnDevice.of(answers)
-        if answers.shape != (num_rows, self._vocab_size):
-            raise WrongResultsError(f"logits {tuple(answers.shape)}, expected {(num_rows, self._vocab_size)}")
-        logits = answers.float()
-        if num_rows == len(completions):
-            return self._sampler.sample(logits, completions)
-        assert drafts is not None
-        return self._sampler.verify(logits, completions, drafts)
+            self._fail_all(self._runner.failed)
+        else:
+            self._keep(rows, sampled, output)
 
     def _keep(self, rows: Rows, sampled: SampledOnDevice, output: StepOutput) -> None:
         output.parts.append((rows, sampled))
@@ -382,7 +320,7 @@ class EngineCore:
                 sampled = on_device.read()
             except BaseException as error:
                 raise_exit(error)
-                self._fail_rows(rows, describe(error))
+                self._fail_all([(completion, describe(error)) for completion in rows.completions])
             else:
                 self._advance(rows, sampled, output.step)
         now = perf_counter()
@@ -407,30 +345,6 @@ class EngineCore:
                     known.append((handle, completion.tokens_from(handle.num_known_tokens)))
         if known:
             attempt(partial(_LOG.warning, "blocks were not published: %s"), manager.append_tokens, known)
-
-    def _add(self, request: Request) -> None:
-        """Queue a request's completions; if the cache can fork, only the first one, whose prompt serves them all."""
-        self.metrics.requests += 1
-        self._requests[request.request_id] = request
-        if request.deadline < inf:
-            insort(self._timed, request, key=_deadline)
-        request.num_begun = 1 if isinstance(self._space, BlockSpace) else len(request.completions)
-        for completion in request.completions[: request.num_begun]:
-            self._scheduler.add(completion)
-
-    def _expire(self, now: float) -> None:
-        """End the requests whose deadline has passed at `now`, in seconds of `perf_counter`."""
-        while self._timed and self._timed[0].deadline <= now:
-            request = self._timed[0]
-            self._end(request, "timeout", f"not done after {now - request.arrived:.3f} s")
-
-    def _begin(self, completions: Iterable[Completion]) -> None:
-        """Record the time in the queue of requests that start now."""
-        now = perf_counter()
-        for request in (completion.request for completion in completions):
-            if not request.has_begun:
-                request.has_begun = True
-                quietly(_measure, request, queued_s=now - request.arrived)
 
     def _end_prefill(self, completion: Completion) -> list[Completion]:
         """Start decoding a completion and those that fork from its prompt; return all that decode."""
@@ -478,57 +392,6 @@ class EngineCore:
         for completion in ending:
             self._finish_if_done(completion)
 
-    def _fail_all(self, failed: list[tuple[Completion, str]]) -> None:
-        """End completions that could not be run, and empty the list."""
-        while failed:
-            completion, reason = failed.pop(0)
-            if completion.state is not State.FINISHED:
-                self._fail(completion, reason)
-
-    def _fail_rows(self, rows: Rows, reason: str) -> None:
-        for completion in rows.completions:
-            if completion.state is not State.FINISHED:
-                self._fail(completion, reason)
-
-    def _fail(self, completion: Completion, reason: str) -> None:
-        """End a completion that cannot go on, and those that were to fork from it."""
-        request = completion.request
-        request.output.error = reason
-        if request.num_begun < len(request.completions):
-            self._end(request, "error", reason)
-        else:
-            self._finish(completion, "error")
-
-    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """End the remaining completions of a request, with an error if there is one; repeatable after an interrupt."""
-        request.output.error = error or request.output.error
-        for completion in list(request.left):
-            self._finish(completion, reason)
-        self._close_if_done(request, reason)
-
-    def _finish(self, completion: Completion, reason: str) -> None:
-        """End a completion and free everything it holds, even if something raises; repeatable after an interrupt."""
-        request = completion.request
-        completion.output.finish_reason = reason
-        for listener in self._on_finish:
-            quietly(listener, completion)
-        self._scheduler.remove(completion)
-        if request.first_token is not None and completion.token_ids:
-            request.generating_s += self._sampled - request.first_token
-        self._changed[request.output] = None
-        request.left.pop(completion, None)
-        self._close_if_done(request, reason)
-
-    def _close_if_done(self, request: Request, reason: str) -> None:
-        if not request.left and self._requests.get(request.request_id) is request:
-            request.output.finished = True
-            index = bisect_left(self._timed, _deadline(request), key=_deadline)
-            if self._timed[index : index + 1] == [request]:
-                del self._timed[index]
-            quietly(self._measure_mean_token, request)
-            self.metrics.finished[reason] += 1
-            del self._requests[request.request_id]
-
     def _advance_by_several(
         self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
     ) -> None:
@@ -556,18 +419,6 @@ class EngineCore:
         elif reason is not None:
             self._finish(completion, reason)
         return completion.state is State.FINISHED
-
-    def _measure_first_token(self, request: Request) -> None:
-        seconds = self._sampled - request.arrived
-        _measure(request, first_token_s=seconds)
-        self.metrics.time_to_first_token.observe(seconds)
-
-    def _measure_mean_token(self, request: Request) -> None:
-        between = sum(max(len(one.token_ids) - 1, 0) for one in request.completions)
-        if between:
-            mean = request.generating_s / between
-            _measure(request, mean_token_s=mean)
-            self.metrics.time_per_output_token.observe(mean)
 
 
 def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> int:
@@ -604,31 +455,9 @@ def _mark_range(owner: object, name: str, label: str) -> None:
     setattr(owner, name, marked)
 
 
-def _deadline(request: Request) -> tuple[float, tuple[int, int]]:
-    """Return the sort key of a deadline; the rank makes it unique."""
-    return request.deadline, request.rank
-
-
 def _note_recomputed(completion: Completion) -> None:
     """Count the tokens that have run now and had run before a preemption."""
     request = completion.request
     end = min(completion.chunk_start + len(completion.chunk), completion.num_ran)
     request.num_recomputed += end - completion.chunk_start
-    _measure(request, recomputed_tokens=request.num_recomputed)
-
-
-def _measure(request: Request, **values: Any) -> None:
-    request.output.metrics = replace(request.output.metrics, **values)
-
-
-def _as_rows(answer: torch.Tensor | None) -> torch.Tensor:
-    """Return the logits of an item, [V] or [n, V], or its token, as rows."""
-    assert answer is not None
-    return answer if answer.dim() == 2 else answer[None]
-
-
-def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tokens as int64 [n], or logits as one matrix."""
-    if rows[0].is_floating_point():
-        return row_matrix(rows)
-    return torch.cat([row.reshape(-1) for row in rows])
+    measure(request, recomputed_tokens=request.num_recomputed)

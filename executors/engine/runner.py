@@ -1,9 +1,9 @@
-"""Runs the forward of a step. After an error each of its sequences runs alone, once: one that fails ends alone."""
+"""Runs the forward of a step, and samples. After an error each sequence runs alone, once: who fails ends alone."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.requests.request import Completion
 from paged.executors.row_batches import results_mismatch
+from paged.executors.sampling.rows import row_matrix
+from paged.executors.sampling.sampler import Drafts, SampledOnDevice, Sampler
 from paged.executors.unified_executor import Answers
 
 _LOG = logging.getLogger("paged")
@@ -39,9 +41,13 @@ class StepRunner:
         failed: completions that cannot run, with the reason; the caller ends them and empties the list.
     """
 
-    def __init__(self, executor: ModelExecutor, space: BlockSpace | TokenSpace, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, executor: ModelExecutor, space: BlockSpace | TokenSpace, sampler: Sampler, metrics: EngineMetrics
+    ) -> None:
         self._executor = executor
         self._space = space
+        self._sampler = sampler
+        self._vocab_size = executor.info().vocab_size
         self._metrics = metrics
         self._serial = None if executor.supports_native_unified_decode() else SerialCalls(executor)
         self.failed: list[tuple[Completion, str]] = []
@@ -117,6 +123,51 @@ class StepRunner:
             _keep_states(completions, batch.captured, self._executor.weights_generation)
         return answers
 
+    def sample(self, completions: list[Completion], answers: Answers, drafts: Drafts | None) -> SampledOnDevice:
+        """Sample from logits [num_rows, V], or take the tokens [n] that the executor has chosen.
+
+        drafts: those of each completion; it has a row more than drafts.
+        """
+        if not isinstance(answers, torch.Tensor):
+            answers = joined([row for row in answers if row is not None])
+        num_rows = len(completions)
+        if drafts is not None:
+            num_rows += sum(map(len, drafts.token_ids))
+        if answers.shape == (num_rows,) and not answers.is_floating_point():
+            return SampledOnDevice.of(answers)
+        if answers.shape != (num_rows, self._vocab_size):
+            raise WrongResultsError(f"logits {tuple(answers.shape)}, expected {(num_rows, self._vocab_size)}")
+        logits = answers.float()
+        if num_rows == len(completions):
+            return self._sampler.sample(logits, completions)
+        assert drafts is not None
+        return self._sampler.verify(logits, completions, drafts)
+
+    def sample_apart(
+        self, completions: list[Completion], answers: Answers, drafts: Drafts | None
+    ) -> Iterator[tuple[Completion, SampledOnDevice]]:
+        """Sample for each completion alone, after an error of all together; those that raise fail."""
+        self._sampler.reset()
+        begin = 0
+        for index, completion in enumerate(completions):
+            size = 1
+            own_drafts = None
+            if drafts is not None:
+                size += len(drafts.token_ids[index])
+                probs = None if drafts.probs is None else drafts.probs[index : index + 1]
+                own_drafts = Drafts([drafts.token_ids[index]], probs)
+            is_stacked = isinstance(answers, torch.Tensor)
+            rows = answers[begin : begin + size] if is_stacked else [answers[index]]
+            begin += size
+            try:
+                sampled = self.sample([completion], rows, own_drafts)
+            except BaseException as error:
+                raise_exit(error)
+                self._sampler.reset()
+                self._fail_all([completion], error)
+            else:
+                yield completion, sampled
+
     def _start_over(self, completion: Completion) -> None:
         """Forget the K/V of a completion whose executor may have run a part of a call that raised."""
         if self._executor.kv_manager is None and completion.prefilled:
@@ -145,3 +196,16 @@ def _keep_states(completions: Sequence[Completion], captured: CapturedStates, ge
         if captured.routed_experts is not None:
             rows["routed_experts"] = captured.routed_experts[begin:end].clone()
         completion.states.add(completion.chunk_start, rows, generation)
+
+
+def as_rows(answer: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits of an item, [V] or [n, V], or its token, as rows."""
+    assert answer is not None
+    return answer if answer.dim() == 2 else answer[None]
+
+
+def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tokens as int64 [n], or logits as one matrix."""
+    if rows[0].is_floating_point():
+        return row_matrix(rows)
+    return torch.cat([row.reshape(-1) for row in rows])
