@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from paged.cache.kv_cache import KvCacheHandle
-    from paged.forward_step import ForwardStep
     from paged.prompt_embeds import PromptEmbeds
 
 
@@ -175,8 +174,8 @@ class UnifiedBatch:
     is_stacked: bool = False
     returns_hidden: bool = False
     captured: CapturedStates | None = None
-    # The forward, if whoever made the batch has checked the items and reserved capacity for them.
-    prepared: ForwardStep | None = field(default=None, init=False, repr=False, compare=False)
+    # The `ForwardStep`, if whoever made the batch has checked the items and reserved capacity for them.
+    prepared: Any = field(default=None, init=False, repr=False, compare=False)
 
     @cached_property
     def columns(self) -> BatchColumns:

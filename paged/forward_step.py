@@ -140,8 +140,9 @@ def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> ForwardSt
         SequenceTooLongError: a sequence would exceed the cache's `max_seq_len`.
         OutOfBlocksError: the pool has too few free blocks.
     """
-    if batch.prepared is not None:
-        return batch.prepared
+    prepared: ForwardStep | None = batch.prepared
+    if prepared is not None:
+        return prepared
     new_ids: list[SeqId] = []  # recorded before the sequences are made, so that an interrupt loses none
     reservation: KvSlotReservation | None = None
     items, columns = batch.items, batch.columns
