@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,10 +153,6 @@ class Layer:
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-
-
-MakeCalls = Callable[[Step, list[Layer]], list[Call]]
-"""One call per layer; it returns the output [num_tokens, num_q_heads, v_head_dim] or a view of that size."""
 
 
 def _attend(step: Step, layer: Layer, plan: paged.AttentionPlan) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paged.bench.attention.cases import AttentionCase, Layer, MakeCalls, Step
+from paged.bench.attention.cases import AttentionCase, Layer, Step
 from paged.bench.contest import Peer
 from paged.bench.timing import Call
 
@@ -158,20 +158,16 @@ def _dense(step: Step, layer: Layer) -> list[torch.Tensor]:
     return [x.transpose(1, 2).contiguous() for x in (queries, keys, values)]
 
 
-def _sdpa_calls(backend: SDPBackend | None = None) -> MakeCalls:
+def _sdpa_calls(step: Step, layers: list[Layer], backend: SDPBackend | None = None) -> list[Call]:
     """backend: None lets PyTorch choose, as its users do."""
+    is_causal = step.max_seqlen_q > 1
 
-    def make(step: Step, layers: list[Layer]) -> list[Call]:
-        is_causal = step.max_seqlen_q > 1
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+        return out.transpose(1, 2)
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
-                out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-            return out.transpose(1, 2)
-
-        return [functools.partial(call, *_dense(step, layer)) for layer in layers]
-
-    return make
+    return [functools.partial(call, *_dense(step, layer)) for layer in layers]
 
 
 def chosen_by_sdpa(step: Step, layer: Layer) -> str:
@@ -213,8 +209,8 @@ def _load_flashinfer() -> Any:
 PEERS = (
     Peer("vllm", _needs("vLLM", vllm_attention), _vllm_calls),
     Peer("vllm_mla", _needs("vLLM", vllm_mla_decode, latent=True), _vllm_mla_calls),
-    Peer("sdpa", _dense_on("cpu", "cuda"), _sdpa_calls()),
-    Peer("sdpa_cudnn", _dense_on("cuda"), _sdpa_calls(SDPBackend.CUDNN_ATTENTION)),
-    Peer("sdpa_flash", _dense_on("cuda"), _sdpa_calls(SDPBackend.FLASH_ATTENTION)),
+    Peer("sdpa", _dense_on("cpu", "cuda"), _sdpa_calls),
+    Peer("sdpa_cudnn", _dense_on("cuda"), functools.partial(_sdpa_calls, backend=SDPBackend.CUDNN_ATTENTION)),
+    Peer("sdpa_flash", _dense_on("cuda"), functools.partial(_sdpa_calls, backend=SDPBackend.FLASH_ATTENTION)),
     Peer("flashinfer", _needs("FlashInfer", _load_flashinfer), _flashinfer_calls),
 )
