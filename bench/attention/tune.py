@@ -65,7 +65,7 @@ def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
     programs_per_sm is what the planner aims at: where more fit, a lower number only makes longer work items.
     """
     if kind == "prefill":
-        shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2))
+        shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5), (1, 2))
     else:
         shapes = itertools.product((16, 32), (32, 64, 128), (2, 4, 8), (2, 3, 5), (2, 3, 4))
     for block_m, block_n, num_warps, num_stages, programs in shapes:

@@ -86,10 +86,9 @@ def decode_tile(
     Reading K and V takes the time there. rows: most rows of any sequence of the batch. For verify rows beyond 16, one
     tile of 32 or 64 reads K and V once. A batch with prompts has 16-row tiles.
 
-    BLOCK_N rows of K take 16 KB, and V as much. Gathered keys take two stages for each tile ahead, as the block table
-    is loaded before them: 5 stages for two tiles. At head_dim 128 on sm_90, Triton 3.7.1 then takes 168 registers and
-    72 KB of shared memory (158 and 55 KB with boxes at 3 stages), so three programs share an SM. Tiles of 32 rows take
-    216 registers, of 64 rows 238: two programs.
+    BLOCK_N rows of K take 16 KB, and V as much; of 3 stages two are under way. At head_dim 128 on sm_90, Triton 3.7.1
+    then takes 158 registers and 72 KB of shared memory (121 registers with boxes), so three programs share an SM. Tiles
+    of 32 rows take 164 registers with boxes, of 64 rows 254: two programs.
     """
     width = padded_head_dim(max(head_dim, v_head_dim)) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
@@ -104,7 +103,9 @@ def decode_tile(
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
         is_large = (kind and width > 512) or (kind == "int8" and more_scores)  # 278 and 296 registers of 512
-        return AttentionTile(16, min(block_n, 64), 4, 1, 1 if is_large else 2)
+        # Over int8 64 keys take 342 registers at head_dim 128, 32 take 203.
+        block_n = min(block_n, 64) // 2 if kind == "int8" else min(block_n, 64)
+        return AttentionTile(16, max(block_n, 16), 4, 1, 1 if is_large else 2)
     padded = width > head_dim * element_size
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
@@ -112,9 +113,10 @@ def decode_tile(
     if arch in SMALL_SHARED_MEMORY and block_m == 16:
         # 8 warps spill 4 registers at head_dim 128, at 3 stages and head_dim 256, too; with all options 2 at 2 stages.
         # Over e5m2 3 stages spill 6 on sm_89.
-        num_warps, num_stages = (
-            (4, 2 if kind == "e5m2" else 3) if width <= 256 else (4, 2) if more_scores and width <= 512 else (8, 2)
-        )
+        # Over 16-bit caches and int8 of head_dim 512, 8 warps spill 9 and 6 on sm_120.
+        num_stages = 3 if width <= 256 and kind in ("e4m3", "int8") else 2
+        few_warps = width <= 256 or (width <= 512 and (more_scores or not kind)) or (width > 512 and kind == "int8")
+        num_warps = 4 if few_warps else 8
         is_large = more_scores or (kind == "int8" and width > 256)
         return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if is_large else 2)
     if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
@@ -126,17 +128,20 @@ def decode_tile(
             or (width > 256 and (more_scores or block_m == 32))
         )
         # At head_dim 192, whose columns are padded to 256, 3 stages spill 15 registers with all options.
-        num_stages = 2 if padded and more_scores and num_warps == 8 else 3
+        is_short = (padded and more_scores and num_warps == 8) or (arch in SMALL_SHARED_MEMORY and block_m == 32)
+        num_stages = 2 if is_short else 3  # 32 rows spill 6 at 3 stages on sm_120
         return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if is_large else 2)
     by_tma = box >= block_n
     # The others take 192 to 254 registers; int8 in boxes 168 by Triton 3.7.1 and 187 by 3.6.0.
     lean = width <= 256 and not more_scores and (not kind or (by_tma and kind != "int8"))
-    num_stages = 3 if by_tma or block_m == 64 else 5
+    num_stages = 3
     if (width > 512 and block_m == 32) or (width > 256 and more_scores and padded):
         # 4 warps spill 16 registers beside the 128 of 32 x 512 sums, and 12 at head_dim 192 with all options; 8 warps
         # take 188 and 154.
         return AttentionTile(block_m, block_n, 8, num_stages, 1, by_tma)
-    return AttentionTile(block_m, block_n, 4, num_stages, 3 if lean and block_m == 16 else 2, by_tma)
+    # Boxes at head_dim 256: ptxas keeps 4 warps to 168 registers, for a third program, and spills 10; 8 warps take 124.
+    num_warps = 8 if by_tma and block_m == 16 and 256 < width <= 512 and not kind else 4
+    return AttentionTile(block_m, block_n, num_warps, num_stages, 3 if lean and block_m == 16 else 2, by_tma)
 
 
 def prefill_tile(
@@ -151,8 +156,9 @@ def prefill_tile(
 ) -> AttentionTile:
     """Return the tile of longer queries: 128 rows if registers allow, 64-row wgmma for each of two warp groups.
 
-    Instructions of a warp for 64 keys on sm_90 at head_dim 128: 391 with 64 gathered keys, 355 with boxes of 64, 248
-    with boxes of 128. The matrix unit needs 982 cycles for them, and eight warps share four schedulers.
+    Of 3 stages two tiles of keys are under way while one is computed. Instructions of a warp for 64 keys on sm_90 at
+    head_dim 128: 384 with 64 gathered keys, 346 with boxes of 64, 249 with boxes of 128. The matrix unit needs 1,024
+    cycles for them, and eight warps share four schedulers.
     """
     widest = padded_head_dim(max(head_dim, v_head_dim))
     width = widest * element_size
@@ -172,13 +178,14 @@ def prefill_tile(
         )
     if arch in LARGE_SHARED_MEMORY:
         if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not kind:
-            return AttentionTile(128, 64, 8, 3)  # keys of 192, values of 128: 239 registers, 160 KB
+            # keys of 192, values of 128: 235 registers, 203 with boxes, 213 KB
+            return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)
         if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
-            return AttentionTile(64 if more_scores else 128, 32, 8, 2)
-        if box >= 128 and not more_scores and not arch.startswith("sm_10") and kind != "e5m2":
-            # 239 registers, 160 KB. A softcap would spill 16, tcgen05's copies of the accumulator 70, e5m2 20.
-            return AttentionTile(128, 128, 8, 2, by_tma=True)
-        # 223 registers with gathered keys, 204 with boxes; 96 KB.
+            return AttentionTile(64 if more_scores else 128, 32, 8, 3)
+        if box >= 128 and not more_scores and not arch.startswith("sm_10"):
+            # 237 registers, 224 KB. A softcap would spill 10, tcgen05's copies of the accumulator 70.
+            return AttentionTile(128, 128, 8, 3, by_tma=True)
+        # 210 registers with gathered keys, 203 with boxes; 128 KB.
         return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)
     # Without wgmma the operands pass through registers: 128 x 64 spills 24 of them at head_dim 128, 64 x 64 spills 28
     # at 256. These stay under the 99 KB of the consumer chips, too.
@@ -193,12 +200,14 @@ def _int8_prefill_tile(width: int, element_size: int, arch: str, box: int, *, mo
     """Return the tile over int8 caches: scales and conversions take registers, so the tiles of other dtypes spill."""
     if element_size == 4:  # 32 x 16 spills 244
         return AttentionTile(16, 16, 8, 2)
-    if arch.startswith("gfx"):  # 128 x 64 with all options 35
-        return AttentionTile(128, 64, 4, 1) if width <= 256 and not more_scores else AttentionTile(64, 32, 4, 1)
+    if arch.startswith("gfx"):  # 128 x 64 spills 6, 64 x 32 with all options at head_dim 256 45
+        if width <= 256:
+            return AttentionTile(64 if more_scores else 128, 32, 4, 1)
+        return AttentionTile(64, 16 if more_scores else 32, 4, 1)
     if arch in LARGE_SHARED_MEMORY:
         if width > 256:  # 128 x 32 spills 29, 64 x 32 with all options 32
-            return AttentionTile(64, 16 if more_scores else 32, 8, 2)
-        # 128 x 128 spills 8, 128 x 64 with all options 20; 226 registers, 82 KB
+            return AttentionTile(64, 16 if more_scores else 32, 8, 3)
+        # 128 x 128 spills 28, 128 x 64 with all options 20; 255 registers, 232 with boxes, 97 KB
         return AttentionTile(128, 32, 8, 3) if more_scores else AttentionTile(128, 64, 8, 3, by_tma=box >= 64)
     if width > 256:  # 64 x 16 with all options spills 24
         return AttentionTile(32 if more_scores else 64, 32, 8, 2)
@@ -215,6 +224,8 @@ def _widest_prefill_tile(element_size: int, arch: str, kind: str, *, more_scores
         return AttentionTile(16, 16, 4, 1) if arch.startswith("gfx") else AttentionTile(16, 16, 8, 2)
     if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10, int8 in 4 1
         return AttentionTile(32 if kind == "int8" else 64, 16, 4, 1)
+    if more_scores and kind == "int8":  # 32 x 32 spills 112 on sm_100 and 74 on sm_120
+        return AttentionTile(32, 16, 8, 2)
     # 64 x 16 spills 14 with all options on sm_90, 399 over 8-bit caches, 14 on sm_120; these take 200 registers, 98 KB.
     if more_scores or kind or arch in SMALL_SHARED_MEMORY:
         return AttentionTile(32, 32, 8, 2)

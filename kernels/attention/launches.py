@@ -129,6 +129,7 @@ def _tiles(
             "KIND": shape.kind,
             "NATIVE_FP8": has_native_e4m3(q.device),
             "CLEAR_PADDING": clear_padding,
+            "EDGE_STAGES": tile.edge_stages,
         },
         boxes={
             name: Box(cache.shape, cache.stride(), (1, tile.block_n, 1, size)) for name, (cache, size) in caches.items()

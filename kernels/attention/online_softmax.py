@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from paged.kernels.common.attention.block_ids import key_slots, load_block_ids, row_offsets
 from paged.kernels.common.attention.mask import WORD_KEYS
 from paged.kernels.common.attention.rows import LOG2E, finite
 from paged.kernels.common.compat import tl, triton
@@ -93,9 +94,9 @@ def _load_rows(cached, offsets, key_mask, DIM: tl.constexpr, MASKED: tl.constexp
 
 
 @triton.jit
-def _load_scales(cached, block, slot, key_mask, MASKED: tl.constexpr):
+def _load_scales(cached, block, slots, key_mask, MASKED: tl.constexpr):
     """[BLOCK_N], of rows of int8."""
-    ptrs = cached.scales + block * cached.stride_scale_block + slot * cached.stride_scale_slot
+    ptrs = cached.scales + row_offsets(block, slots, cached.stride_scale_block, cached.stride_scale_slot)
     return tl.load(ptrs, mask=key_mask, other=0.0) if MASKED else tl.load(ptrs)
 
 
@@ -112,7 +113,8 @@ def _score_block(
     keys,  # Keys
     k_rows,  # CachedRows
     v_rows,
-    start,  # the first key
+    block,  # of `load_block_ids`
+    index,  # of the block of keys
     offs_n,  # [BLOCK_N], the keys
     V_HEAD_DIM_PADDED: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
@@ -125,30 +127,22 @@ def _score_block(
     """q @ K^T [BLOCK_M, BLOCK_N], and V [BLOCK_N, V_HEAD_DIM_PADDED] in the dtype of q, of a block of keys."""
     HEAD_DIM_PADDED: tl.constexpr = q.shape[1]
     key_mask = offs_n < keys.seq_len
+    slots = key_slots(index, KV_BLOCK_SIZE, BLOCK_N)
     if USE_TMA:  # all BLOCK_N keys lie in one cache block
-        block = tl.load(keys.block_table_ptr + start // KV_BLOCK_SIZE)
-        slot = start % KV_BLOCK_SIZE
-        box = [block, slot, keys.kv_head, 0]
+        box = [block, slots.first, keys.kv_head, 0]
         k = k_rows.cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
         v = k if v_rows.cache is None else v_rows.cache.load(box).reshape(BLOCK_N, V_HEAD_DIM_PADDED)
         if MASKED:
             # Values behind the end may be NaN, and 0 * NaN is NaN: a weight of 0 would not keep them out.
             v = tl.where(key_mask[:, None], v, 0)
     else:
-        if MASKED:
-            block = tl.load(keys.block_table_ptr + offs_n // KV_BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-        else:
-            block = tl.load(keys.block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)
-        slot = offs_n % KV_BLOCK_SIZE
-        k_offsets = block * k_rows.stride_block + slot * k_rows.stride_slot
-        v_offsets = block * v_rows.stride_block + slot * v_rows.stride_slot
+        k_offsets = row_offsets(block, slots, k_rows.stride_block, k_rows.stride_slot)
+        v_offsets = row_offsets(block, slots, v_rows.stride_block, v_rows.stride_slot)
         k = _load_rows(k_rows, k_offsets, key_mask, HEAD_DIM_PADDED, MASKED)
         v = k if v_rows.cache is None else _load_rows(v_rows, v_offsets, key_mask, V_HEAD_DIM_PADDED, MASKED)
     if KIND == "int8":
-        if USE_TMA:
-            block, slot = block.to(tl.int64), slot + tl.arange(0, BLOCK_N)
-        k_scale = _load_scales(k_rows, block, slot, key_mask, MASKED)
-        v_scale = _load_scales(v_rows, block, slot, key_mask, MASKED)
+        k_scale = _load_scales(k_rows, block, slots, key_mask, MASKED)
+        v_scale = _load_scales(v_rows, block, slots, key_mask, MASKED)
         # Times the weights, a small scale would leave the range of float16.
         v = v.to(tl.float32) * v_scale[:, None]
         k, v = k.to(q.dtype), v.to(q.dtype)
@@ -206,16 +200,20 @@ def attend(
     KIND: tl.constexpr,  # of `cache_kinds`
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every key of these blocks
+    NUM_STAGES: tl.constexpr,  # of the loop's pipeline; None for the launch's
 ):
     """Online softmax (Milakov and Gimelshein, 2018) over the keys of blocks [begin, end)."""
     # Otherwise the largest score and the differences to it are scaled, in place of all scores.
     SCALED: tl.constexpr = MASKED or rules.softcap is not None or rules.slopes is not None
-    for index in range(begin, end):
+    next_block = load_block_ids(keys.block_table_ptr, begin, end, keys.seq_len, KV_BLOCK_SIZE, BLOCK_N, MASKED)
+    for index in tl.range(begin, end, num_stages=NUM_STAGES):
+        block = next_block
+        next_block = load_block_ids(keys.block_table_ptr, index + 1, end, keys.seq_len, KV_BLOCK_SIZE, BLOCK_N, MASKED)
         start = index * BLOCK_N
         offs_n = start + tl.arange(0, BLOCK_N)
         scores, v = _score_block(
-            q, keys, k_rows, v_rows, start, offs_n, acc.shape[1], KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8,
-            MASKED,
+            q, keys, k_rows, v_rows, block, index, offs_n, acc.shape[1], KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND,
+            NATIVE_FP8, MASKED,
         )  # fmt: skip
         if rules.softcap is not None:
             scores = _softcapped(scores, rules.scale, rules.softcap, q.dtype)

@@ -127,6 +127,7 @@ def _attention_kernel(
     KIND: tl.constexpr,  # what the caches hold, of `cache_kinds`
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
+    EDGE_STAGES: tl.constexpr,  # of the loops with masks, which come to a block or two
 ):
     """One item of the work list and one KV head a program; row r of a tile is token r // GROUP, head r % GROUP."""
     kv_head = tl.program_id(0)
@@ -225,15 +226,15 @@ def _attention_kernel(
     if HAS_WINDOW:
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, begin, full_begin,
-            KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, True,
+            KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, True, EDGE_STAGES,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, full_begin, full_end,
-        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, False,
+        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, False, None,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, full_end, end,
-        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, True,
+        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, True, EDGE_STAGES,
     )  # fmt: skip
 
     if V_HEAD_DIM_PADDED > 256:

@@ -128,6 +128,7 @@ def _attention_case(
         "KIND": cache or "",
         "NATIVE_FP8": target in NATIVE_FP8,
         "CLEAR_PADDING": True,
+        "EDGE_STAGES": tile.edge_stages,
     }
     copies: tuple[str, ...] = ("UTMALDG" if by_tma else "LDGSTS.128",) if target.startswith("sm") else ("load_dwordx4",)
     if shared and cache:  # what is loaded once, and decoded twice, Triton does not copy ahead
@@ -161,4 +162,5 @@ def _attention_case(
         expect=expect,
         targets=(target,),
         programs_per_sm=tile.programs_per_sm,
+        may_spill=dtype == "fp32",
     )

@@ -30,6 +30,11 @@ class AttentionTile:
     programs_per_sm: int = 1
     by_tma: bool = False
 
+    @property
+    def edge_stages(self) -> int:
+        """Pipeline stages of loops over keys with masks, a block or two: a third would take registers for nothing."""
+        return min(self.num_stages, 2)
+
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the tile's width: the next power of two, at least 16, the smallest operand of a matrix instruction."""

@@ -8,6 +8,7 @@ import torch
 import paged.kernels.attention.launches
 import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
+import paged.kernels.common.attention.block_ids
 import paged.kernels.common.attention.mask
 import paged.kernels.common.attention.merge_splits
 import paged.kernels.common.attention.rows
@@ -17,7 +18,10 @@ from tests.kernels.faulty import planted
 
 attention, shared = paged.kernels.attention, paged.kernels.common.attention
 # Each imports those before it.
-MODULES = (shared.mask, shared.rows, attention.online_softmax, attention.tile_kernels, shared.merge_splits)
+MODULES = (
+    *(shared.block_ids, shared.mask, shared.rows),
+    *(attention.online_softmax, attention.tile_kernels, shared.merge_splits),
+)
 
 PROBLEMS = (
     Problem("window", ((1, 150), (20, 90)), heads=(2, 1), window_size=(33, -1)),
@@ -58,20 +62,21 @@ MUTATIONS = {
     "no chunks": ("chunks", "first = tl.maximum(first, chunk)", "first = tl.maximum(first, 0 * chunk)"),
     "every sequence is causal": ("chunks", "tl.load(is_causal_ptr + seq) != 0", "tl.load(is_causal_ptr + seq) > -1"),
     "values are one column off": ("int8", "_load_rows(v_rows, v_offsets,", "_load_rows(v_rows, v_offsets + 1,"),
-    "the scale of a neighbour": (
+    "the scale of a block's first slot": (
         "int8",
-        "block * cached.stride_scale_block + slot *",
-        "block * cached.stride_scale_block + (slot ^ 1) *",
+        "cached.stride_scale_block, cached.stride_scale_slot",
+        "cached.stride_scale_block, 0",
     ),
     "the scales of V for K": ("int8", "scores *= k_scale[None, :]", "scores *= v_scale[None, :]"),
     "the scales of K for V": ("int8", "v.to(tl.float32) * v_scale[:, None]", "v.to(tl.float32) * k_scale[:, None]"),
     "a full block is dropped": ("values", "rules, full_begin,", "rules, full_begin + 1,"),
     "no causal mask": ("values", "< rules.end_key[:, None]", "< tl.max(rules.end_key, 0) + 0 * rules.end_key[:, None]"),
-    "blocks in order": (
+    "the first block for all keys": (
         "values",
-        "tl.load(keys.block_table_ptr + offs_n // KV_BLOCK_SIZE).to",
-        "(offs_n // KV_BLOCK_SIZE).to",
+        "KV_BLOCK_SIZE) + offs_n // KV_BLOCK_SIZE",
+        "KV_BLOCK_SIZE) + 0 * offs_n",
     ),
+    "the ids of the keys before": ("split", "(keys.block_table_ptr, index + 1,", "(keys.block_table_ptr, index,"),
     "the accumulator is not rescaled": ("values", "v, acc * correction[:, None])", "v, acc)"),
     "values behind the end are read": ("values", "tl.load(ptrs, mask=key_mask[:, None], other=0)", "tl.load(ptrs)"),
 }
