@@ -44,17 +44,21 @@ def mla_tile(
     """Return the tile for sequences with at most `rows` rows, queries times heads.
 
     The sums of 64 rows of 512 are 128 registers of a thread in 8 warps, and their queries 72 KB of shared memory, so
-    one program fills an SM. On sm_90 64 rows of 512 + 64 meet 64 keys, 221 KB with two stages: 1,171 instructions a
-    warp are 2,342 cycles of a scheduler, the matrix units take 2,176. Blocks of 32 keys take 1.4 times the
-    instructions a key. sm_80 has room for 32 keys (115 KB of 163 KB), consumer chips for 32 rows and 16 keys (56 KB of
-    99 KB), where 64 rows would take 106 KB. tcgen05 needs a copy of the latents, so sm_100 takes blocks of 32 keys
-    (214 KB; 353 KB for 64).
+    one program fills an SM. On sm_90 64 rows of 512 + 64 meet 64 keys, 221 KB with two stages, of which the copies
+    overlap with the products of values alone: 881 instructions a warp are 1,762 cycles of a scheduler, the matrix units
+    take 3,328. Triton gives the scores of 64 rows to each of two warp groups, so all are computed twice, in wgmma of
+    half as many columns as keys. Those read all queries from shared memory again, 16 cycles each: 72 for 64 keys of 32
+    columns, but as many for 32 keys of 16 columns. So blocks of 32 keys, whose third stage would fetch two ahead (184
+    KB), take 706 instructions and twice the reads a key. sm_80 has room for 32 keys (115 KB of 163 KB), consumer chips
+    for 32 rows and 16 keys (56 KB of 99 KB), where 64 rows would take 106 KB. tcgen05 needs a copy of the latents, so
+    sm_100 takes blocks of 32 keys (214 KB; 353 KB for 64).
     """
+    num_stages = 2 if chosen or arch not in LARGE_SHARED_MEMORY else 3
     is_gfx = arch.startswith("gfx")
     if element_size == 4:
         return AttentionTile(16, 16, 4, 1) if is_gfx else AttentionTile(16, 16, 8, 2)
     if kind == "packed":  # scaled codes pass through registers in float32: 32 rows spill 226 on sm_90
-        return AttentionTile(16, 16, 4, 1) if is_gfx else AttentionTile(16, 16, 8, 2)
+        return AttentionTile(16, 16, 4, 1) if is_gfx else AttentionTile(16, 16, 8, num_stages)
     few = 32 if kind or arch in SMALL_SHARED_MEMORY else 64  # e4m3 with 64 rows spills 75 on sm_90
     block_m = 16 if rows <= 16 else min(32 if rows <= 32 else 64, few)
     if is_gfx:
@@ -62,8 +66,10 @@ def mla_tile(
     if arch in SMALL_SHARED_MEMORY:
         return AttentionTile(block_m, 32 if block_m == 16 else 16, 8, 2)
     if block_m == 16:  # 4 warps over e4m3 spill 32, 8 take 176 registers
-        return AttentionTile(16, 32, 8, 2) if kind else AttentionTile(16, 32, 4, 2, 2)
+        if kind:
+            return AttentionTile(16, 32, 8, num_stages)
+        return AttentionTile(16, 32, 4, num_stages, 2)
     if block_m == 32:
-        return AttentionTile(32, 64 if arch in LARGE_SHARED_MEMORY and not kind else 32, 8, 2)
+        return AttentionTile(32, 64 if arch in LARGE_SHARED_MEMORY and not kind else 32, 8, num_stages)
     # Chosen keys' positions take registers: 64 of them spill 9.
     return AttentionTile(64, 64 if arch == "sm_90" and not chosen else 32, 8, 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from paged.kernels.common.attention.block_ids import Slots, key_slots, load_block_ids, row_offsets
 from paged.kernels.common.attention.plan_kernel import ITEM_SIZE
 from paged.kernels.common.attention.rows import (
     LOG2E,
@@ -63,12 +64,13 @@ def _load_rows(ptrs, key_mask, dim_mask, MASKED: tl.constexpr):
 @triton.jit
 def _load_block(
     latents,
-    keys,  # [BLOCK_N], positions in the sequence
+    block,  # [BLOCK_N], of the cache, or a scalar if it holds all keys
+    slots,  # Slots
     key_mask,
     dtype: tl.constexpr,
     LATENT_PADDED: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
-    KV_BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     KIND: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,
@@ -76,26 +78,21 @@ def _load_block(
     """Latents [BLOCK_N, LATENT_PADDED] and rotated dimensions [BLOCK_N, ROPE_PADDED] of keys, in the dtype of q."""
     offs_v = tl.arange(0, LATENT_PADDED)
     offs_r = tl.arange(0, ROPE_PADDED)
-    if MASKED:
-        block = tl.load(latents.table_ptr + keys // KV_BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-    else:
-        block = tl.load(latents.table_ptr + keys // KV_BLOCK_SIZE).to(tl.int64)
-    slot = keys % KV_BLOCK_SIZE
-    rows = block * latents.stride_block + slot * latents.stride_slot
+    rows = row_offsets(block, slots, latents.stride_block, latents.stride_slot)
     ptrs = latents.latent_ptr + rows[:, None] + offs_v[None, :]
     latent = _load_rows(ptrs, key_mask, latents.latent_mask, MASKED)
-    rope_rows = block * latents.stride_rope_block + slot * latents.stride_rope_slot
+    rope_rows = row_offsets(block, slots, latents.stride_rope_block, latents.stride_rope_slot)
     rope = _load_rows(latents.rope_ptr + rope_rows[:, None] + offs_r[None, :], key_mask, latents.rope_mask, MASKED)
     if KIND == "e4m3":
         latent = decode_e4m3(latent, NATIVE_FP8).to(dtype)
         rope = decode_e4m3(rope, NATIVE_FP8).to(dtype)
     elif KIND == "packed":
         offs_g = tl.arange(0, LATENT_PADDED // _GROUP)
-        scale_rows = block * latents.stride_scales_block + slot * latents.stride_scales_slot
+        scale_rows = row_offsets(block, slots, latents.stride_scales_block, latents.stride_scales_slot)
         scales = _load_rows(latents.scales_ptr + scale_rows[:, None] + offs_g[None, :], key_mask, None, MASKED)
         numbers = decode_e4m3(latent, NATIVE_FP8).to(tl.float32)
-        numbers = numbers.reshape(keys.shape[0], LATENT_PADDED // _GROUP, _GROUP) * scales[:, :, None]
-        latent = numbers.reshape(keys.shape[0], LATENT_PADDED).to(dtype)
+        numbers = numbers.reshape(BLOCK_N, LATENT_PADDED // _GROUP, _GROUP) * scales[:, :, None]
+        latent = numbers.reshape(BLOCK_N, LATENT_PADDED).to(dtype)
         if dtype == tl.bfloat16:
             rope = rope.to(tl.bfloat16, bitcast=True)
         else:  # a bfloat16 is the upper half of a float32
@@ -123,13 +120,23 @@ def _attend(
     MASKED: tl.constexpr,  # False: every row sees every key of these blocks
 ):
     """Online softmax (Milakov and Gimelshein, 2018) over the keys of blocks [begin, end)."""
+    num_keys = tl.max(end_key, 0)
+    if latents.indices_ptr is None:
+        next_block = load_block_ids(latents.table_ptr, begin, end, num_keys, KV_BLOCK_SIZE, BLOCK_N, MASKED)
     for index in range(begin, end):
         keys = index * BLOCK_N + tl.arange(0, BLOCK_N)
-        if latents.indices_ptr is not None:
+        if latents.indices_ptr is None:
+            key_mask = keys < num_keys
+            block = next_block
+            slots = key_slots(index, KV_BLOCK_SIZE, BLOCK_N)
+            next_block = load_block_ids(latents.table_ptr, index + 1, end, num_keys, KV_BLOCK_SIZE, BLOCK_N, MASKED)
+        else:
             keys = tl.load(latents.indices_ptr + keys, mask=keys < latents.num_indices, other=-1)
-        key_mask = (keys >= 0) & (keys < tl.max(end_key, 0))
+            key_mask = (keys >= 0) & (keys < num_keys)
+            block = tl.load(latents.table_ptr + keys // KV_BLOCK_SIZE, mask=key_mask, other=0)
+            slots = Slots(first=index * 0, offsets=keys % KV_BLOCK_SIZE)
         latent, rope = _load_block(
-            latents, keys, key_mask, q_latent.dtype, q_latent.shape[1], q_rope.shape[1], KV_BLOCK_SIZE, KIND,
+            latents, block, slots, key_mask, q_latent.dtype, q_latent.shape[1], q_rope.shape[1], BLOCK_N, KIND,
             NATIVE_FP8, MASKED,
         )  # fmt: skip
         scores = dot(q_latent, tl.trans(latent), tl.zeros([q_latent.shape[0], BLOCK_N], tl.float32))

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import paged.kernels.common.attention.block_ids
 import paged.kernels.mla.launches
 import paged.kernels.mla.tile_kernel
 from paged.bench.mla.problem import Problem
 from tests.kernels.faulty import planted
 from tests.kernels.mla.problem import check
 
-mla = paged.kernels.mla
+block_ids, mla = paged.kernels.common.attention.block_ids, paged.kernels.mla
 
 PROBLEMS = (
     Problem("dense", ((1, 40), (20, 24)), heads=3, sinks=True, sizes=(48, 16)),
@@ -26,8 +27,9 @@ MUTATIONS = {
     "no fault": ("", "", ""),
     "no rotated part": ("dense", "if HAS_ROPE:", "if False:"),
     "rotated parts of another place": ("dense", "rope_ptr + rope_rows[:, None]", "rope_ptr + rope_rows[:, None] - 1"),
-    "blocks in order": ("dense", "tl.load(latents.table_ptr + keys // KV_BLOCK_SIZE, mask=key_mask, other=0)",
-                        "(keys // KV_BLOCK_SIZE)"),
+    "the ids of the keys before": ("split", "(latents.table_ptr, index + 1,", "(latents.table_ptr, index,"),
+    "one block after the other": ("dense", "tl.load(table_ptr + index * BLOCK_N // KV_BLOCK_SIZE, mask=mask, other=0)",
+                                  "index * BLOCK_N // KV_BLOCK_SIZE"),
     "no causal mask": ("dense", "& (keys[None, :] < end_key[:, None])", ""),
     "one key too many": ("dense", "end_key = seq_len - q_len + query + 1", "end_key = seq_len - q_len + query + 2"),
     "NaN behind the end": ("split", "rows = tl.load(ptrs, mask=key_mask[:, None], other=0)", "rows = tl.load(ptrs)"),
@@ -54,7 +56,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     name, text, replacement = MUTATIONS[fault]
-    with planted([mla.tile_kernel], [mla.launches], tmp_path, text, replacement):
+    with planted([block_ids, mla.tile_kernel], [mla.launches], tmp_path, text, replacement):
         for problem in PROBLEMS:
             if not name:
                 check(problem, device)
