@@ -29,8 +29,10 @@ _INT32_MAX = 2**31 - 1
 # What a split costs besides its keys, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
 # block of 64 keys for each of three decode programs on an SM, and 0.7 us for the one prefill program.
 _SPLIT_OVERHEAD = {"decode": 1, "prefill": 4}
-# Partial results there is room for, for every program that the device runs at once. 1 x 128k + 31 x 4k needs 5 (16 MB
-# on an H200 at head_dim 128); a partial result of a prefill tile is 8 times as large, and more than 2 gain nothing.
+# Partial results there is room for, for every program that the device runs at once, but not more than for one wave of
+# programs for each tile, so that a graph of one sequence launches no programs without work. 1 x 128k + 31 x 4k needs 5
+# (16 MB on an H200 at head_dim 128); a partial result of a prefill tile is 8 times as large, and more than 2 gain
+# nothing.
 _SLOTS_PER_PROGRAM = {"decode": 5, "prefill": 2}
 # A split shorter than this costs more in its partial result (write, read, merge) than it saves: 256 keys of K and V in
 # bf16 at head_dim 128 are 128 KB against 8 KB of partial result for 16 rows, and 4 times as many keys for 128 rows.
@@ -187,7 +189,7 @@ class AttentionPlan:
         most_seqs = min(num_seqs, shape.num_tokens // triton.cdiv(min_rows, shape.group))
         max_tiles = min(most_seqs * triton.cdiv(max_rows, tile.block_m), most_seqs + full_tiles)
         max_splits = triton.cdiv(self.max_seqlen_k, min_split_blocks * tile.block_n)
-        max_slots = triton.cdiv(num_programs * _SLOTS_PER_PROGRAM[kind], shape.num_kv_heads)
+        max_slots = triton.cdiv(num_programs * min(_SLOTS_PER_PROGRAM[kind], max_tiles), shape.num_kv_heads)
         if shape.deterministic:
             max_splits = min(max_splits, _DETERMINISTIC_SPLITS[kind])
             max_slots = max_tiles * max_splits
@@ -202,7 +204,7 @@ class AttentionPlan:
         schedule = AttentionSchedule(
             tile=tile,
             items=int32(max_tiles + max_slots if max_tiles else 0, ITEM_SIZE.value),
-            split_tiles=int32(max_slots // 2, SPLIT_TILE_SIZE.value),
+            split_tiles=int32(min(max_tiles, max_slots // 2), SPLIT_TILE_SIZE.value),
             counts=int32(2),
             first_padding=int32(1),
             partial_out=float32(max_slots, shape.num_kv_heads, tile.block_m, shape.v_head_dim),
