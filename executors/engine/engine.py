@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from paged.errors import InvalidInputError, SequenceTooLongError, UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.engine.beam_search import BeamOutput, search_beams
-from paged.executors.engine.config import EngineConfig, QueueFullError
-from paged.executors.engine.core import EngineCore
+from paged.executors.engine.config import QueueFullError
+from paged.executors.engine.door import UINT64_MAX, Prompt, RequestDoor
 from paged.executors.engine.embedding import Pooling, embed_prompts
 from paged.executors.engine.metrics import EngineStatus
-from paged.executors.model_executor import ModelExecutor, check_adapter, check_capture, check_metadata, lora_loader
+from paged.executors.model_executor import check_adapter, check_capture, check_metadata, lora_loader
 from paged.executors.progress import progress_bar
 from paged.executors.requests.output import CompletionOutput, Growth, RequestOutput
 from paged.executors.requests.request import Completion, Request, whole_chunks
@@ -30,30 +29,20 @@ from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
 from paged.executors.requests.token_states import TokenStates
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
-from paged.executors.speculation.draft_model import DraftModel
-from paged.executors.speculation.drafting import Proposer
-from paged.executors.speculation.head_proposer import HeadProposer
-from paged.executors.speculation.prompt_lookup import PromptLookup
-from paged.executors.text.chat_template import Message
-from paged.executors.text.detokenizer import PromptTokenizer, Tokenizer
-from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 from paged.picture import CachePicture, cache_picture
 from paged.prompt_embeds import PromptEmbeds
 from paged.seq_id import SeqId, as_seq_id
-from paged.token_ids import as_token_ids
 
 R = TypeVar("R")
-Prompt = str | Sequence[int] | Sequence[Message]
 
 _DEFAULT_PARAMS = SamplingParams()
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 # A priority beyond this is one of a mistake; products with `priority_requests` stay small numbers.
 _MAX_PRIORITY = 1 << 31
-_MASK = (1 << 64) - 1
 
 
-class Engine(EngineCore):
+class Engine(RequestDoor):
     """Runs requests on any `ModelExecutor`: chunked prefill beside decodes, prefix caching, preemption, speculation.
 
     If the executor has a cache manager, requests share prefixes, fork and swap; otherwise every prompt is computed. A
@@ -72,35 +61,6 @@ class Engine(EngineCore):
             or an end token or the seed is out of range.
         UnsupportedError: a proposer was given, and the executor cannot roll tokens back.
     """
-
-    def __init__(
-        self,
-        executor: ModelExecutor,
-        config: EngineConfig | None = None,
-        *,
-        tokenizer: Tokenizer | None = None,
-        eos_token_ids: Iterable[int] | None = None,
-        proposer: Proposer | None = None,
-        seed: int | None = None,
-    ) -> None:
-        config = EngineConfig() if config is None else config
-        super().__init__(executor, config, proposer)
-        info, capacity = executor.info(), executor.kv_capacity()
-        self._longest = info.max_sequence_length
-        self._room = self._longest if capacity is None else min(self._longest, capacity)
-        self._tokenizer = tokenizer
-        if eos_token_ids is None:
-            # A checkpoint may name tokens that its vocabulary does not have.
-            self._eos_token_ids = frozenset(one for one in info.eos_token_ids if one < info.vocab_size)
-        else:
-            given = set(eos_token_ids) if isinstance(eos_token_ids, set | frozenset) else eos_token_ids
-            self._eos_token_ids = frozenset(as_token_ids("eos_token_ids", list(given)))
-            self._check_ids("eos_token_ids", sorted(self._eos_token_ids))
-        self._seed = secrets.randbits(64) if seed is None else as_int("seed", seed, low=-(1 << 63), high=_MASK)
-        self._arrivals = itertools.count()
-        # Several engines may share an executor, and callers may have sequences of their own in its cache.
-        self._name = f"engine-{secrets.token_hex(8)}"
-        serving_begins()
 
     @property
     def num_unfinished(self) -> int:
@@ -252,7 +212,7 @@ class Engine(EngineCore):
             logits_processors=processors,
         )
         seed = self._seed + arrival if params.seed is None else params.seed
-        hashed = hash_seeds(np.array([seed & _MASK], np.uint64))
+        hashed = hash_seeds(np.array([seed & UINT64_MAX], np.uint64))
         seeds = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
         request.completions = [Completion(request, index, seed, self._tokenizer) for index, seed in enumerate(seeds)]
         request.left = dict.fromkeys(request.completions)
@@ -483,67 +443,6 @@ class Engine(EngineCore):
             for one, token_ids in zip(found, shown_ids, strict=True)
         ]
 
-    def _check_embeds(self, embeds: object, num_tokens: int) -> None:
-        if not isinstance(embeds, PromptEmbeds):
-            raise InvalidInputError(f"prompt_embeds: {shown(embeds)}, expected PromptEmbeds or None")
-        embeds.check(num_tokens, self.executor.embeds_limits)
-        if embeds.longest_span > self.config.token_budget:
-            expected = f"at most {self.config.token_budget}, the token budget, as it runs in one step"
-            raise InvalidInputError(f"prompt_embeds: a span of {embeds.longest_span} tokens, expected {expected}")
-
-    def encode_prompt(self, prompt: Prompt) -> Sequence[int]:
-        """Return the token ids of a text or of messages, and anything else itself. Any thread may call it.
-
-        Raises:
-            InvalidInputError: the engine's tokenizer does not encode, or it or the chat template refuses the prompt.
-        """
-        if not is_text(prompt):
-            return cast("Sequence[int]", prompt)
-        tokenizer = self._tokenizer
-        if not isinstance(tokenizer, PromptTokenizer):
-            raise InvalidInputError(
-                f"prompt_token_ids: {shown(prompt)}, expected token ids, or a ChatTokenizer as the engine's tokenizer"
-            )
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt)
-        return tokenizer.encode_chat(cast("Sequence[Message]", prompt))
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        return as_token_ids("prompt_token_ids", self.encode_prompt(prompt))
-
-    def _max_tokens(
-        self, name: str, prompt: Sequence[int], params: SamplingParams, chunks: Iterable[tuple[int, int]] = ()
-    ) -> int:
-        """Check that a request can run, alone at least; return the number of new tokens it may have.
-
-        chunks: (start, end) of prompt tokens that must run in one step.
-        """
-        if not prompt:
-            raise InvalidInputError(f"{name}: an empty prompt, expected at least one token")
-        ids = params.token_ids
-        self._check_ids(name, [min(prompt), max(prompt), *((min(ids), max(ids)) if ids else ())])
-        if params.stop_strings and self._tokenizer is None:
-            raise InvalidInputError(f"{name}: stop strings, and the engine has no tokenizer")
-        room, manager = self._room, self.executor.kv_manager
-        if manager is not None:
-            room = min(room, manager.config.longest_with(chunks))
-        # The last new token is never run, so it takes no slot.
-        fitting = room + 1 - len(prompt)
-        max_tokens = max(fitting, 1) if params.max_tokens is None else params.max_tokens
-        longest = len(prompt) + max_tokens - 1
-        if longest > self._longest:
-            raise SequenceTooLongError(
-                f"{name}: {longest} tokens with what it may generate, the longest sequence is {self._longest}"
-            )
-        if longest > room:
-            raise InvalidInputError(f"{name}: {longest} tokens with what it may generate, the cache holds {room}")
-        return max_tokens
-
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        for token in token_ids:
-            if not 0 <= token < self._vocab_size:
-                raise InvalidInputError(f"{name}: token id {shown(token)}, expected 0 <= id < {self._vocab_size}")
-
 
 def _for_each(name: str, value: R | Sequence[R | None] | None, kind: type[R], count: int) -> list[R | None]:
     """Return the value of each prompt: those of a list, or the same for all."""
@@ -561,12 +460,6 @@ def _listed(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts
 
 
-def is_text(prompt: Prompt) -> bool:
-    """Return whether a prompt is a text or messages, which a tokenizer encodes."""
-    is_listed = isinstance(prompt, list | tuple) and len(prompt) > 0
-    return isinstance(prompt, str) or (is_listed and isinstance(prompt[0], Mapping))
-
-
 def _forks(name: str, rule: Any, kind: type[R], count: int) -> list[R]:
     """Return a rule for each completion, or none; the first is the given one."""
     if rule is None:
@@ -574,49 +467,3 @@ def _forks(name: str, rule: Any, kind: type[R], count: int) -> list[R]:
     if not isinstance(rule, kind):
         raise InvalidInputError(f"{name}: {shown(rule)}, expected the methods of {kind.__name__}")
     return [rule, *(rule.fork() for _ in range(count - 1))]  # type: ignore[attr-defined]
-
-
-class SpeculativeDecoder(Engine):
-    """An engine with speculative decoding: drafts come from a draft model or, without one, from the text itself.
-
-    A step verifies the drafts of all sequences in one forward of the target. Greedy output is that of the target;
-    sampled output has its distribution (see `rejection_sample`). `metrics` counts proposed and accepted drafts. The
-    arguments that are not listed are those of `Engine`.
-
-    Args:
-        target: executor of the model whose output is wanted.
-        draft: executor of the draft model. None takes the draft head that the target was loaded with, else looks up
-            n-grams of the text (`PromptLookup`).
-        num_draft_tokens: most drafts for a sequence in a step.
-        max_ngram: longest n-gram to look up.
-
-    Raises:
-        InvalidInputError: a number is not positive, the vocabularies differ, or the token budget is too small.
-        UnsupportedError: one of the executors cannot roll tokens back, or the draft's has no cache manager.
-    """
-
-    def __init__(
-        self,
-        target: ModelExecutor,
-        draft: ModelExecutor | None = None,
-        *,
-        num_draft_tokens: int = 4,
-        max_ngram: int = 3,
-        config: EngineConfig | None = None,
-        tokenizer: Tokenizer | None = None,
-        eos_token_ids: Iterable[int] | None = None,
-        seed: int | None = None,
-    ) -> None:
-        proposer: Proposer
-        if draft is None and target.capabilities().has_draft_head:
-            proposer = HeadProposer(target, num_draft_tokens)
-        elif draft is None:
-            proposer = PromptLookup(num_draft_tokens, max_ngram=max_ngram)
-        else:
-            proposer = DraftModel(draft, num_draft_tokens, token_budget=(config or EngineConfig()).token_budget)
-        super().__init__(target, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, seed=seed)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Share of proposed drafts that were accepted; 0 before the first."""
-        return self.metrics.accepted_tokens / max(self.metrics.draft_tokens, 1)

@@ -1,0 +1,60 @@
+"""An engine that verifies drafts: of a draft model, of the target's own draft head, or of the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paged.executors.engine.config import EngineConfig
+from paged.executors.engine.engine import Engine
+from paged.executors.model_executor import ModelExecutor
+from paged.executors.speculation.draft_model import DraftModel
+from paged.executors.speculation.drafting import Proposer
+from paged.executors.speculation.head_proposer import HeadProposer
+from paged.executors.speculation.prompt_lookup import PromptLookup
+from paged.executors.text.detokenizer import Tokenizer
+
+
+class SpeculativeDecoder(Engine):
+    """An engine with speculative decoding: drafts come from a draft model or, without one, from the text itself.
+
+    A step verifies the drafts of all sequences in one forward of the target. Greedy output is that of the target;
+    sampled output has its distribution (see `rejection_sample`). `metrics` counts proposed and accepted drafts. The
+    arguments that are not listed are those of `Engine`.
+
+    Args:
+        target: executor of the model whose output is wanted.
+        draft: executor of the draft model. None takes the draft head that the target was loaded with, else looks up
+            n-grams of the text (`PromptLookup`).
+        num_draft_tokens: most drafts for a sequence in a step.
+        max_ngram: longest n-gram to look up.
+
+    Raises:
+        InvalidInputError: a number is not positive, the vocabularies differ, or the token budget is too small.
+        UnsupportedError: one of the executors cannot roll tokens back, or the draft's has no cache manager.
+    """
+
+    def __init__(
+        self,
+        target: ModelExecutor,
+        draft: ModelExecutor | None = None,
+        *,
+        num_draft_tokens: int = 4,
+        max_ngram: int = 3,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        proposer: Proposer
+        if draft is None and target.capabilities().has_draft_head:
+            proposer = HeadProposer(target, num_draft_tokens)
+        elif draft is None:
+            proposer = PromptLookup(num_draft_tokens, max_ngram=max_ngram)
+        else:
+            proposer = DraftModel(draft, num_draft_tokens, token_budget=(config or EngineConfig()).token_budget)
+        super().__init__(target, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, seed=seed)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of proposed drafts that were accepted; 0 before the first."""
+        return self.metrics.accepted_tokens / max(self.metrics.draft_tokens, 1)
