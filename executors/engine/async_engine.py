@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,9 @@ class _Stream:
                 raise self._error
             self._waiter = self._loop.create_future()
             await self._waiter
+        # Between two readers the worker may take the interpreter's lock. Else it waits 5 ms for it, a step's time, while
+        # hundreds of them are woken (`sys.getswitchinterval`).
+        time.sleep(0)
         return self.newest.pop()
 
 
