@@ -108,7 +108,7 @@ class AsyncEngine:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
         self._streams: dict[RequestOutput, _Stream] = {}
-        self._is_queued = False  # a step is; for the worker alone
+        self._is_queued = False  # whether a step is queued; only the worker reads and sets it
         self._is_paused = False
         self._is_accepting = True
         self._is_stopped = False
@@ -150,9 +150,9 @@ class AsyncEngine:
                 newest = await stream.take()
                 is_last = newest.finished
                 if deltas:
-                    for one, begin in zip(newest.outputs, marks, strict=True):
-                        one.begin = begin  # of a copy that only this reader has
-                    marks = [one.mark for one in newest.outputs]
+                    for completion, begin in zip(newest.outputs, marks, strict=True):
+                        completion.begin = begin  # of a copy that only this reader has
+                    marks = [completion.mark for completion in newest.outputs]
                 yield newest
                 if is_last:
                     return
@@ -174,13 +174,15 @@ class AsyncEngine:
 
         def finish() -> None:
             steps.close()
-            self._publish(self.engine.drain())  # of requests that it has preempted
+            self._publish(self.engine.drain())  # outputs of requests that it has preempted
 
         async with self._embeddings.held(len(ids), self.engine.config.max_waiting):
             try:
-                while (pooled := await self._call(next, steps)) is None:
+                pooled = await self._call(next, steps)
+                while pooled is None:
                     while self._is_paused:
                         await asyncio.sleep(0.01)
+                    pooled = await self._call(next, steps)
                 return pooled
             finally:
                 if not self._is_stopped:
@@ -272,10 +274,10 @@ class AsyncEngine:
             return
         self._check_loop()
         self._is_accepting = self._is_paused = False
-        await self._call(self._go_on)  # behind the requests that are being added: from here on there come no others
-        left = self.engine.num_unfinished if drain else 0
-        while left and not self._is_stopped:
-            left = await self._call(self._num_unfinished)  # comes behind a step
+        await self._call(self._go_on)  # after the requests that are being added; no others follow
+        num_unfinished = self.engine.num_unfinished if drain else 0
+        while num_unfinished and not self._is_stopped:
+            num_unfinished = await self._call(self._num_unfinished)  # runs after a step
         for output, stream in list(self._streams.items()):
             if not output.finished:
                 stream.wake(EngineStoppedError(f"request {output.request_id!r}: the engine was shut down"))
@@ -339,10 +341,10 @@ class AsyncEngine:
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
                 raise InvalidInputError("AsyncEngine: called from another event loop than before, which is not closed")
-            gone, self._streams = self._streams, {}
+            old_streams, self._streams = self._streams, {}
             self._loop, self._embeddings = loop, _EmbeddingLine()
             if not self._is_stopped:
-                self._worker.submit(self._discard, gone)  # behind those that are still being added to it
+                self._worker.submit(self._discard, old_streams)  # after requests that are still being added to them
 
     def _check_accepting(self) -> None:
         if not self._is_accepting:
@@ -376,10 +378,13 @@ class AsyncEngine:
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
         """Give every reader of these requests their state at this moment."""
-        pairs = [(stream, output) for output in outputs if (stream := self._streams.get(output)) is not None]
-        for stream, output in pairs:
-            stream.newest.append(output.copy())
-        self._tell([stream for stream, _ in pairs])
+        streams = []
+        for output in outputs:
+            stream = self._streams.get(output)
+            if stream is not None:
+                stream.newest.append(output.copy())
+                streams.append(stream)
+        self._tell(streams)
 
     def _tell(self, streams: Sequence[_Stream], error: BaseException | None = None) -> None:
         """Wake readers, all in one turn of their event loop; if it is closed, abort their requests."""

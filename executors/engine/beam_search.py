@@ -68,7 +68,7 @@ def search_beams(
                 elif len(alive) < width:
                     parents.append(parent)
                     alive.append((token_ids, total))
-            done = sorted(done, key=lambda one: -one.score)[:width]
+            done = sorted(done, key=lambda beam: -beam.score)[:width]
             # Sums only fall; a positive penalty divides them by the length that they may come to.
             longest = max_tokens if length_penalty > 0 else length
             if not alive or (len(done) == width and alive[0][1] / longest**length_penalty <= done[-1].score):

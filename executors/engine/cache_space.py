@@ -33,7 +33,7 @@ class BlockSpace:
         self._executor = executor
         self.manager = manager
         self._admission_tokens = admission_tokens
-        self._takes_prefixes = not runs_apart  # another's decodes may have computed them
+        self._takes_prefixes = not runs_apart  # another sequence's decodes may have computed them
         # Other executors check and reserve by themselves.
         self._takes_prepared = isinstance(executor, UnifiedExecutor)
         self.takes_rows = self._takes_prepared and not runs_apart
@@ -42,7 +42,7 @@ class BlockSpace:
         self._growth = 0
         recurrent = manager.config.recurrent
         # In a step each sequence may read one slot of states and write another.
-        self._most_sequences = sys.maxsize if recurrent is None else recurrent.num_slots // 2
+        self._max_sequences = sys.maxsize if recurrent is None else recurrent.num_slots // 2
         self._num_sequences = 0
 
     @property
@@ -54,13 +54,16 @@ class BlockSpace:
     def begin(self, running: Sequence[Completion]) -> None:
         """Count the blocks that running sequences may still take, once for all that are admitted beside them."""
         self._growth = sum(map(self._growth_of, running))
-        self._num_sequences = sum(one.num_sequences for one in running)
+        self._num_sequences = sum(completion.num_sequences for completion in running)
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Give a waiting completion its blocks; False if there are too few. Alone, it need not be able to grow."""
+        """Allocate the blocks of a waiting completion; return False if there are too few.
+
+        If it is alone, it starts even if the cache has no blocks for its growth.
+        """
         was_swapped = completion.is_swapped
         num_sequences = self._num_sequences + completion.num_sequences
-        if num_sequences > self._most_sequences and not is_alone:
+        if num_sequences > self._max_sequences and not is_alone:
             return False
         if was_swapped and not is_alone and self._growth >= self.manager.stats().free_blocks:
             return False
@@ -69,7 +72,7 @@ class BlockSpace:
         except OutOfBlocksError:
             return False
         growth = self._growth + self._growth_of(completion)
-        # What came back from the host stays: to move it out again would cost more than to preempt another.
+        # A completion that was swapped in stays: to swap it out again costs more than to preempt another.
         if growth > self.manager.stats().free_blocks and not is_alone and not was_swapped:
             self.release(completion)
             completion.hold(None)
@@ -77,22 +80,22 @@ class BlockSpace:
         self._growth, self._num_sequences = growth, num_sequences
         return True
 
-    def chunk(self, completion: Completion, count: int, *, most: int) -> int:
+    def chunk(self, completion: Completion, count: int, *, max_chunk: int) -> int:
         """Return how many of the next `count` prompt tokens to run; see `PagedKvCacheManager.chunk_end`.
 
-        most: prompt tokens that this step could run of one completion, 0 if nothing else runs.
+        max_chunk: prompt tokens that this step could run of one completion, 0 if nothing else runs.
         """
         assert completion.handle is not None
         limit, total = completion.cached + count, len(completion.tokens)
-        may_leave_grid = most < SCAN_CHUNK
+        may_leave_grid = max_chunk < SCAN_CHUNK
         end = self.manager.chunk_end(completion.handle, limit, total, may_leave_grid=may_leave_grid)
         return end - completion.cached
 
     def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
         """Return how many of the next `count` prompt tokens have free blocks beside the planned tokens of others."""
         assert completion.handle is not None
-        others = [(one.handle, num_tokens) for one, num_tokens in planned if one.handle is not None]
-        return self.manager.fitting_tokens(completion.handle, count, others)
+        planned_handles = [(other.handle, num_tokens) for other, num_tokens in planned if other.handle is not None]
+        return self.manager.fitting_tokens(completion.handle, count, planned_handles)
 
     def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
         """Return the batch of what completions run next, with its capacity.
@@ -113,7 +116,7 @@ class BlockSpace:
 
     def release(self, completion: Completion) -> None:
         """Free what a completion holds, if anything, through the executor, which may hold more for it."""
-        # By its id: an interrupt may have come before the completion noted its handle.
+        # Look it up by id: an interrupt may have come before the completion got its handle.
         if self.manager.get_handle(completion.seq_id) is not None:
             self._executor.release_cache(completion.seq_id)
 
@@ -149,7 +152,7 @@ class BlockSpace:
                 # With recurrent layers there is no state before it, and the head sees 0 once.
                 try:
                     self.manager.truncate(handle, handle.num_tokens - 1)
-                except InvalidInputError:  # that token sees one that the prefix has no block for in a window
+                except InvalidInputError:  # that token's window reaches back to a block that the prefix lacks
                     self.manager.free(handle)
                     handle = self.manager.allocate(completion.seq_id, len(tokens), namespace=request.namespace)
             completion.hold(handle)
@@ -157,7 +160,7 @@ class BlockSpace:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
 
     def _growth_of(self, completion: Completion) -> int:
-        """Return the blocks that it lacks for the tokens it may have by the admission policy."""
+        """Return the number of blocks that a completion lacks for the tokens that the admission policy counts."""
         handle, target = completion.handle, completion.longest
         assert handle is not None
         if self._admission_tokens is not None:
@@ -180,7 +183,8 @@ class TokenSpace:
         self._tokens = self._sequences = 0
 
     def begin(self, running: Sequence[Completion]) -> None:
-        self._tokens, self._sequences = sum(one.longest for one in running), len(running)
+        self._tokens = sum(completion.longest for completion in running)
+        self._sequences = len(running)
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
         tokens, sequences = self._tokens + completion.longest, self._sequences + 1
@@ -192,7 +196,7 @@ class TokenSpace:
         completion.hold(None)
         return True
 
-    def chunk(self, completion: Completion, count: int, *, most: int) -> int:
+    def chunk(self, completion: Completion, count: int, *, max_chunk: int) -> int:
         return count
 
     def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
@@ -203,8 +207,10 @@ class TokenSpace:
 
     def release(self, completion: Completion) -> None:
         if completion.prefilled:
-            handle = completion.handle
-            self._executor.release_cache(completion.seq_id if handle is None else handle.cache_id)
+            cache_id = completion.seq_id
+            if completion.handle is not None:
+                cache_id = completion.handle.cache_id
+            self._executor.release_cache(cache_id)
             completion.prefilled = 0
 
     def swap_out(self, completion: Completion) -> bool:

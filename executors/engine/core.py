@@ -31,8 +31,8 @@ from paged.executors.unified_executor import Answers
 from paged.seq_id import SeqId
 
 _LOG = logging.getLogger("paged")
-# Logits of a step's prompt tokens whose log probabilities are wanted. At 12 bytes each, in the weights' dtype, in
-# float32 and normalised, 147 rows of a vocabulary of 152,000.
+# Most logits of prompt tokens in a step, for prompt_logprobs. Each takes 12 bytes: in the weights' dtype, in float32
+# and normalised. That is 147 rows of a vocabulary of 152,000.
 _PROMPT_LOGITS = (256 << 20) // 12
 
 
@@ -66,12 +66,13 @@ class EngineCore(RequestLifecycle):
         self._drafter = None if proposer is None else Drafter(proposer, info.vocab_size, manager)
         self._is_unified = is_unified = executor.supports_native_unified_decode()
         capabilities = executor.capabilities()
+        ask_for_tokens = self._ask_for_tokens if is_unified and capabilities.prefers_tokens else None
         self._scheduler = Scheduler(
             config,
             self._space,
             self.metrics,
             self._drafter,
-            self._ask_for_tokens if is_unified and capabilities.prefers_tokens else None,
+            ask_for_tokens,
             decode_cost=decode_cost,
             prompt_rows=max(_PROMPT_LOGITS // info.vocab_size, 1),
         )
@@ -92,7 +93,7 @@ class EngineCore(RequestLifecycle):
             _mark_range(self, "_update", "paged.update")
         self._num_updates = 0
         self._generation = self.generation
-        # Sequences of forwards of no request that go on after other steps; an update of the weights frees them.
+        # Sequences of embedding forwards, which belong to no request; an update of the weights frees them.
         self.own_seq_ids: set[SeqId] = set()
 
     @property
@@ -136,8 +137,8 @@ class EngineCore(RequestLifecycle):
         try:
             self._is_stepping = True
             run()
-            self._is_stepping = False  # here, too: an interrupt may come before the last line below
-        except BaseException as error:  # not of one request: those of its own end it
+            self._is_stepping = False  # here, too: an interrupt may come before the `finally` block
+        except BaseException as error:  # not an error of one request, which would end that request alone
             self._in_flight = None
             for request in list(self._requests.values()):
                 self._end(request, "error", describe(error))
@@ -149,7 +150,7 @@ class EngineCore(RequestLifecycle):
         return list(self._changed)
 
     def run_now(self, batch: UnifiedBatch) -> Answers:
-        """Run a batch of no request between two steps; if blocks run out, preempt requests, all but one."""
+        """Run a batch that belongs to no request between two steps; if blocks run out, preempt all requests but one."""
         while True:
             try:
                 return self.executor.unified_decode(batch)
@@ -183,7 +184,7 @@ class EngineCore(RequestLifecycle):
                 self._update()  # nobody waits for it
 
     def _launch(self) -> StepOutput | None:
-        """Launch what can run, and what samples from it; None if nothing does."""
+        """Launch the next step's forward and its sampling; return None if nothing can run."""
         started = perf_counter()
         step = self._scheduler.schedule(self._in_flight)
         if self._scheduler.refused:
@@ -218,10 +219,10 @@ class EngineCore(RequestLifecycle):
         self.metrics.decode_tokens += num_rows - prefill_tokens
 
     def _ask_for_tokens(self, completions: Sequence[Completion]) -> None:
-        """Let the executor choose the tokens of a step if no completion asks for more than it can do."""
+        """Let the executor choose the tokens of a step if it supports the sampling parameters of all completions."""
         final = [completion for completion in completions if completion.is_final]
         for completion in final:
-            # Others of a request begin with the logits of the first one's prompt.
+            # The other completions of a request start from the prompt's logits.
             if completion.request.params.n > 1 or completion.wants_prompt_rows:
                 return
         draws = self._sampler.draws(final)
@@ -271,10 +272,10 @@ class EngineCore(RequestLifecycle):
         return completions, joined(parts) if parts else []
 
     def _sample(self, completions: list[Completion], answers: Answers, output: StepOutput) -> None:
-        """Sample and begin to copy the tokens; after an error for each completion alone."""
+        """Sample and start the copy of the tokens. After an error, sample each completion alone."""
         rows = self._scheduler.rows_of(completions)
         if rows.reads_tokens:
-            self._update()  # while the device runs this one
+            self._update()  # the last step's tokens, while the device runs this one
         drafts = None
         if output.step.drafts is not None:
             drafts = aligned_drafts(output.step.drafts, output.step.decodes, completions)
@@ -282,7 +283,7 @@ class EngineCore(RequestLifecycle):
             sampled = self._runner.sample(completions, answers, drafts)
         except BaseException as error:
             raise_exit(error)
-            self._update()  # what is built anew depends on tokens that the device alone may know
+            self._update()  # the sampler's state is built again from tokens that only the device may know
             for completion, sampled in self._runner.sample_apart(completions, answers, drafts):
                 self._keep(Rows([completion]), sampled, output)
             self._fail_all(self._runner.failed)
@@ -295,7 +296,7 @@ class EngineCore(RequestLifecycle):
             completion.num_sampled += 1
 
     def _score_prompt(self, completion: Completion, logits: torch.Tensor, output: StepOutput) -> None:
-        """Begin to copy the log probabilities of the prompt tokens that follow a chunk's, each of them once."""
+        """Start the copy of the log probabilities of the prompt tokens after a chunk's; each is computed once."""
         request, count = completion.request, completion.params.prompt_logprobs
         begin = request.num_prompt_rows
         end = min(completion.cached, len(request.prompt) - 1)
@@ -331,7 +332,7 @@ class EngineCore(RequestLifecycle):
             self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
 
     def _publish(self, output: StepOutput) -> None:
-        """Tell the cache the tokens of the blocks that a step has filled. An error leaves blocks unpublished."""
+        """Publish the blocks that a step has filled in the prefix cache. After an error they stay unpublished."""
         manager = self.executor.kv_manager
         if manager is None:
             return
@@ -339,7 +340,8 @@ class EngineCore(RequestLifecycle):
         known = []
         for rows, _ in output.parts:
             for completion in rows.completions:
-                is_full = (completion.last_of_prompt + completion.num_sampled) % size == 0  # `cached`, in an eighth
+                # The sum is `completion.cached`, in an eighth of its time.
+                is_full = (completion.last_of_prompt + completion.num_sampled) % size == 0
                 handle = completion.handle
                 if is_full and handle is not None and completion.state is State.DECODE:
                     known.append((handle, completion.tokens_from(handle.num_known_tokens)))
@@ -366,11 +368,13 @@ class EngineCore(RequestLifecycle):
         """Give completions the tokens that were sampled for them, and end those that are done."""
         self._sampled = perf_counter()
         token_ids, logprobs = sampled
-        if State.FINISHED in [one.state for one in rows.completions]:  # while the step was under way
-            left = [row for row, one in enumerate(rows.completions) if one.state is not State.FINISHED]
-            self.metrics.dropped_tokens += len(token_ids) - len(left)
-            rows, token_ids = Rows([rows.completions[row] for row in left]), [token_ids[row] for row in left]
-            logprobs = logprobs and [logprobs[row] for row in left]
+        states = [completion.state for completion in rows.completions]
+        if State.FINISHED in states:  # some ended while the step was under way
+            unfinished = [row for row, state in enumerate(states) if state is not State.FINISHED]
+            self.metrics.dropped_tokens += len(token_ids) - len(unfinished)
+            rows = Rows([rows.completions[row] for row in unfinished])
+            token_ids = [token_ids[row] for row in unfinished]
+            logprobs = logprobs and [logprobs[row] for row in unfinished]
         completions = rows.completions
         if step.num_prefill_tokens:
             for request in {completion.request for completion in completions}:
@@ -388,7 +392,8 @@ class EngineCore(RequestLifecycle):
                 if completion.output.growth.logprobs is not None and token != NO_TOKEN:
                     completion.output.growth.logprobs.extend(table)
         ending = rows.advance(token_ids)
-        self.metrics.generated_tokens += len(completions) - sum(one.token_ids[-1] == NO_TOKEN for one in ending)
+        num_no_tokens = sum(completion.token_ids[-1] == NO_TOKEN for completion in ending)
+        self.metrics.generated_tokens += len(completions) - num_no_tokens
         for completion in ending:
             self._finish_if_done(completion)
 
@@ -401,7 +406,7 @@ class EngineCore(RequestLifecycle):
             completion.token_ids.append(token)
             if self._finish_if_done(completion):
                 break
-        # One that was no token is not there any more.
+        # NO_TOKEN does not count: `finish_reason` has removed it.
         count = len(completion.token_ids) - before
         if completion.output.growth.logprobs is not None:
             completion.output.growth.logprobs.extend(logprobs[:count])
@@ -422,7 +427,7 @@ class EngineCore(RequestLifecycle):
 
 
 def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> int:
-    """Return the most tokens that a decoding sequence runs in a step, drafts included, after checking that they fit."""
+    """Check that drafts can run; return the most tokens that a decoding sequence runs in a step, drafts included."""
     if proposer is None:
         return 1
     info, cost = executor.info(), 1 + proposer.num_tokens
@@ -456,7 +461,7 @@ def _mark_range(owner: object, name: str, label: str) -> None:
 
 
 def _note_recomputed(completion: Completion) -> None:
-    """Count the tokens that have run now and had run before a preemption."""
+    """Count the tokens of this chunk that had run before a preemption."""
     request = completion.request
     end = min(completion.chunk_start + len(completion.chunk), completion.num_ran)
     request.num_recomputed += end - completion.chunk_start

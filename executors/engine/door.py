@@ -1,4 +1,4 @@
-"""The door of an engine: what it was made with, and checks of prompts before a request is queued."""
+"""Constructor of an engine, and the checks of prompts before a request is queued."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ class RequestDoor(EngineCore):
         if not prompt:
             raise InvalidInputError(f"{name}: an empty prompt, expected at least one token")
         ids = params.token_ids
-        self._check_ids(name, [min(prompt), max(prompt), *((min(ids), max(ids)) if ids else ())])
+        self._check_ids(name, [min(prompt), max(prompt)])
+        if ids:
+            self._check_ids(name, [min(ids), max(ids)])
         if params.stop_strings and self._tokenizer is None:
             raise InvalidInputError(f"{name}: stop strings, and the engine has no tokenizer")
         room, manager = self._room, self.executor.kv_manager

@@ -30,17 +30,21 @@ def embed_prompts(
             if generation != core.generation:  # all rows are of the same weights
                 generation, first, start = core.generation, 0, 0
                 pooled.zero_()
-            items, left, begin = [], budget, start
+            items: list[UnifiedBatchItem] = []
+            tokens_left = budget
+            begin = start
             for index in range(first, len(prompts)):
-                chunk = list(prompts[index][begin : begin + left])
+                chunk = list(prompts[index][begin : begin + tokens_left])
                 is_wanted = is_mean or begin + len(chunk) == len(prompts[index])
-                seq_id, left = f"{name}/{index}", left - len(chunk)
+                seq_id = f"{name}/{index}"
                 items.append(UnifiedBatchItem(seq_id, chunk, None, begin, is_wanted, logits_policy=policy))
                 core.own_seq_ids.add(seq_id)
                 begin = 0
-                if not left:
+                tokens_left -= len(chunk)
+                if not tokens_left:
                     break
-            run = core.run_now if len(items) == 1 else executor.unified_decode  # fewer at once, before it preempts
+            # Only a batch of one prompt preempts requests; larger ones are halved first.
+            run = core.run_now if len(items) == 1 else executor.unified_decode
             try:
                 answers = run(UnifiedBatch(items, returns_hidden=True))
             except OutOfBlocksError:

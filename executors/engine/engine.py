@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 _DEFAULT_PARAMS = SamplingParams()
 _ONE_TOKEN = SamplingParams(max_tokens=1)
-# A priority beyond this is one of a mistake; products with `priority_requests` stay small numbers.
+# A priority beyond this is a mistake; products with `priority_requests` stay small numbers.
 _MAX_PRIORITY = 1 << 31
 
 
@@ -70,14 +70,18 @@ class Engine(RequestDoor):
     def status(self) -> EngineStatus:
         """Return the counts of the queue, running sequences and cache blocks."""
         scheduler, manager = self._scheduler, self.executor.kv_manager
-        stats = None if manager is None else manager.stats()
+        used_blocks: int | None = None
+        num_blocks: int | None = None
+        if manager is not None:
+            stats = manager.stats()
+            used_blocks, num_blocks = stats.used_blocks, stats.num_blocks
         return EngineStatus(
             waiting=len(scheduler.waiting),
             swapped=scheduler.num_swapped,
             prefilling=len(scheduler.prefilling),
             decoding=len(scheduler.decoding),
-            used_blocks=None if stats is None else stats.used_blocks,
-            num_blocks=None if stats is None else stats.num_blocks,
+            used_blocks=used_blocks,
+            num_blocks=num_blocks,
             lora=self.executor.lora_metrics_snapshot(),
         )
 
@@ -96,10 +100,11 @@ class Engine(RequestDoor):
 
     def sequence_names(self) -> dict[SeqId, str]:
         """Return the names of this engine's sequences, "request id/completion", by their ids in the cache."""
-        requests = list(self._requests.values())
-        return {
-            one.seq_id: f"{one.request.request_id}/{one.index}" for request in requests for one in request.completions
-        }
+        names: dict[SeqId, str] = {}
+        for request in list(self._requests.values()):
+            for completion in request.completions:
+                names[completion.seq_id] = f"{request.request_id}/{completion.index}"
+        return names
 
     def add_request(
         self,
@@ -173,24 +178,25 @@ class Engine(RequestDoor):
             check_capture(self.executor, has_experts=params.return_routed_experts)
         if params.prompt_logprobs is not None and not self._is_unified:
             raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
-        named = "prompt_token_ids" if request_id is None else f"prompt_token_ids: request {request_id!r}"
+        name = "prompt_token_ids" if request_id is None else f"prompt_token_ids: request {request_id!r}"
         if prompt_embeds is not None:
             self._check_embeds(prompt_embeds, len(ids))
         chunks = whole_chunks(len(ids), prompt_embeds, is_fixed=self.config.batch_invariant)
-        max_tokens = self._max_tokens(named, ids, params, chunks)
-        # Here, as what was given may have added requests when it was read.
+        max_tokens = self._max_tokens(name, ids, params, chunks)
+        # Not earlier: reading the arguments runs the caller's code, which may have added requests.
         if request_id in self._requests:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
         arrival, waiting = next(self._arrivals), len(self._scheduler.waiting)
         if self.config.max_waiting is not None and waiting >= self.config.max_waiting:
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {self.config.max_waiting}")
-        # Not to be guessed, so that no id that a caller gives can be taken already.
+        # Random, so that no caller's own id can equal it.
         request_id = f"request-{arrival}-{secrets.token_hex(4)}" if request_id is None else request_id
-        growths = [
-            Growth([], [], None if params.logprobs is None else [], TokenStates.of(len(ids), params))
-            for _ in range(params.n)
-        ]
-        outputs = [CompletionOutput(index, growth) for index, growth in enumerate(growths)]
+        completion_outputs = []
+        for index in range(params.n):
+            logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+            growth = Growth([], [], logprobs, TokenStates.of(len(ids), params))
+            completion_outputs.append(CompletionOutput(index, growth))
+        prompt_table: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         request = Request(
             request_id=request_id,
@@ -200,9 +206,7 @@ class Engine(RequestDoor):
             metadata=metadata,
             max_tokens=max_tokens,
             end_token_ids=eos_token_ids | frozenset(params.stop_token_ids),
-            output=RequestOutput(
-                request_id, ids, outputs, prompt_table=None if params.prompt_logprobs is None else [None]
-            ),
+            output=RequestOutput(request_id, ids, completion_outputs, prompt_table=prompt_table),
             arrived=now,
             name=f"{self._name}-{arrival}",
             cache_salt=cache_salt,
@@ -215,7 +219,7 @@ class Engine(RequestDoor):
         hashed = hash_seeds(np.array([seed & UINT64_MAX], np.uint64))
         seeds = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
         request.completions = [Completion(request, index, seed, self._tokenizer) for index, seed in enumerate(seeds)]
-        request.left = dict.fromkeys(request.completions)
+        request.unfinished = dict.fromkeys(request.completions)
         try:
             self._add(request)
             return request.output
@@ -258,7 +262,7 @@ class Engine(RequestDoor):
         try:
             output = self.add_request(prompt_token_ids, params, **options)
             while True:
-                length = sum(one.mark.token_ids for one in output.outputs)
+                length = sum(completion.mark.token_ids for completion in output.outputs)
                 if length > seen or output.finished:
                     seen = length
                     yield output.copy()
@@ -284,9 +288,10 @@ class Engine(RequestDoor):
             InvalidInputError: it is not loaded, or unfinished requests name it.
         """
         loader = lora_loader(self.executor)
-        # Those that wait hold no sequence yet, so the executor cannot know of them.
-        if named := [one.request_id for one in self._requests.values() if one.adapter == name]:
-            raise InvalidInputError(f"adapter {name!r}: {len(named)} requests name it, first {named[0]!r}")
+        # Waiting requests hold no sequence yet, so the executor does not know of them.
+        request_ids = [request.request_id for request in self._requests.values() if request.adapter == name]
+        if request_ids:
+            raise InvalidInputError(f"adapter {name!r}: {len(request_ids)} requests name it, first {request_ids[0]!r}")
         loader.unload_lora(name)
 
     def list_loras(self) -> tuple[str, ...]:
@@ -325,10 +330,10 @@ class Engine(RequestDoor):
         self._of_executor("wake")()
 
     def _of_executor(self, name: str) -> Any:
-        found = getattr(self.executor, name, None)
-        if found is None:
+        method = getattr(self.executor, name, None)
+        if method is None:
             raise UnsupportedError(f"{type(self.executor).__name__} has no {name}")
-        return found
+        return method
 
     def generate(
         self,
@@ -396,10 +401,11 @@ class Engine(RequestDoor):
             raise UnsupportedError(f"{type(self.executor).__name__} returns no hidden states")
         if pooling not in ("last", "mean"):
             raise InvalidInputError(f"pooling: {shown(pooling)}, expected 'last' or 'mean'")
-        normalize, ids = as_bool("normalize", normalize), [self._token_ids(one) for one in _listed(prompts)]
-        for index, one in enumerate(ids):
-            self._max_tokens(f"prompts[{index}]", one, _ONE_TOKEN)
-        return embed_prompts(self, ids, is_mean=pooling == "mean", normalize=normalize)
+        normalize = as_bool("normalize", normalize)
+        prompt_ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
+        for index, token_ids in enumerate(prompt_ids):
+            self._max_tokens(f"prompts[{index}]", token_ids, _ONE_TOKEN)
+        return embed_prompts(self, prompt_ids, is_mean=pooling == "mean", normalize=normalize)
 
     def beam_search(
         self, prompt: Prompt, beam_width: int, max_tokens: int, length_penalty: float = 1.0
@@ -426,7 +432,7 @@ class Engine(RequestDoor):
         width = as_int("beam_width", beam_width, low=1, high=self.config.max_num_seqs)
         penalty, ids = as_float("length_penalty", length_penalty), self._token_ids(prompt)
         count = self._max_tokens("prompt", ids, SamplingParams(max_tokens=max_tokens))
-        found = search_beams(
+        beams = search_beams(
             self,
             manager,
             ids,
@@ -436,12 +442,14 @@ class Engine(RequestDoor):
             end_token_ids=self._eos_token_ids,
         )
         if self._tokenizer is None:
-            return found
-        shown_ids = [one.token_ids[: -1 if one.token_ids[-1] in self._eos_token_ids else None] for one in found]
-        return [
-            one._replace(text=self._tokenizer.decode(token_ids))
-            for one, token_ids in zip(found, shown_ids, strict=True)
-        ]
+            return beams
+        with_texts = []
+        for beam in beams:
+            token_ids = beam.token_ids
+            if token_ids[-1] in self._eos_token_ids:
+                token_ids = token_ids[:-1]
+            with_texts.append(beam._replace(text=self._tokenizer.decode(token_ids)))
+        return with_texts
 
 
 def _for_each(name: str, value: R | Sequence[R | None] | None, kind: type[R], count: int) -> list[R | None]:
@@ -461,7 +469,7 @@ def _listed(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _forks(name: str, rule: Any, kind: type[R], count: int) -> list[R]:
-    """Return a rule for each completion, or none; the first is the given one."""
+    """Return a rule for each completion, or none; the first is `rule` itself, the others are its forks."""
     if rule is None:
         return []
     if not isinstance(rule, kind):

@@ -32,7 +32,7 @@ class RequestLifecycle:
         self.metrics = EngineMetrics()
         self._requests: dict[SeqId, Request] = {}
         self._changed: dict[RequestOutput, None] = {}
-        self._timed: list[Request] = []  # those that have to end at some time, the earliest first
+        self._timed: list[Request] = []  # those with a deadline, the earliest first
         self._sampled = 0.0
         self._on_finish: list[Callable[[Completion], object]] = [Completion.close_mask]
         self._is_stepping = False
@@ -63,7 +63,7 @@ class RequestLifecycle:
 
     def _abort(self, request: Request) -> None:
         """End a request; within a step, after it, because a stream that is garbage-collected may ask at any time."""
-        self._aborted.append(request)  # first: the next step ends one whose abort was interrupted
+        self._aborted.append(request)  # first, so that the next step ends it if this is interrupted
         if not self._is_stepping:
             self._end_aborted()
 
@@ -91,7 +91,7 @@ class RequestLifecycle:
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
         """End the remaining completions of a request, with an error if there is one; repeatable after an interrupt."""
         request.output.error = error or request.output.error
-        for completion in list(request.left):
+        for completion in list(request.unfinished):
             self._finish(completion, reason)
         self._close_if_done(request, reason)
 
@@ -105,11 +105,11 @@ class RequestLifecycle:
         if request.first_token is not None and completion.token_ids:
             request.generating_s += self._sampled - request.first_token
         self._changed[request.output] = None
-        request.left.pop(completion, None)
+        request.unfinished.pop(completion, None)
         self._close_if_done(request, reason)
 
     def _close_if_done(self, request: Request, reason: str) -> None:
-        if not request.left and self._requests.get(request.request_id) is request:
+        if not request.unfinished and self._requests.get(request.request_id) is request:
             request.output.finished = True
             index = bisect_left(self._timed, _deadline(request), key=_deadline)
             if self._timed[index : index + 1] == [request]:
@@ -124,9 +124,9 @@ class RequestLifecycle:
         self.metrics.time_to_first_token.observe(seconds)
 
     def _measure_mean_token(self, request: Request) -> None:
-        between = sum(max(len(one.token_ids) - 1, 0) for one in request.completions)
-        if between:
-            mean = request.generating_s / between
+        num_later_tokens = sum(max(len(completion.token_ids) - 1, 0) for completion in request.completions)
+        if num_later_tokens:
+            mean = request.generating_s / num_later_tokens
             measure(request, mean_token_s=mean)
             self.metrics.time_per_output_token.observe(mean)
 

@@ -1,4 +1,4 @@
-"""Runs the forward of a step, and samples. After an error each sequence runs alone, once: who fails ends alone."""
+"""Runs the forward of a step, and samples. After an error each sequence runs alone, once; those that fail end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CallResults(NamedTuple):
 class StepRunner:
     """Runs steps on any executor.
 
-    If results do not fit the items, the state of the caches is unknown, and all of that call fail.
+    If results do not fit the items, the state of the caches is unknown, so all completions of that call fail.
 
     Attributes:
         failed: completions that cannot run, with the reason; the caller ends them and empties the list.
@@ -53,7 +53,7 @@ class StepRunner:
         self.failed: list[tuple[Completion, str]] = []
 
     def run(self, step: StepBatch) -> list[CallResults]:
-        """Run what can; a step that runs ahead runs whole or, after an error, not at all.
+        """Run the completions that can; if a step that is ahead raises, none of them runs.
 
         Raises:
             ExecutorShutDownError, RankFailedError: nothing can run any more.
@@ -71,7 +71,7 @@ class StepRunner:
         except BaseException as error:
             raise_exit(error)
             self._metrics.failed_forwards += 1
-            if step.batch.prepared is not None:  # it may have come before the forward
+            if step.batch.prepared is not None:  # the error may have come before the forward
                 step.batch.prepared.rollback()
             if step.is_ahead:
                 _LOG.warning("the next step was not launched ahead: %s", describe(error))
@@ -109,12 +109,12 @@ class StepRunner:
         else:
             answers = self._executor.unified_decode(batch)
         if isinstance(answers, torch.Tensor):
-            count = answers.shape[0]  # six times as fast as `len`
+            num_rows = answers.shape[0]  # six times as fast as `len`
             columns = batch.columns
             expected = len(columns.counts) if columns.is_decode else sum(map(answer_rows, batch.items))
             mismatch = None
-            if count != expected:
-                mismatch = f"{count} results for {len(columns.counts)} items, expected {expected}"
+            if num_rows != expected:
+                mismatch = f"{num_rows} results for {len(columns.counts)} items, expected {expected}"
         else:
             mismatch = results_mismatch(batch.items, answers)
         if mismatch is not None:
@@ -126,7 +126,7 @@ class StepRunner:
     def sample(self, completions: list[Completion], answers: Answers, drafts: Drafts | None) -> SampledOnDevice:
         """Sample from logits [num_rows, V], or take the tokens [n] that the executor has chosen.
 
-        drafts: those of each completion; it has a row more than drafts.
+        drafts: those of each completion, which has one row more than drafts.
         """
         if not isinstance(answers, torch.Tensor):
             answers = joined([row for row in answers if row is not None])
@@ -146,7 +146,7 @@ class StepRunner:
     def sample_apart(
         self, completions: list[Completion], answers: Answers, drafts: Drafts | None
     ) -> Iterator[tuple[Completion, SampledOnDevice]]:
-        """Sample for each completion alone, after an error of all together; those that raise fail."""
+        """Sample for each completion alone, after sampling them together has raised; those that raise fail."""
         self._sampler.reset()
         begin = 0
         for index, completion in enumerate(completions):
@@ -169,7 +169,7 @@ class StepRunner:
                 yield completion, sampled
 
     def _start_over(self, completion: Completion) -> None:
-        """Forget the K/V of a completion whose executor may have run a part of a call that raised."""
+        """Drop the K/V of a completion if the executor may have run a part of a call that raised."""
         if self._executor.kv_manager is None and completion.prefilled:
             quietly(self._space.release, completion)
             completion.start_over()
@@ -184,7 +184,7 @@ def answer_rows(item: UnifiedBatchItem) -> int:
 
 
 def _keep_states(completions: Sequence[Completion], captured: CapturedStates, generation: int) -> None:
-    """Give each completion that asks for states those of the tokens of its item, by weights of `generation`."""
+    """Give each completion that asks for states those of its item's tokens; `generation` is that of the weights."""
     end = 0
     for completion in completions:
         begin = end

@@ -1,6 +1,7 @@
 """Selection of what a step runs: decodes first, then prompt chunks, oldest first, within a token budget.
 
-This is the only place where blocks run out: a step is reserved whole, or something is preempted and it is planned anew.
+Blocks run out only here. Either all capacity of a step is reserved, or a completion is preempted and the step is
+reserved without it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _LOG = logging.getLogger("paged")
 _RANK = attrgetter("rank")
 # Weight of the newest measurement: the costs drift with the lengths of the sequences.
 _NEWEST = 0.3
-# Of the time that a step may take, how much is planned with: a measured cost is that of the chunk before, and beside
-# other work on its machine a step takes up to a half longer than foreseen.
+# Safety factor: plan with 80 % of a step's time limit. A measured cost is that of the chunk before, and beside other
+# work on its machine a step takes up to 1.5 times as long as planned.
 _MARGIN = 0.8
-# Longest wait of a step for masks that are computed elsewhere. Most are there after 0.2 ms.
+# Longest wait of a step for masks that are computed elsewhere. Most arrive within 0.2 ms.
 _MASK_WAIT_S = 0.005
-# So that a prompt gets through, whatever a token of it costs.
+# Fewest prompt tokens that the pacer allows, so that every prompt progresses.
 _SMALLEST_CHUNK = 8
 
 
@@ -59,7 +60,7 @@ class Scheduler:
         prompt_rows: most prompt tokens of a step with logits for each.
 
     Attributes:
-        awaits_masks: whether the last plan left out decodes whose masks were not there.
+        awaits_masks: whether the last plan left out decodes whose masks had not arrived.
         refused: completions that cannot run, with the reason; the caller ends them and empties the list.
     """
 
@@ -120,8 +121,8 @@ class Scheduler:
     def schedule(self, in_flight: StepOutput | None) -> StepBatch | None:
         """Plan the next step and reserve its capacity; None if nothing can run.
 
-        in_flight: the step whose tokens are not known yet. Behind it nothing is preempted and nothing is refused: what
-        cannot run then is planned again once they are.
+        in_flight: the step whose tokens are not known yet. Until they are, nothing is preempted or refused; completions
+        that cannot run are planned again in the next step.
         """
         while not self.refused:
             plan = self.plan()
@@ -139,7 +140,7 @@ class Scheduler:
     def make_room(self, num_needed: int = 1) -> bool:
         """Free blocks: first those of drafts, then those of the completion that ranks last; False if there are none.
 
-        num_needed: the blocks that lack, for the log.
+        num_needed: the missing blocks, for the log.
         """
         if self._drafter is not None and self._drafter.make_room():
             return True
@@ -168,7 +169,7 @@ class Scheduler:
         self.refused.append((self.waiting[0], reason))
 
     def _reserve(self, plan: Plan, in_flight: StepOutput | None) -> StepBatch | None:
-        """Return the batch of a plan with its capacity, without what was preempted for it; None if nothing is left."""
+        """Return the batch of a plan with its capacity, without completions preempted for it; None if none remains."""
         decodes, chunks = plan
         drafts = None
         if self._drafter is not None and decodes:
@@ -192,7 +193,7 @@ class Scheduler:
                 chunks = [completion for completion in chunks if completion.state is State.PREFILL]
                 if not decodes and not chunks:
                     return None
-            except BaseException as error:  # of one of them; each then takes its capacity by itself
+            except BaseException as error:  # of one completion; each then reserves its capacity alone
                 raise_exit(error)
                 self._metrics.failed_forwards += 1
                 if in_flight is not None:
@@ -234,7 +235,7 @@ class Scheduler:
         if self._ask_for_tokens is not None and drafts is None:
             self._ask_for_tokens(completions)
         batch: UnifiedBatch | None = self._space.reserve(completions, device_ids)
-        if self._config.batch_invariant:  # each is a forward of its own; this was to see that all fit
+        if self._config.batch_invariant:  # each is a forward of its own; this reservation checked that all fit
             if batch is not None and batch.prepared is not None:
                 batch.prepared.rollback()
             batch = None
@@ -244,72 +245,79 @@ class Scheduler:
     def plan(self) -> Plan:
         """Plan the next step, and admit what fits."""
         config, cost = self._config, self._decode_cost
-        fitting = max(config.token_budget // cost, 1)
-        unfinished = [one for one in self.decoding if one.num_sampled < one.max_tokens]
+        max_decodes = max(config.token_budget // cost, 1)
+        unfinished = [completion for completion in self.decoding if completion.num_sampled < completion.max_tokens]
         deadline = perf_counter() + _MASK_WAIT_S
-        decodes = [one for one in unfinished if one.awaited_mask is None or one.has_mask(deadline)]
+        decodes = []
+        for completion in unfinished:
+            if completion.awaited_mask is None or completion.has_mask(deadline):
+                decodes.append(completion)
         if not (decodes or self.prefilling):
-            decodes = [one for one in unfinished if one.has_mask(deadline, is_alone=True)]
+            decodes = [completion for completion in unfinished if completion.has_mask(deadline, is_alone=True)]
         self.awaits_masks = len(decodes) < len(unfinished)
-        if len(decodes) > fitting:  # in turns
-            decodes = decodes[:fitting]
+        if len(decodes) > max_decodes:  # take turns: those that run now go last
+            decodes = decodes[:max_decodes]
             turn = set(decodes)
-            self.decoding = [one for one in self.decoding if one not in turn] + decodes
-        left = max(config.token_budget - len(decodes) * cost, 0 if decodes else 1)
+            self.decoding = [completion for completion in self.decoding if completion not in turn] + decodes
+        tokens_left = config.token_budget - len(decodes) * cost
         if decodes and self.pacer is not None:
-            left = min(left, self.pacer.max_prefill_tokens)
+            tokens_left = min(tokens_left, self.pacer.max_prefill_tokens)
         self._has_begun = False
         chunks: list[Completion] = []
-        index, rows_left, most_left = 0, self._prompt_rows, left
-        while left > 0 and (index < len(self.prefilling) or (self.waiting and self._admit_next(left))):
-            if index == len(self.prefilling):  # it came back from the host, and decodes
+        index = 0
+        prompt_budget, prompt_rows_left = tokens_left, self._prompt_rows
+        while tokens_left > 0 and (index < len(self.prefilling) or (self.waiting and self._admit_next(tokens_left))):
+            if index == len(self.prefilling):  # the admitted one was swapped in, and decodes
                 decodes.append(self.decoding[-1])
-                left -= cost
+                tokens_left -= cost
                 continue
             completion = self.prefilling[index]
-            most = min(completion.num_to_prefill, left, config.chunk_size or left)
+            max_count = min(completion.num_to_prefill, tokens_left, config.chunk_size or tokens_left)
             index += 1
             if config.batch_invariant:
                 count = completion.fixed_chunk
-                if chunks and (count > left or completion.wants_prompt_rows):
+                if chunks and (count > tokens_left or completion.wants_prompt_rows):
                     break  # the next step begins with it
                 if self._fitting(completion, count, decodes, chunks) < count and self.num_running > 1:
                     break
                 completion.take_chunk(count)
                 chunks.append(completion)
-                left -= count
+                tokens_left -= count
                 continue
-            count = fitting = self._fitting(completion, most, decodes, chunks)
+            count = num_fitting = self._fitting(completion, max_count, decodes, chunks)
             if not count:
-                break  # others end, or are preempted; meanwhile nothing overtakes it
+                break  # until others end or are preempted, nothing overtakes it
             if completion.wants_prompt_rows:
-                count = min(count, rows_left)
-                rows_left -= count
-            whole = completion.whole_spans(count)
-            if whole > count:  # more than was planned for, but not more than a step may run
-                room = config.token_budget - cost * len(decodes) - sum(len(one.chunk) for one in chunks)
-                if self._fitting(completion, whole, decodes, chunks) < whole and self.num_running > 1:
+                count = min(count, prompt_rows_left)
+                prompt_rows_left -= count
+            num_uncut = completion.whole_spans(count)
+            if num_uncut > count:  # above the pacer's limit or chunk_size, but within the token budget
+                num_chunk_tokens = sum(len(planned.chunk) for planned in chunks)
+                budget_left = config.token_budget - cost * len(decodes) - num_chunk_tokens
+                if self._fitting(completion, num_uncut, decodes, chunks) < num_uncut and self.num_running > 1:
                     break
-                count, left = (whole, whole) if whole <= room else (0, 0)
+                if num_uncut > budget_left:
+                    break
+                count = tokens_left = num_uncut
             elif count:
-                count = whole
+                count = num_uncut
             if count:
-                # What lacks blocks beside others had better wait than leave the grid.
-                may_wait = bool(decodes or chunks) or (fitting < most and self.num_running > 1)
-                most_here = min(most_left, config.chunk_size or most_left) if may_wait else 0
-                count = self._space.chunk(completion, count, most=most_here)
+                # If blocks are short beside other sequences, wait rather than leave the grid.
+                may_wait = bool(decodes or chunks) or (num_fitting < max_count and self.num_running > 1)
+                max_chunk = min(prompt_budget, config.chunk_size or prompt_budget) if may_wait else 0
+                count = self._space.chunk(completion, count, max_chunk=max_chunk)
             if count:
                 completion.take_chunk(count)
                 chunks.append(completion)
-                left -= count
+                tokens_left -= count
         return Plan(decodes, chunks)
 
     def _fitting(self, completion: Completion, count: int, decodes: list[Completion], chunks: list[Completion]) -> int:
         """Return how many of the next `count` prompt tokens have free blocks; at least 1 if nothing else runs."""
-        planned = [(one, self._decode_cost) for one in decodes]
-        planned += [(one, len(one.chunk)) for one in chunks]
-        fitting = self._space.fitting(completion, count, planned)
-        return max(fitting, 1) if self.num_running == 1 else fitting
+        planned = [(decode, self._decode_cost) for decode in decodes]
+        planned += [(prefill, len(prefill.chunk)) for prefill in chunks]
+        num_fitting = self._space.fitting(completion, count, planned)
+        return max(num_fitting, 1) if self.num_running == 1 else num_fitting
 
     def to_decoding(self, completion: Completion) -> None:
         """Start decoding a completion whose prompt is done."""
@@ -321,7 +329,7 @@ class Scheduler:
         self._leave(completion)
         completion.state = State.FINISHED
         self._is_full = False
-        for _ in range(2):  # again where it failed halfway, as by a lack of memory; else there is nothing left
+        for _ in range(2):  # a second time, as the first may have failed halfway; else it does nothing
             quietly(self._space.release, completion)
 
     def preempt(self) -> Completion | None:
@@ -348,11 +356,12 @@ class Scheduler:
         return victim
 
     def preempt_all(self) -> None:
-        """Queue everything that holds K/V again, without them."""
-        for one in [*self.prefilling, *self.decoding, *(one for one in self.waiting if one.is_swapped)]:
-            self._leave(one)
-            one.is_swapped = False
-            self._queue_again(one)
+        """Drop the K/V of all completions, and queue those that held some again."""
+        swapped = [completion for completion in self.waiting if completion.is_swapped]
+        for completion in [*self.prefilling, *self.decoding, *swapped]:
+            self._leave(completion)
+            completion.is_swapped = False
+            self._queue_again(completion)
 
     def _queue_again(self, completion: Completion) -> None:
         if not completion.is_swapped:
@@ -360,11 +369,11 @@ class Scheduler:
             completion.requeue()
         self.add(completion)
 
-    def _admit_next(self, left: int) -> bool:
-        """Admit the first of the queue if it fits the cache and, if it decodes at once, the rest of the budget."""
+    def _admit_next(self, tokens_left: int) -> bool:
+        """Admit the first of the queue if it fits the cache; one that decodes at once must fit the budget, too."""
         while self.waiting and not (self._is_full and self.num_running):
             first = self.waiting[0]
-            if not self._has_slot(first) or (first.is_decoding and left < self._decode_cost):
+            if not self._has_slot(first) or (first.is_decoding and tokens_left < self._decode_cost):
                 return False
             if not self._has_begun:
                 self._space.begin(self.prefilling + self.decoding)
@@ -375,7 +384,7 @@ class Scheduler:
             except BaseException as error:
                 raise_exit(error)
                 self.refused.append((first, describe(error)))
-                self._leave(first)  # those behind it need not wait
+                self._leave(first)  # so that those behind it do not wait
                 continue
             if not is_admitted:
                 self._is_full = True
@@ -392,7 +401,7 @@ class Scheduler:
 
     def _has_slot(self, completion: Completion) -> bool:
         """Return whether it may run beside the others, counting all forks to come."""
-        running = len(self.decoding) + sum(one.num_sequences for one in self.prefilling)
+        running = len(self.decoding) + sum(completion.num_sequences for completion in self.prefilling)
         return running == 0 or running + completion.num_sequences <= self._config.max_num_seqs
 
     def _leave(self, completion: Completion) -> None:
@@ -403,7 +412,7 @@ class Scheduler:
                 del self.waiting[index]
         elif completion.state is not State.FINISHED:
             running = self.prefilling if completion.state is State.PREFILL else self.decoding
-            with suppress(ValueError):  # after an error that came while it was on its way there it is in none
+            with suppress(ValueError):  # an error while it changed lists leaves it in none
                 running.remove(completion)
 
 

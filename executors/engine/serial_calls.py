@@ -1,4 +1,4 @@
-"""Adapts an executor that runs no mixed batches: its calls behind one that looks like `unified_decode`."""
+"""Adapts an executor that runs no mixed batches to one call like `unified_decode`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paged.executors.requests.request import Completion
 
 
 class WrongResultsError(PagedError):
-    """An executor gave results that do not fit what it was given."""
+    """An executor returned results that do not fit its inputs."""
 
 
 class SerialCalls:
@@ -26,11 +26,15 @@ class SerialCalls:
         self._executor = executor
 
     def run(self, completions: Sequence[Completion]) -> list[torch.Tensor | None]:
-        """Run what completions run next; return for each None if its prompt goes on, else logits [V] or [n, V]."""
+        """Run the chunks of completions; return for each None if its prompt goes on, else logits [V] or [n, V]."""
         answers: dict[Completion, torch.Tensor | None] = {}
-        decodes = [one for one in completions if one.is_decoding and len(one.chunk) == 1]
+        decodes = []
+        for completion in completions:
+            if completion.is_decoding and len(completion.chunk) == 1:
+                decodes.append(completion)
         if decodes:
-            outputs = self._executor.batch_decode([_decode_input(one, one.chunk[0]) for one in decodes])
+            inputs = [_decode_input(completion, completion.chunk[0]) for completion in decodes]
+            outputs = self._executor.batch_decode(inputs)
             if len(outputs) != len(decodes):
                 raise WrongResultsError(f"batch_decode gave {len(outputs)} results for {len(decodes)} sequences")
             for completion, output in zip(decodes, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""An engine that verifies drafts: of a draft model, of the target's own draft head, or of the text itself."""
+"""An engine that verifies drafts from a draft model, from the target's draft head or from n-grams of the text."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from paged.seq_id import SeqId
 
 
 class Growth(NamedTuple):
-    """Everything a completion has put out. The lists only grow, so their lengths are enough to keep a moment."""
+    """All output of a completion. The lists only grow, so their lengths are enough for a snapshot."""
 
     token_ids: list[int]
     texts: list[str]
@@ -50,7 +50,7 @@ class CompletionOutput:
     growth: Growth = field(default_factory=lambda: Growth([], [], None))
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    # The part of `growth` that this is; to None for all that it comes to.
+    # The part of `growth` that this output shows; an end of None follows its growth.
     begin: Mark = _START
     end: Mark | None = None
 
@@ -64,8 +64,10 @@ class CompletionOutput:
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
-        found = self.growth.logprobs
-        return None if found is None else [one.copy() for one in found[self.begin.token_ids : self.mark.token_ids]]
+        logprobs = self.growth.logprobs
+        if logprobs is None:
+            return None
+        return [entry.copy() for entry in logprobs[self.begin.token_ids : self.mark.token_ids]]
 
     @property
     def hidden_states(self) -> torch.Tensor | None:
@@ -90,8 +92,10 @@ class CompletionOutput:
 
     @property
     def mark(self) -> Mark:
-        """The end of this part, as a `Mark` of the whole."""
-        return Mark(len(self.growth.token_ids), len(self.growth.texts)) if self.end is None else self.end
+        """The end of this part, counted from the start of `growth`."""
+        if self.end is not None:
+            return self.end
+        return Mark(len(self.growth.token_ids), len(self.growth.texts))
 
     def since(self, begin: Mark) -> CompletionOutput:
         """Return a copy of this moment, from `begin` on."""
@@ -148,15 +152,16 @@ class RequestOutput:
 
         None unless requested; complete with the first new token.
         """
-        found = self.prompt_table
-        return None if found is None else [one and one.copy() for one in list(found)]
+        if self.prompt_table is None:
+            return None
+        return [entry and entry.copy() for entry in list(self.prompt_table)]
 
     def copy(self) -> RequestOutput:
         """Return a copy of this moment, at the same cost for any length."""
-        return self.since([one.begin for one in self.outputs])
+        return self.since([completion.begin for completion in self.outputs])
 
     def since(self, begins: Sequence[Mark]) -> RequestOutput:
         """Return a copy of this moment, with the part of each completion after its mark."""
-        outputs = [one.since(begin) for one, begin in zip(self.outputs, begins, strict=True)]
+        outputs = [completion.since(begin) for completion, begin in zip(self.outputs, begins, strict=True)]
         fields = self.finished, self.num_cached_tokens, self.error, self.metrics, self.prompt_table
         return RequestOutput(self.request_id, self.prompt, outputs, *fields)

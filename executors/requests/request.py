@@ -53,7 +53,7 @@ class Request:
         num_begun: completions that were queued; the others fork when the first one's prompt is done.
         has_begun: whether one has run.
         token_masks, logits_processors: one for each completion, or none.
-        left: unfinished completions.
+        unfinished: completions that have not ended.
         num_prompt_rows: prompt tokens whose successors' log probabilities have been computed.
         num_preemptions, num_recomputed: see `RequestMetrics`.
         generating_s: sum over ended completions of the time from the first token to their last.
@@ -77,7 +77,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     num_begun: int = 0
     has_begun: bool = False
-    left: dict[Completion, None] = field(default_factory=dict)
+    unfinished: dict[Completion, None] = field(default_factory=dict)
     num_cached_tokens: int = 0
     num_prompt_rows: int = 0
     first_token: float | None = None
@@ -98,7 +98,7 @@ class Request:
 
     @cached_property
     def ending_ids(self) -> frozenset[int]:
-        """What sampling may give that ends it."""
+        """Sampled ids that end it: end tokens, and NO_TOKEN."""
         return self.end_token_ids | {NO_TOKEN}
 
     @cached_property
@@ -107,8 +107,9 @@ class Request:
         return np.fromiter(self.end_token_ids, np.int64, len(self.end_token_ids))
 
     def begin_prompt_again(self) -> None:
-        """Drop the prompt's log probabilities, as the weights have changed, unless a token has come of its prompt."""
-        if self.output.prompt_table is not None and not any(one.token_ids for one in self.completions):
+        """Drop the prompt's log probabilities, as the weights have changed; no effect after the first new token."""
+        has_tokens = any(completion.token_ids for completion in self.completions)
+        if self.output.prompt_table is not None and not has_tokens:
             self.num_prompt_rows, self.output.prompt_table = 0, [None]  # a new list: copies keep theirs
 
     @property
@@ -136,7 +137,7 @@ class Completion:
         last_of_prompt: position of the prompt's last token.
         max_tokens: most tokens of the output.
         ending_ids: tokens that end it.
-        is_watched: whether something reads every token of it.
+        is_watched: whether a detokenizer or a mask reads its every token.
         reads_tokens: whether its earlier tokens must be known to sample the next one.
         is_swapped: whether its K/V lie in host memory.
         token_ids, states: the output's.
@@ -233,16 +234,18 @@ class Completion:
         return self.num_sampled > len(self.token_ids)
 
     def has_mask(self, deadline: float, *, is_alone: bool = False) -> bool:
-        """Return whether its next mask is there.
+        """Return whether its next mask has arrived.
 
-        Wait for it until `deadline`, in seconds of `perf_counter`, if masks of it are quick or nothing else can run.
+        If its masks are quick, or nothing else can run, wait until `deadline`, in seconds of `perf_counter`.
         """
         if self.awaited_mask is None:
             return True
         if self.is_behind:  # nobody can ask for the mask behind a token that only the device knows
             return self.awaited_mask.is_quick
-        waits = is_alone or self.awaited_mask.is_quick
-        return self.awaited_mask.is_ready(deadline - perf_counter() if waits else 0.0)
+        timeout = 0.0
+        if is_alone or self.awaited_mask.is_quick:
+            timeout = deadline - perf_counter()
+        return self.awaited_mask.is_ready(timeout)
 
     def close_mask(self) -> None:
         """Free what its mask holds elsewhere."""
@@ -271,7 +274,7 @@ class Completion:
         self.tokens = self.tokens_from(0)
 
     def start_over(self) -> None:
-        """Drop its K/V while it is to run: what runs then begins with the tokens that were in the cache."""
+        """Drop its K/V after its chunk is set: the chunk then begins with the tokens that were in the cache."""
         end = self.chunk_start + len(self.chunk)
         self.hold(None)
         self.chunk = self.tokens_from(0)[:end]
@@ -298,7 +301,7 @@ class Completion:
 
     @property
     def fixed_chunk(self) -> int:
-        """Number of tokens to prefill next, by the request alone: output that runs again does so token by token."""
+        """Number of tokens to prefill next, which depends on the request alone; output that runs again takes one."""
         start, end = self.cached, len(self.request.prompt)
         return 1 if start >= end else _fixed_end(start, end, self.request.embeds) - start
 
@@ -310,7 +313,7 @@ class Completion:
         self.chunk = list(self.tokens[start:end])
         self.chunk_start = start
         self.policy = VerifyLogits() if wants_all else FullLogits()
-        # Output that runs again gets logits, so that it runs as before, as by a graph of decode steps.
+        # Output that runs again gets logits, so that it runs like the decode steps before, as in their graph.
         self.is_final = wants_all or end == len(self.tokens) or start >= len(self.request.prompt)
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
@@ -343,16 +346,17 @@ class Completion:
     def _read_text(self, count: int, *, is_last: bool) -> bool:
         """Update the text up to `count` tokens; return whether a stop string ended it."""
         assert self._detokenizer is not None
-        added, found = self._detokenizer.read(self.token_ids, count, is_last=is_last), None
+        text = self._detokenizer.read(self.token_ids, count, is_last=is_last)
+        stop: str | None = None
         if self.params.stop:
             self._stops = self._stops or StopReader(self.params.stop_strings)
-            added, found = self._stops.read(added, may_stop=len(self.token_ids) >= self.params.min_tokens)
-            if is_last and found is None:
-                added += self._stops.held
-        if added:
-            self.output.growth.texts.append(added)
-        self.output.stop_reason = found
-        return found is not None
+            text, stop = self._stops.read(text, may_stop=len(self.token_ids) >= self.params.min_tokens)
+            if is_last and stop is None:
+                text += self._stops.held
+        if text:
+            self.output.growth.texts.append(text)
+        self.output.stop_reason = stop
+        return stop is not None
 
 
 def _fixed_end(start: int, num_tokens: int, embeds: PromptEmbeds | None) -> int:
@@ -362,7 +366,7 @@ def _fixed_end(start: int, num_tokens: int, embeds: PromptEmbeds | None) -> int:
 
 
 def whole_chunks(num_tokens: int, embeds: PromptEmbeds | None, *, is_fixed: bool) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of those tokens of a prompt that have to run in one step.
+    """Yield (start, end) of the parts of a prompt that have to run in one step.
 
     is_fixed: whether it runs in fixed chunks; otherwise only its spans are never cut.
     """

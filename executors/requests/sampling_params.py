@@ -15,15 +15,15 @@ from paged.token_ids import as_token_ids
 MAX_COMPLETIONS = 4096
 # More than any vocabulary has.
 MAX_IDS = 1 << 20
-# They come as a table of Python numbers a token: of a vocabulary of 150,000 that would be 20 ms and 15 MB.
+# They are a table of Python numbers for each token; one of a vocabulary of 150,000 would take 20 ms and 15 MB.
 MAX_LOGPROBS = 1024
-# In every step before `min_tokens` they are masked one by one.
+# Before `min_tokens`, every step masks them one by one.
 MAX_STOP_TOKENS = 1024
 # Each is looked for in every new piece of text.
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14
 
-# What float32, which sampling computes in, holds to full precision.
+# Smallest normal number of float32, which sampling computes in.
 _SMALLEST = 2.0**-126
 
 
@@ -92,13 +92,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check every value and convert it to Python's own types."""
-        for one in fields(self):
-            given = getattr(self, one.name)
-            # As many as fit is what None means for max_tokens, whose default is a number.
-            value = one.default if given is None and one.name != "max_tokens" else given
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # For max_tokens, None means as many as fit, and is kept.
+            if value is None and field.name != "max_tokens":
+                value = field.default
             if value is not None:
-                value = _read(one.name, value)
-            object.__setattr__(self, one.name, value)
+                value = _read(field.name, value)
+            object.__setattr__(self, field.name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInputError(f"min_tokens: {self.min_tokens}, expected 0 to max_tokens, {self.max_tokens}")
 
@@ -119,7 +120,7 @@ class SamplingParams:
 
     @property
     def returns_states(self) -> bool:
-        """Whether forwards have to keep more of its tokens than logits."""
+        """Whether hidden states or routed experts are requested."""
         return self.return_hidden_states or self.return_routed_experts
 
     @property
@@ -128,12 +129,12 @@ class SamplingParams:
         return [*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.stop_token_ids]
 
 
-# What a generation_config.json may say of them.
+# Parameters that a generation_config.json may set.
 CHECKPOINT_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(generation_config: HfConfig) -> dict[str, Any]:
-    """Which of CHECKPOINT_PARAMS a generation_config.json names. `do_sample: false` is a temperature of 0.
+    """Return the CHECKPOINT_PARAMS that a generation_config.json sets. `do_sample: false` is a temperature of 0.
 
     Raises:
         CheckpointError: a value has another type or is out of range.
@@ -183,9 +184,10 @@ def _read(name: str, value: Any) -> Any:
         return _biases(value)
     if name == "stop":
         return _stops(value)
-    # The order of what is allowed, or ends an output, means nothing.
-    most = MAX_STOP_TOKENS if name == "stop_token_ids" else MAX_IDS
-    ids = tuple(as_token_ids(name, list(value) if isinstance(value, set | frozenset) else value, max_length=most))
+    max_length = MAX_STOP_TOKENS if name == "stop_token_ids" else MAX_IDS
+    if isinstance(value, set | frozenset):  # these ids need no order
+        value = list(value)
+    ids = tuple(as_token_ids(name, value, max_length=max_length))
     if name == "allowed_token_ids" and not ids:
         raise InvalidInputError("allowed_token_ids: none, expected at least one token id")
     return ids
@@ -198,7 +200,11 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 def _stops(value: Any) -> str | tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (None,)
+    stops: tuple[Any, ...] = (None,)
+    if isinstance(value, str):
+        stops = (value,)
+    elif isinstance(value, list | tuple):
+        stops = tuple(value)
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise InvalidInputError(f"stop: {shown(value)}, expected a string, or a list of them, that are not empty")
     if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:

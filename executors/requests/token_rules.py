@@ -1,4 +1,4 @@
-"""What a caller may give a request to choose its tokens: a mask of the next token, or a function of its logits."""
+"""Interfaces of a request's own rules for its tokens: a mask of the next token, or a function of its logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenMask(Protocol):
         """Move on by a token; return False, and stay, if it is not allowed."""
 
     def rollback(self, num_tokens: int) -> None:
-        """Take the last tokens back."""
+        """Undo the last `num_tokens` tokens."""
 
     def is_terminated(self) -> bool:
         """Return whether the text is complete, so that no token may follow."""
@@ -30,14 +30,14 @@ class TokenMask(Protocol):
 
 @runtime_checkable
 class AwaitedMask(TokenMask, Protocol):
-    """A mask that is computed elsewhere while steps run: a completion takes part in a step once its mask is here."""
+    """A mask that is computed elsewhere while steps run: a completion joins a step once its mask has arrived."""
 
     def is_ready(self, timeout: float) -> bool:
-        """Wait until the next mask is here, or an error; return whether that came within `timeout` seconds."""
+        """Wait at most `timeout` seconds for the next mask, or an error; return whether it arrived."""
 
     @property
     def is_quick(self) -> bool:
-        """Whether a mask is likely to be there when it is needed."""
+        """Whether a mask is likely to have arrived when it is needed."""
 
     def close(self) -> None:
         """Free what it holds; its completion has ended."""

@@ -29,17 +29,20 @@ class TokenStates:
 
     def __init__(self, num_prompt: int, params: SamplingParams) -> None:
         self._num_prompt = num_prompt
-        self.wanted = {"hidden_states": params.return_hidden_states, "routed_experts": params.return_routed_experts}
+        self.requested = {
+            "hidden_states": params.return_hidden_states,
+            "routed_experts": params.return_routed_experts,
+        }
         self._parts: list[_Part] = []
 
     @classmethod
     def of(cls, num_prompt: int, params: SamplingParams) -> TokenStates | None:
-        """Return an empty one if the parameters ask for states."""
+        """Return empty states if the parameters ask for some, else None."""
         return cls(num_prompt, params) if params.returns_states else None
 
     def add(self, position: int, rows: dict[str, torch.Tensor], generation: int) -> None:
         """Begin the copy of the states of tokens from `position` on, by weights of `generation`."""
-        copies = {name: HostCopy(rows[name]) for name, is_asked in self.wanted.items() if is_asked}
+        copies = {name: HostCopy(rows[name]) for name, is_requested in self.requested.items() if is_requested}
         end = position + len(rows["hidden_states"])
         self._parts.append(_Part(generation, position, end, copies))
         if self._parts[0].generation < generation and end >= max(part.end for part in self._parts):
@@ -51,7 +54,7 @@ class TokenStates:
 
     def rows(self, name: str, num_tokens: int) -> torch.Tensor | None:
         """Return the states of the prompt and of all but the last of `num_tokens` tokens; None if not asked for."""
-        if not self.wanted[name] or not num_tokens:
+        if not self.requested[name] or not num_tokens:
             return None
         total = self._num_prompt + num_tokens - 1
         all_parts = self._parts.copy()

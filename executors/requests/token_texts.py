@@ -1,4 +1,4 @@
-"""Texts and bytes of single tokens, so that those of an answer's tokens join to the answer."""
+"""Texts and bytes of single tokens; those of all tokens of an answer join to its text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.special_tokens import encoded
 
-_REPLACED = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
+_REPLACED = "\N{REPLACEMENT CHARACTER}"  # the decoded text of a part of a character
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # such a part in vocabularies of SentencePiece
 
 
 def _byte_letters() -> dict[str, int]:
     """Return GPT-2's letters for bytes: printable ones for themselves, those from U+0100 for the others in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    for index, byte in enumerate(unprintable):
+        letters[chr(256 + index)] = byte
+    return letters
 
 
 _BYTE_LETTERS = _byte_letters()
@@ -53,8 +56,9 @@ class TokenTexts:
         if _REPLACED not in text:
             return text.encode()
         name = self._tokenizer.id_to_token(token) or ""
-        if (byte := _BYTE.fullmatch(name)) is not None:
-            return bytes.fromhex(byte[1])
+        match = _BYTE.fullmatch(name)
+        if match is not None:
+            return bytes.fromhex(match[1])
         if _BYTE_LETTERS.keys() >= set(name):
             return bytes(_BYTE_LETTERS[letter] for letter in name)
         return text.encode()
@@ -100,7 +104,7 @@ class TokenReader:
         self._shown = 0  # bytes of the text
         self._num_read = 0
         self._open: list[TokenRow] = []  # the last tokens, whose text is not known
-        self._known: deque[TokenRow] = deque()  # those before, whose text may yet be part of a stop string
+        self._known: deque[TokenRow] = deque()  # tokens before those, whose text may yet be part of a stop string
 
     def read(self, part: CompletionOutput) -> Iterator[TokenRow]:
         """Yield tokens of a text that has grown by `part`."""
@@ -128,11 +132,13 @@ class TokenReader:
             yield known
 
     def _close(self, text: str) -> None:
-        """Give each open token its part of the text that they have added; the last all of it if they do not join."""
+        """Give each open token its part of their text; if the parts do not join to it, the last token gets it all."""
         parts = []
         for row in self._open:
-            is_shown = self._texts.is_shown(row.token)
-            parts.append(self._texts.bytes(row.token, is_first=row.is_first) if is_shown else b"")
+            part = b""
+            if self._texts.is_shown(row.token):
+                part = self._texts.bytes(row.token, is_first=row.is_first)
+            parts.append(part)
         if b"".join(parts) != text.encode():
             parts = [b""] * (len(parts) - 1) + [text.encode()]
         begin = b""

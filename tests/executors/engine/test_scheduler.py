@@ -32,7 +32,7 @@ class Numbers:
     def fitting(self, completion: Completion, count: int, planned: Sequence[tuple[Completion, int]]) -> int:
         return count
 
-    def chunk(self, completion: Completion, count: int, *, most: int) -> int:
+    def chunk(self, completion: Completion, count: int, *, max_chunk: int) -> int:
         return count
 
     def release(self, completion: Completion) -> None:
