@@ -1,4 +1,4 @@
-"""How often each token occurred in completions whose penalties depend on it, on the device."""
+"""Counts on the device of each token's occurrences, for completions with penalties."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from paged.executors.requests.request import Completion
 from paged.staging import to_device
 
-# Of a vocabulary of 150,000 they take 48 MB; the 3 GB of 4,096 completions are given back when those have ended.
+# Tables of more rows are freed once they are unused. At a vocabulary of 150,000, 64 rows take 48 MB, 4,096 take 3 GB.
 _FEW_ROWS = 64
 
 
 class TokenCounts:
-    """A row of each table a completion. `add` counts tokens where they are sampled, `rows` others that came since.
+    """Tables with a row for each completion. `add` counts tokens as they are sampled, `rows` those not counted yet.
 
-    outputs: int32 [rows, V], occurrences in the output. seen: bool [rows, V], whether it stands in that or the prompt.
-    They exist once a request has penalties, and grow by doubling.
+    outputs: int32 [rows, V], occurrences in the output. seen: bool [rows, V], whether it occurs in output or prompt.
+    Rows exist for completions with penalties; the tables grow by doubling.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class TokenCounts:
         self._free: list[int] = []
 
     def rows(self, completions: Sequence[Completion]) -> torch.Tensor:
-        """The row of each completion, int64 [n], after its newest tokens have been counted."""
+        """Count the newest tokens; return the row of each completion, int64 [n]."""
         output: list[tuple[int, Sequence[int]]] = []
         prompts: list[tuple[int, Sequence[int]]] = []
         for completion in set(completions):
@@ -50,8 +50,8 @@ class TokenCounts:
         return asked_rows
 
     def add(self, completions: Sequence[Completion], rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count a new token of each, int64 [n], which need not be known to the host; rows: as `rows` returns them."""
-        tokens = tokens.clamp(min=0)  # one that is none ends its completion
+        """Count a new token of each, int64 [n], which the host need not know; rows: as `rows` returns them."""
+        tokens = tokens.clamp(min=0)  # -1, which is no token, ends its completion
         self.outputs.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
         self.seen[rows, tokens] = True
         for completion in completions:
@@ -67,11 +67,11 @@ class TokenCounts:
 
     def _new_row(self) -> int:
         if not self._free:
-            have = len(self.outputs)
-            more = max(have, 8)
-            self.outputs = torch.cat([self.outputs, self.outputs.new_zeros(more, self.outputs.shape[1])])
-            self.seen = torch.cat([self.seen, self.seen.new_zeros(more, self.seen.shape[1])])
-            self._free = list(range(have, have + more))
+            num_rows = len(self.outputs)
+            num_new = max(num_rows, 8)
+            self.outputs = torch.cat([self.outputs, self.outputs.new_zeros(num_new, self.outputs.shape[1])])
+            self.seen = torch.cat([self.seen, self.seen.new_zeros(num_new, self.seen.shape[1])])
+            self._free = list(range(num_rows, num_rows + num_new))
         row = self._free.pop()
         self.outputs[row] = 0
         self.seen[row] = False
@@ -79,6 +79,6 @@ class TokenCounts:
 
 
 def _pairs(rows: Sequence[tuple[int, Sequence[int]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each row as often as it has tokens, and these."""
+    """Return (row, token) pairs as two arrays: each row once for each of its tokens, and the tokens."""
     indices = np.repeat(np.array([row for row, _ in rows], np.int64), [len(tokens) for _, tokens in rows])
     return indices, np.fromiter(chain.from_iterable(tokens for _, tokens in rows), np.int64, len(indices))

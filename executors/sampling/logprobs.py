@@ -12,7 +12,7 @@ from paged.staging import HostCopy, to_device
 
 
 def own_and_best(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Return the log probability of one token of each row, [n, 1], those of the best tokens, [n, count], and their ids.
+    """Return log probabilities: of one token of each row, [n, 1], and of its best tokens, [n, count], with their ids.
 
     logits: float32 [n, V]. token_ids: int64 [n]; -1, which stands for no token, counts as 0.
     """
@@ -22,15 +22,18 @@ def own_and_best(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> t
 
 
 def logprob_table(
-    token_ids: Sequence[int], own: NDArray[np.float64], values: NDArray[np.float64], indices: NDArray[np.float64]
+    token_ids: Sequence[int], chosen: NDArray[np.float64], values: NDArray[np.float64], indices: NDArray[np.float64]
 ) -> list[dict[int, float]]:
     """Return for each token log probability by token id, its own first; the arrays are those of `own_and_best`."""
-    rows = zip(token_ids, own[:, 0].tolist(), indices.astype(np.int64).tolist(), values.tolist(), strict=True)
-    return [{token: logprob} | dict(zip(ids, best, strict=True)) for token, logprob, ids, best in rows]
+    best_ids = indices.astype(np.int64).tolist()
+    table = []
+    for token, logprob, ids, logprobs in zip(token_ids, chosen[:, 0].tolist(), best_ids, values.tolist(), strict=True):
+        table.append({token: logprob} | dict(zip(ids, logprobs, strict=True)))
+    return table
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> Callable[[], list[dict[int, float]]]:
-    """Begin the copy of the log probabilities of `token_ids`, each by its row of `logits`; return what reads them."""
+    """Start the copy of the log probabilities of `token_ids`, one a row of `logits`; return a function to read them."""
     (chosen,) = to_device((np.array(token_ids, np.int64),), logits.device)
     parts = own_and_best(logits, chosen, count)
     width = parts[1].shape[1]

@@ -22,7 +22,8 @@ def own_rules(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
 
     A processor comes before a mask. Masks are filled on the host while the device computes the logits.
     """
-    spans = [span for span in spans if span[0].state is not State.FINISHED]  # whose tokens are dropped
+    # Tokens of finished completions are dropped.
+    spans = [span for span in spans if span[0].state is not State.FINISHED]
     if not spans:
         return logits
     logits = logits.clone()
@@ -33,16 +34,19 @@ def own_rules(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
                 changed = completion.logits_processor(text, logits[row].clone())
                 check_tensor("logits_processor", changed, logits[row].shape, (logits.dtype,), logits.device)
                 logits[row] = changed
-    masked = [(completion.token_mask, first, drafts) for completion, first, drafts in spans]
-    rows = [first + i for mask, first, drafts in masked if mask is not None for i in range(len(drafts) + 1)]
+    masks: list[tuple[TokenMask, Sequence[int]]] = []
+    rows: list[int] = []
+    for completion, first, drafts in spans:
+        if completion.token_mask is not None:
+            masks.append((completion.token_mask, drafts))
+            rows += range(first, first + len(drafts) + 1)
     if rows:
         words = torch.full((len(rows), -(-logits.shape[1] // _WORD_BITS)), -1, dtype=torch.int32)
         start = 0
-        for mask, _, drafts in masked:
-            if mask is not None:
-                _fill(mask, words, start, drafts)
-                start += len(drafts) + 1
-        # As bytes: the bits of 256 rows of 152,000 take 39 MB, as words four times that.
+        for mask, drafts in masks:
+            _fill(mask, words, start, drafts)
+            start += len(drafts) + 1
+        # Unpack bytes: the bits of 256 rows of 152,000 take 39 MB then, four times that if words are unpacked.
         index, octets, bits = to_device(
             (np.array(rows), words.numpy().astype("<i4", copy=False).view(np.uint8), np.arange(8, dtype=np.uint8)),
             logits.device,

@@ -31,7 +31,7 @@ def rejection_sample(
     Returns:
         tokens int64 [n, k + 1], valid up to the one after the accepted drafts, and the number of accepted drafts, [n].
     """
-    num, width = drafts.shape
+    num_seqs, width = drafts.shape
     probs = logits.softmax(-1)
     columns = torch.arange(width, device=logits.device)
     is_draft = columns < num_drafts[:, None]
@@ -41,7 +41,7 @@ def rejection_sample(
     accepted = (uniforms * q < p) & is_draft
     num_accepted = accepted.cumprod(1).sum(1)
 
-    index = torch.arange(num, device=logits.device)
+    index = torch.arange(num_seqs, device=logits.device)
     last = probs[first_rows + num_accepted]
     if width:
         rejected = torch.minimum(num_accepted, num_drafts - 1).clamp_(min=0)
@@ -49,11 +49,11 @@ def rejection_sample(
             proposed = torch.zeros_like(last).scatter_(1, drafts[index, rejected][:, None], 1.0)
         else:
             proposed = draft_probs[index, rejected]
-        left = (last - proposed).clamp_(min=0)
-        # Nothing is left only where p and q are equal but for rounding.
-        is_residual = (num_accepted < num_drafts)[:, None] & (left.sum(-1, keepdim=True) > 0)
-        last = torch.where(is_residual, left, last)
+        residual = (last - proposed).clamp_(min=0)
+        # The residual is 0 only where p and q are equal up to rounding.
+        takes_residual = (num_accepted < num_drafts)[:, None] & (residual.sum(-1, keepdim=True) > 0)
+        last = torch.where(takes_residual, residual, last)
     final = sample_tokens(last.log(), keys[index, num_accepted], torch.ones_like(last[:, 0]))
-    tokens = torch.cat([drafts, drafts.new_zeros(num, 1)], dim=1)
+    tokens = torch.cat([drafts, drafts.new_zeros(num_seqs, 1)], dim=1)
     tokens[index, num_accepted] = final
     return tokens, num_accepted

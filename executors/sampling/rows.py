@@ -25,8 +25,11 @@ Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowDrafts(NamedTuple):
-    """Drafts before the next token of each row: the first `counts`, int64 [n] on the host, of `token_ids`, int64
-    [n, width] on the device, which may be all that knows them.
+    """Drafts before the next token of each row; the host need not know their ids.
+
+    Attributes:
+        token_ids: int64 [n, width], on the device.
+        counts: int64 [n], the number of drafts in each row, on the host.
     """
 
     token_ids: torch.Tensor
@@ -36,35 +39,36 @@ class RowDrafts(NamedTuple):
 class SamplingRows:
     """The parameters of each row; they hold as long as the same completions stand in the same rows.
 
-    What only some rows need is made, on the device, when it is first asked for.
+    Tensors that only some rows need are made on first use.
 
     Attributes:
         prompt_lengths: of each row's completion.
-        is_drawn: whether any row is drawn by chance.
+        is_drawn: whether any row is drawn at random.
         is_free: whether only temperature and filters change the logits of any row.
         is_plain: whether every row takes its best token, without rules.
         penalised: rows that have penalties.
         with_minimum: rows whose end tokens may have to wait.
         reading: rows whose completions have a token mask or a logits processor.
         with_logprobs: rows that want log probabilities.
-        num_logprobs: the most log probabilities that one wants; None if none wants any.
-        counted: the penalties of tokens that were sampled one a row, once there are some.
+        num_logprobs: the largest number of log probabilities for a token; None if no row wants any.
+        counted: the penalties of rows that sample one token a step, once they were made.
     """
 
     def __init__(self, completions: list[Completion], vocab_size: int, device: torch.device) -> None:
-        params = [one.params for one in completions]
+        all_params = [completion.params for completion in completions]
         self.completions = completions
-        self._params, self._vocab_size, self._device = params, vocab_size, device
-        self.prompt_lengths = np.array([len(one.request.prompt) for one in completions], np.int64)
-        self.hashed_seeds = hash_seeds(np.array([one.seed for one in completions], np.uint64))
-        self.is_drawn = not all(one.is_greedy for one in params)
-        self.penalised = [row for row, one in enumerate(params) if one.has_penalties]
-        self.with_minimum = [row for row, one in enumerate(params) if one.min_tokens]
-        self.reading = [row for row, one in enumerate(completions) if one.reads_tokens]
-        self.with_logprobs = [row for row, one in enumerate(params) if one.logprobs is not None]
-        self.num_logprobs = max((one.logprobs for one in params if one.logprobs is not None), default=None)
-        self._with_allowed = [row for row, one in enumerate(params) if one.allowed_token_ids]
-        self._with_biases = [row for row, one in enumerate(params) if one.logit_bias]
+        self._params, self._vocab_size, self._device = all_params, vocab_size, device
+        self.prompt_lengths = np.array([len(completion.request.prompt) for completion in completions], np.int64)
+        self.hashed_seeds = hash_seeds(np.array([completion.seed for completion in completions], np.uint64))
+        self.is_drawn = not all(params.is_greedy for params in all_params)
+        self.penalised = [row for row, params in enumerate(all_params) if params.has_penalties]
+        self.with_minimum = [row for row, params in enumerate(all_params) if params.min_tokens]
+        self.reading = [row for row, completion in enumerate(completions) if completion.reads_tokens]
+        self.with_logprobs = [row for row, params in enumerate(all_params) if params.logprobs is not None]
+        nums_logprobs = [params.logprobs for params in all_params if params.logprobs is not None]
+        self.num_logprobs = max(nums_logprobs, default=None)
+        self._with_allowed = [row for row, params in enumerate(all_params) if params.allowed_token_ids]
+        self._with_biases = [row for row, params in enumerate(all_params) if params.logit_bias]
         has_rules = self.penalised or self.with_minimum or self.reading or self._with_allowed or self._with_biases
         self.is_free = not has_rules
         self.is_plain = self.is_free and not self.is_drawn
@@ -78,7 +82,7 @@ class SamplingRows:
 
     @cached_property
     def allowed(self) -> tuple[torch.Tensor, Pairs] | None:
-        """The rows that name tokens, each once, and these, as no others stay there."""
+        """The rows with allowed_token_ids, each once, and pairs of these rows and their allowed tokens."""
         if not self._with_allowed:
             return None
         rows = [(row, self.completions[row].request.allowed_ids) for row in self._with_allowed]
@@ -86,7 +90,7 @@ class SamplingRows:
 
     @cached_property
     def biased(self) -> tuple[Pairs, torch.Tensor] | None:
-        """Tokens, and what is added to the logits of each, float32 [m]."""
+        """Pairs of rows and tokens with a bias, and the biases, float32 [m]."""
         if not self._with_biases:
             return None
         return _biased([(row, self.completions[row].request.biases) for row in self._with_biases], self._device)
@@ -103,29 +107,31 @@ class SamplingRows:
         return _columns(self._params, names, self._device)
 
     def positions(self, row_drafts: RowDrafts | None) -> NDArray[np.int64]:
-        """Where each row's next token stands, behind drafts where there are some."""
-        lengths = self.prompt_lengths + np.array([one.num_sampled for one in self.completions], np.int64)
+        """Return the position of each row's next token, after its drafts if there are some."""
+        num_sampled = np.array([completion.num_sampled for completion in self.completions], np.int64)
+        lengths = self.prompt_lengths + num_sampled
         return lengths if row_drafts is None else lengths + row_drafts.counts
 
     def next_keys(self) -> torch.Tensor:
-        """The noise keys of the rows' next tokens, as `sample_tokens` takes them; made for some steps at once."""
+        """Return the noise keys of the rows' next tokens, as `sample_tokens` takes them; made for several steps."""
         first, keys = self._keys
         step = self.completions[0].num_sampled - first
         if not 0 <= step < len(keys):
             ahead = self.positions(None) + np.arange(_STEPS_AHEAD)[:, None]
-            (made,) = to_device([split_keys(noise_keys(self.hashed_seeds, ahead, Stream.TOKEN))], self._device)
-            keys, step = made.unbind(), 0
+            host_keys = split_keys(noise_keys(self.hashed_seeds, ahead, Stream.TOKEN))
+            (device_keys,) = to_device([host_keys], self._device)
+            keys, step = device_keys.unbind(), 0
             self._keys = self.completions[0].num_sampled, keys
         return keys[step]
 
 
 def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [n]."""
+    """Return values as int64 [n] on the device."""
     return to_device([np.array(values, np.int64)], device)[0]
 
 
 def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> Pairs:
-    """Each row with its tokens as pairs, two tensors int64 [n]; one request may name all of a vocabulary."""
+    """Return each row with its tokens as pairs, two tensors int64 [n]; one request may name all of a vocabulary."""
     sizes = [len(tokens) for _, tokens in rows]
     row_indices = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
     first, second = to_device([row_indices, np.concatenate([tokens for _, tokens in rows])], device)
@@ -140,26 +146,33 @@ def _biased(
 
 
 def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    drawn = [one for one in params if not one.is_greedy]
-    filters = {"temperature": _columns(params, lambda one: 0.0 if one.is_greedy else one.temperature, device)}
-    if any(0 < one.top_k < vocab_size for one in drawn):
-        limits = [min(one.top_k, vocab_size) if one.top_k > 0 else vocab_size for one in params]
+    drawn = [row_params for row_params in params if not row_params.is_greedy]
+    filters = {"temperature": _columns(params, _temperature, device)}
+    if any(0 < row_params.top_k < vocab_size for row_params in drawn):
+        limits = [vocab_size] * len(params)
+        for row, row_params in enumerate(params):
+            if row_params.top_k > 0:
+                limits[row] = min(row_params.top_k, vocab_size)
         filters["top_k"] = index_tensor(limits, device)
-    if any(one.top_p < 1 for one in drawn):
+    if any(row_params.top_p < 1 for row_params in drawn):
         filters["top_p"] = _columns(params, attrgetter("top_p"), device)
-    if any(one.min_p > 0 for one in drawn):
+    if any(row_params.min_p > 0 for row_params in drawn):
         filters["min_p"] = _columns(params, attrgetter("min_p"), device)
     return filters
+
+
+def _temperature(params: SamplingParams) -> float:
+    return 0.0 if params.is_greedy else params.temperature
 
 
 def _columns(
     params: Sequence[SamplingParams], read: Callable[[SamplingParams], float | tuple[float, ...]], device: torch.device
 ) -> torch.Tensor:
-    return to_device([np.array([read(one) for one in params], np.float32)], device)[0]
+    return to_device([np.array([read(row_params) for row_params in params], np.float32)], device)[0]
 
 
 def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows [V] or [n, V] one below the other, [num_rows, V].
+    """Return rows [V] or [n, V] one below the other, [num_rows, V].
 
     The rows of one forward are views of one matrix, in order: 256 of 150,000 logits would take 150 MB to copy.
     """
@@ -177,5 +190,5 @@ def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_row_of(row: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether it lies along the rows of `base`: a column of a square matrix begins at the same address."""
+    """Return whether it lies along the rows of `base`; a column of a square matrix may begin at the same address."""
     return row.shape[-1] == base.shape[1] and row.dtype == base.dtype and row.stride(-1) == 1

@@ -34,11 +34,11 @@ class Sampled(NamedTuple):
 
 
 class SampledOnDevice(NamedTuple):
-    """Tokens that the device has been asked for.
+    """Tokens that are sampled on the device, perhaps not yet.
 
     Attributes:
         token_ids: int64 [n] on the device, one for each completion; None if drafts are verified.
-        read: waits for the copy to the host, which is under way, and returns it.
+        read: waits for the copy to the host, which is under way, and returns the tokens.
     """
 
     token_ids: torch.Tensor | None
@@ -46,19 +46,19 @@ class SampledOnDevice(NamedTuple):
 
     @classmethod
     def of(cls, token_ids: torch.Tensor) -> SampledOnDevice:
-        """Begin the copy of one token for each completion, int64 [n]."""
+        """Start the copy of one token for each completion, int64 [n]."""
         host = HostCopy(token_ids[:, None])
         return cls(token_ids, lambda: Sampled(host.numpy().tolist()))
 
 
 class Drafts(NamedTuple):
-    """Drafts for several completions, and the probabilities they had, float32 [n, k, V]; None if certain."""
+    """Drafts for completions, and the probabilities of their draws, float32 [n, k, V]; None if they are certain."""
 
     token_ids: list[list[int]]
     probs: torch.Tensor | None = None
 
 
-# Logits with the rules applied, and the penalties that are still to come.
+# Logits with masks and biases applied, and the penalties that are not applied yet.
 _Ruled = tuple[torch.Tensor, Penalties | None]
 
 
@@ -83,27 +83,33 @@ class Sampler:
         rows = self._rows(completions)
         if rows.is_plain and rows.num_logprobs is None:
             return SampledOnDevice.of(self._best(logits))
-        ruled = self._ruled(own_rules(logits, [(completions[row], row, ()) for row in rows.reading]), rows, None)
+        spans = [(completions[row], row, ()) for row in rows.reading]
+        ruled = self._ruled(own_rules(logits, spans), rows, None)
+        _, penalties = ruled
         tokens = self._choose(ruled, rows, None)
         if rows.num_logprobs is not None and not self._has_raw_logprobs:
-            logits = self._filtered(ruled, rows)  # before the tokens count in the penalties
-        if self._counts is not None and ruled[1] is not None:
-            own = rows.penalised_rows
-            self._counts.add([completions[row] for row in rows.penalised], ruled[1].rows[own], tokens[own])
+            logits = self._filtered(ruled, rows)  # before the new tokens count in the penalties
+        if self._counts is not None and penalties is not None:
+            index = rows.penalised_rows
+            self._counts.add([completions[row] for row in rows.penalised], penalties.rows[index], tokens[index])
         if rows.num_logprobs is None:
             return SampledOnDevice.of(tokens)
         return self._with_logprobs(logits, rows, tokens[:, None], None, [1] * len(completions))
 
     def draws(self, completions: list[Completion]) -> list[DrawToken] | None:
-        """Return how an executor can draw the tokens of `sample`; None if that takes more than filters and noise."""
+        """Return policies by which an executor draws the tokens of `sample`; None if rows need more than filters."""
         rows = self._rows(completions)
         if not rows.is_free or rows.num_logprobs is not None:
             return None
-        draws, keys = [], split_keys(noise_keys(rows.hashed_seeds, rows.positions(None), Stream.TOKEN)).tolist()
-        for one, (low, high) in zip((each.params for each in completions), keys, strict=True):
-            top_k = one.top_k if 0 < one.top_k < self._vocab_size else 0
-            draw = DrawToken(one.temperature, (low, high), top_k, one.top_p, one.min_p)
-            draws.append(DrawToken(0.0, (low, high)) if one.is_greedy else draw)
+        keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(None), Stream.TOKEN)).tolist()
+        draws = []
+        for completion, (low, high) in zip(completions, keys, strict=True):
+            params = completion.params
+            if params.is_greedy:
+                draws.append(DrawToken(0.0, (low, high)))
+                continue
+            top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+            draws.append(DrawToken(params.temperature, (low, high), top_k, params.top_p, params.min_p))
         return draws
 
     def propose(
@@ -126,7 +132,10 @@ class Sampler:
         """
         counts = [len(ids) for ids in drafts.token_ids]
         width, sizes = max(counts), [count + 1 for count in counts]
-        rows = self._rows([one for one, size in zip(completions, sizes, strict=True) for _ in range(size)])
+        row_completions: list[Completion] = []
+        for completion, size in zip(completions, sizes, strict=True):
+            row_completions += [completion] * size
+        rows = self._rows(row_completions)
         firsts = np.array([0, *accumulate(sizes[:-1])], np.int64)
         seeds = rows.hashed_seeds[firsts][:, None]
         positions = rows.positions(None)[firsts][:, None] + np.arange(width + 1)
@@ -146,7 +155,9 @@ class Sampler:
         changed = own_rules(logits, [span for span in spans if span[0].reads_tokens])
         filtered = self._filtered(self._ruled(changed, rows, row_drafts), rows)
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
-        return self._with_logprobs(logits if self._has_raw_logprobs else filtered, rows, tokens, accepted, sizes)
+        if not self._has_raw_logprobs:
+            logits = filtered
+        return self._with_logprobs(logits, rows, tokens, accepted, sizes)
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a finished completion."""
@@ -164,19 +175,19 @@ class Sampler:
         return self._last
 
     def _choose(self, ruled: _Ruled, rows: SamplingRows, row_drafts: RowDrafts | None) -> torch.Tensor:
-        """Tokens int64 [n]; behind drafts, those that are proposed."""
+        """Return tokens int64 [n]; with `row_drafts`, the next drafts after these."""
         logits, penalties = ruled
         if rows.is_plain:
             return self._best(logits)
         if row_drafts is None:
             keys = rows.next_keys()
         else:
-            own = split_keys(noise_keys(rows.hashed_seeds, rows.positions(row_drafts), Stream.DRAFT))
-            (keys,) = to_device((own,), self._device)
+            draft_keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(row_drafts), Stream.DRAFT))
+            (keys,) = to_device((draft_keys,), self._device)
         return sample_tokens(logits, keys, **rows.filters, penalties=penalties)
 
     def _filtered(self, ruled: _Ruled, rows: SamplingRows) -> torch.Tensor:
-        """Logits of the distributions that tokens are drawn from: -inf for all that cannot come."""
+        """Return the logits of the distributions that tokens are drawn from, -inf for excluded tokens."""
         logits, penalties = ruled
         if penalties is not None:
             logits = penalised(logits, penalties, rows.penalised_rows)
@@ -184,19 +195,23 @@ class Sampler:
 
     def _ruled(self, logits: torch.Tensor, rows: SamplingRows, row_drafts: RowDrafts | None) -> _Ruled:
         """Return the logits, or a copy with masks and biases if any row has some; masked ones become -inf."""
-        penalties, banned = self._penalties(rows, row_drafts), []
+        penalties = self._penalties(rows, row_drafts)
+        banned = []
         for row in rows.with_minimum:
-            one = rows.completions[row]
-            if one.num_sampled + (0 if row_drafts is None else row_drafts.counts[row]) < one.params.min_tokens:
-                banned.append((row, one.request.end_ids))
+            completion = rows.completions[row]
+            num_before = completion.num_sampled
+            if row_drafts is not None:
+                num_before += int(row_drafts.counts[row])
+            if num_before < completion.params.min_tokens:
+                banned.append((row, completion.request.end_ids))
         if rows.allowed is None and rows.biased is None and not banned:
             return logits, penalties
         logits = logits.clone()
         if rows.allowed is not None:
-            own_rows, pairs = rows.allowed
+            allowed_rows, pairs = rows.allowed
             kept = logits[pairs]
             # Not by the pairs: a row that allows 150,000 tokens would be filled as many times, which takes 16 s.
-            logits.index_fill_(0, own_rows, -torch.inf)
+            logits.index_fill_(0, allowed_rows, -torch.inf)
             logits[pairs] = kept
         if rows.biased is not None:
             logits.index_put_(*rows.biased, accumulate=True)
@@ -232,16 +247,21 @@ class Sampler:
         accepted: torch.Tensor | None,
         sizes: Sequence[int],
     ) -> SampledOnDevice:
-        """Tokens [n, k + 1], counts of accepted drafts and log probabilities in one copy, as float64, which holds ids
-        exactly. `logits` has `sizes` rows for each of the n; only those that want log probabilities are read.
+        """Start one copy of tokens [n, k + 1], counts of accepted drafts and log probabilities.
+
+        It is float64, which holds ids exactly. `logits` has `sizes` rows for each of the n completions; only the rows
+        of those that want log probabilities are read.
         """
-        width, wanting = tokens.shape[1], rows.with_logprobs
+        width, logprob_rows = tokens.shape[1], rows.with_logprobs
         parts = [tokens, torch.zeros_like(tokens[:, 0]) if accepted is None else accepted]
         if rows.num_logprobs is not None:
-            flat = [row * width + column for row, size in enumerate(sizes) for column in range(size)]
-            chosen = tokens.flatten()[index_tensor([flat[row] for row in wanting], self._device)]
-            asked = logits if len(wanting) == len(logits) else logits[index_tensor(wanting, self._device)]
-            parts += own_and_best(asked, chosen, rows.num_logprobs)
+            places: list[int] = []  # of each row's token in the flattened tokens
+            for index, size in enumerate(sizes):
+                places += range(index * width, index * width + size)
+            chosen = tokens.flatten()[index_tensor([places[row] for row in logprob_rows], self._device)]
+            if len(logprob_rows) < len(logits):
+                logits = logits[index_tensor(logprob_rows, self._device)]
+            parts += own_and_best(logits, chosen, rows.num_logprobs)
         host = HostCopy(torch.cat([part.double().flatten() for part in parts]))
         shapes = [part.shape for part in parts]
         newest = tokens.flatten() if accepted is None else None
@@ -251,19 +271,21 @@ class Sampler:
 def _unpack(
     host: NDArray[np.float64], shapes: Sequence[torch.Size], rows: SamplingRows, sizes: Sequence[int]
 ) -> Sampled:
-    """Read what `Sampler._with_logprobs` has copied."""
+    """Read the copy of `Sampler._with_logprobs`."""
     flats = np.split(host, np.cumsum([shape.numel() for shape in shapes])[:-1])
-    ids, kept, *found = [flat.reshape(shape) for flat, shape in zip(flats, shapes, strict=True)]
-    pairs = zip(ids.astype(np.int64).tolist(), kept.astype(np.int64).tolist(), strict=True)
+    ids, num_kept, *logprobs = [flat.reshape(shape) for flat, shape in zip(flats, shapes, strict=True)]
+    pairs = zip(ids.astype(np.int64).tolist(), num_kept.astype(np.int64).tolist(), strict=True)
     kept_ids = [row[: count + 1] for row, count in pairs]
     if rows.num_logprobs is None:
         return Sampled(kept_ids)
     lines = {row: line for line, row in enumerate(rows.with_logprobs)}
-    own, values, indices = found
+    chosen, values, indices = logprobs
     tables: list[list[dict[int, float]]] = []
-    for tokens_kept, start in zip(kept_ids, [0, *accumulate(sizes[:-1])], strict=True):
-        wanted = rows.completions[start].params.logprobs
-        asked_for = tokens_kept if wanted is not None else []
-        own_lines = slice(first := lines.get(start, 0), first + len(asked_for))
-        tables.append(logprob_table(asked_for, own[own_lines], values[own_lines, :wanted], indices[own_lines, :wanted]))
+    for token_ids, start in zip(kept_ids, [0, *accumulate(sizes[:-1])], strict=True):
+        count = rows.completions[start].params.logprobs
+        if count is None:
+            tables.append([])
+            continue
+        span = slice(lines[start], lines[start] + len(token_ids))
+        tables.append(logprob_table(token_ids, chosen[span], values[span, :count], indices[span, :count]))
     return Sampled(kept_ids, tables)
