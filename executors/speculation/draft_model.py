@@ -63,8 +63,8 @@ class DraftModel:
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
         # The last draft is not run, so it may lie one position beyond the longest sequence.
         limits = [
-            min(limit, self.num_tokens, self._longest + 1 - one.num_tokens)
-            for one, limit in zip(completions, limits, strict=True)
+            min(limit, self.num_tokens, self._longest + 1 - completion.num_tokens)
+            for completion, limit in zip(completions, limits, strict=True)
         ]
         items, active = self._catch_up(completions, limits)
 
@@ -105,10 +105,14 @@ class DraftModel:
     def _catch_up(
         self, completions: Sequence[Completion], limits: Sequence[int]
     ) -> tuple[list[UnifiedBatchItem], list[int]]:
-        """Return items with the tokens that the draft model lacks, and the indices of completions they complete."""
-        items, active, budget = [], [], self._token_budget
+        """Return items with tokens that the draft model lacks, and the indices of completions that then lack none."""
+        items: list[UnifiedBatchItem] = []
+        active: list[int] = []
+        budget = self._token_budget
         for index, (completion, limit) in enumerate(zip(completions, limits, strict=True)):
-            sequence = self._sequence(completion) if limit > 0 and budget > 0 else None
+            if limit <= 0 or budget <= 0:
+                continue
+            sequence = self._sequence(completion)
             if sequence is None:
                 continue
             start = self._roll_back(sequence, completion)
@@ -123,8 +127,8 @@ class DraftModel:
         return items, active
 
     def _sequence(self, completion: Completion) -> _DraftSequence | None:
-        found = self._sequences.get(completion.seq_id)
-        if found is None:
+        sequence = self._sequences.get(completion.seq_id)
+        if sequence is None:
             try:
                 handle = self._manager.allocate(
                     _draft_id(completion.seq_id),
@@ -133,8 +137,8 @@ class DraftModel:
                 )
             except OutOfBlocksError:
                 return None
-            found = self._sequences[completion.seq_id] = _DraftSequence(handle, handle.num_tokens)
-        return found
+            sequence = self._sequences[completion.seq_id] = _DraftSequence(handle, handle.num_tokens)
+        return sequence
 
     def _roll_back(self, sequence: _DraftSequence, completion: Completion) -> int:
         """Roll back rejected drafts; return the number of remaining tokens."""

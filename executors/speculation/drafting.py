@@ -51,8 +51,8 @@ class Drafter:
         self._proposer, self._vocab_size, self._manager = proposer, vocab_size, manager
 
     def draft(self, decodes: Sequence[Completion]) -> Drafts | None:
-        """Let the newest tokens of completions run next, and drafts behind them; return the drafts or None."""
-        limits = [one.request.max_tokens - len(one.token_ids) - 1 for one in decodes]
+        """Let the newest tokens of completions run next, followed by drafts; return the drafts, or None."""
+        limits = [completion.request.max_tokens - len(completion.token_ids) - 1 for completion in decodes]
         warn = partial(_LOG.warning, "no drafts in this step: %s")
         drafts = attempt(warn, _propose, self._proposer, decodes, limits, self._vocab_size)
         if drafts is None:
@@ -78,7 +78,8 @@ class Drafter:
 def _propose(proposer: Proposer, decodes: Sequence[Completion], limits: Sequence[int], vocab_size: int) -> Drafts:
     drafts = proposer.propose(decodes, limits)
     for token_ids, limit in zip(drafts.token_ids, limits, strict=True):
-        if len(token_ids) > max(limit, 0) or not all(type(one) is int and 0 <= one < vocab_size for one in token_ids):
+        are_ids = all(type(token) is int and 0 <= token < vocab_size for token in token_ids)
+        if len(token_ids) > max(limit, 0) or not are_ids:
             raise InvalidInputError(f"drafts: {shown(token_ids)}, expected at most {limit} ids below {vocab_size}")
     return drafts
 

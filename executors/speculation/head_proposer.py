@@ -47,19 +47,19 @@ class HeadProposer:
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
         # The newest token is not in the cache yet; the last draft is not run.
         limits = [
-            min(limit, self.num_tokens, self._longest + 1 - one.num_tokens)
-            for one, limit in zip(completions, limits, strict=True)
+            min(limit, self.num_tokens, self._longest + 1 - completion.num_tokens)
+            for completion, limit in zip(completions, limits, strict=True)
         ]
-        able = [
-            row
-            for row, (one, limit) in enumerate(zip(completions, limits, strict=True))
-            if limit > 0 and one.handle is not None and self._steps.can_draft(one.handle)
-        ]
-        while able:
+        active = []
+        for row, (completion, limit) in enumerate(zip(completions, limits, strict=True)):
+            handle = completion.handle
+            if limit > 0 and handle is not None and self._steps.can_draft(handle):
+                active.append(row)
+        while active:
             try:
-                return self._draw(completions, limits, able)
+                return self._draw(completions, limits, active)
             except OutOfBlocksError:
-                able = able[: len(able) // 2]  # those that are preempted last
+                active = active[: len(active) // 2]  # those that are preempted last
         return Drafts([[] for _ in completions])
 
     def forget(self, completion: Completion) -> None:
@@ -68,14 +68,18 @@ class HeadProposer:
     def make_room(self, manager: PagedKvCacheManager) -> bool:
         return False
 
-    def _draw(self, completions: Sequence[Completion], limits: Sequence[int], able: Sequence[int]) -> Drafts:
-        places = {row: place for place, row in enumerate(able)}
-        handles = [handle for row in able if (handle := completions[row].handle) is not None]
+    def _draw(self, completions: Sequence[Completion], limits: Sequence[int], active: Sequence[int]) -> Drafts:
+        places = {row: place for place, row in enumerate(active)}
+        handles = []
+        for row in active:
+            handle = completions[row].handle
+            assert handle is not None  # `propose` has checked it
+            handles.append(handle)
 
         def run(rows: Sequence[int], newest: torch.Tensor | None) -> torch.Tensor:
             if newest is None:
                 newest = index_tensor([completions[row].token_ids[-1] for row in rows], self._sampler.device)
             return steps.logits([places[row] for row in rows], newest)
 
-        with torch.no_grad(), self._steps.drafting(handles, [limits[row] for row in able]) as steps:
-            return draw(self._sampler, completions, limits, able, run)
+        with torch.no_grad(), self._steps.drafting(handles, [limits[row] for row in active]) as steps:
+            return draw(self._sampler, completions, limits, active, run)

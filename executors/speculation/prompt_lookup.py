@@ -55,7 +55,7 @@ class _Text:
         self._ends: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens. N-grams that end with the newest token are looked up, so they are recorded with the next one."""
+        """Add tokens. N-grams that end with the newest token are recorded later, as `continuation` looks them up."""
         first = max(len(self.tokens), 1)
         self.tokens += tokens
         for end in range(first, len(self.tokens)):
