@@ -102,11 +102,10 @@ class AdaptedModel:
     def _run_by_kind(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         """Run all decode steps in one `decode_batch`, and each other item in its own `prefill` or `forward_verify`."""
         model, is_default = self._model, type(self._model).forward_verify is DecoderOnlyLLM.forward_verify
-        steps = [
-            (item.cache_id, item.q_tokens[0], item.pos_offset)
-            for item in items
-            if is_decode_step(item) and not isinstance(item.logits_policy, VerifyLogits)
-        ]
+        steps = []
+        for item in items:
+            if is_decode_step(item) and not isinstance(item.logits_policy, VerifyLogits):
+                steps.append((item.cache_id, item.q_tokens[0], item.pos_offset))
         decoded: Sequence[torch.Tensor] | torch.Tensor = model.decode_batch(steps) if steps else []
         if len(decoded) != len(steps):
             raise PagedError(f"decode_batch returned {len(decoded)} rows of logits for {len(steps)} tokens")
@@ -114,11 +113,13 @@ class AdaptedModel:
         results: list[torch.Tensor | None] = []
         for item in items:
             if isinstance(item.logits_policy, VerifyLogits):
-                # The default decodes token by token and needs the start; a model with its own call tracks it itself.
+                # The default decodes token by token and needs the start; a model that overrides it tracks the start.
                 start = {"start_pos": item.pos_offset} if is_default else {}
                 results.append(model.forward_verify(item.cache_id, item.q_tokens, **start))
                 continue
             logits = next(decoded_rows) if is_decode_step(item) else model.prefill(item.cache_id, item.q_tokens)
-            is_wanted = item.is_final_chunk and logits is not None
-            results.append(apply_policies(logits[None], [item.logits_policy])[0] if is_wanted else None)
+            if item.is_final_chunk and logits is not None:
+                results.append(apply_policies(logits[None], [item.logits_policy])[0])
+            else:
+                results.append(None)
         return results

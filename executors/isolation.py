@@ -21,8 +21,8 @@ def describe(error: BaseException) -> str:
     """Return the type and message of an error, even if the message cannot be read."""
     try:
         return f"{type(error).__name__}: {error}"
-    except BaseException as other:
-        raise_exit(other)
+    except BaseException as message_error:
+        raise_exit(message_error)
         return f"{type(error).__name__}: {shown(error)}"
 
 

@@ -109,7 +109,10 @@ class LlmExecutor(UnifiedExecutor):
         folder = local_folder(as_folder("path", path))
         model = load_model(folder, parallel=parallel, track=track, **options)
         if model.device.type == "cpu" and model.parameter_bytes() >= _PACKED_BYTES:
-            model.pack(untracked if model.ranks.rank else track)
+            if model.ranks.rank:
+                model.pack(untracked)
+            else:
+                model.pack(track)
         config = model.config
         info = ModelInfo(
             model_id=model_name(folder),
@@ -269,7 +272,7 @@ class LlmExecutor(UnifiedExecutor):
     ) -> None:
         """Receive new weights by broadcasts, then do as `update_weights`.
 
-        All are received before the first is looked at, so that an error leaves the sender waiting for nobody.
+        All tensors are received before the first is checked, so that after an error the sender does not wait.
 
         Args:
             tensors: name, dtype and shape of each, in the order in which `torch.distributed.broadcast` sends them.
@@ -279,10 +282,10 @@ class LlmExecutor(UnifiedExecutor):
         Raises:
             As `update_weights`.
         """
-        at = self._info.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        device = self._info.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
         received = []
         for name, dtype, shape in tensors:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=at)
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
             dist.broadcast(tensor, source_rank, group=group)
             received.append((name, tensor.cpu()))
         self.update_weights(received, check_finite=check_finite)
@@ -327,7 +330,9 @@ class LlmExecutor(UnifiedExecutor):
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay.
-        progress: whether bars show it, on a terminal."""
+
+        progress: whether bars show it, on a terminal.
+        """
         with self._call(), warming_up(), self._alike(Kind.PREPARE):
             self._lm.prepare(partial(tracked, shown=as_bool("progress", progress)))
         super().warmup()
@@ -362,5 +367,6 @@ class LlmExecutor(UnifiedExecutor):
 
 def _check_idle(model: PagedCausalLM, call: str) -> None:
     """Raise InvalidInputError if sequences hold K/V, which `call` would make useless."""
-    if live := len(model.kv_manager.handles()):
-        raise InvalidInputError(f"{call}: {live} sequences hold K/V of the weights, expected none")
+    num_live = len(model.kv_manager.handles())
+    if num_live:
+        raise InvalidInputError(f"{call}: {num_live} sequences hold K/V of the weights, expected none")

@@ -76,11 +76,11 @@ class ModelExecutor(ABC):
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
         """Run `prefill` for each input, in order."""
-        return [self.prefill(one) for one in inputs]
+        return [self.prefill(prompts) for prompts in inputs]
 
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Run `decode` for each input, in order."""
-        return [self.decode(one) for one in inputs]
+        return [self.decode(step) for step in inputs]
 
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
         """Run a batch of items.
@@ -108,8 +108,10 @@ class ModelExecutor(ABC):
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Run consecutive tokens of one sequence; return the output after each of them."""
         outputs: list[DecodeOutput] = []
-        for one in inputs:
-            outputs.append(self.decode(replace(one, kv_cache=outputs[-1].kv_cache) if outputs else one))
+        for step in inputs:
+            if outputs:
+                step = replace(step, kv_cache=outputs[-1].kv_cache)
+            outputs.append(self.decode(step))
         return outputs
 
     def cache_metrics_snapshot(self) -> Any | None:
@@ -155,8 +157,9 @@ def lora_loader(executor: ModelExecutor) -> LoraLoader:
 
 def check_capture(executor: ModelExecutor, *, has_experts: bool) -> None:
     """Raise UnsupportedError unless the executor returns hidden states and, if asked for, routed experts of tokens."""
-    can = executor.capabilities()
-    if not can.supports_hidden_states or (has_experts and not can.has_routed_experts):
+    capabilities = executor.capabilities()
+    lacks_experts = has_experts and not capabilities.has_routed_experts
+    if not capabilities.supports_hidden_states or lacks_experts:
         lack = "routed experts" if has_experts else "hidden states"
         raise UnsupportedError(f"{executor.info().model_id} ({type(executor).__name__}) returns no {lack}")
 
@@ -164,7 +167,10 @@ def check_capture(executor: ModelExecutor, *, has_experts: bool) -> None:
 def check_metadata(executor: ModelExecutor, name: str, metadata: Mapping[str, Any]) -> None:
     """Raise InvalidInputError for a key of `metadata` that the executor does not read; `name` is the argument's."""
     keys = executor.metadata_keys
-    if keys is not None and (unknown := [key for key in metadata if key not in keys]):
+    if keys is None:
+        return
+    unknown = [key for key in metadata if key not in keys]
+    if unknown:
         raise InvalidInputError(f"{name}: nothing reads the key {shown(unknown[0])}, expected one of {sorted(keys)}")
 
 

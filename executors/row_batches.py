@@ -21,8 +21,9 @@ T = TypeVar("T")
 
 def is_decode_step(item: UnifiedBatchItem) -> bool:
     """Return whether an item is a decode: one token after others, with logits, or several to verify."""
-    is_one = len(item.q_tokens) == 1 or isinstance(item.logits_policy, VerifyLogits)
-    return item.is_final_chunk and is_one and item.pos_offset > 0
+    if not item.is_final_chunk or item.pos_offset <= 0:
+        return False
+    return len(item.q_tokens) == 1 or isinstance(item.logits_policy, VerifyLogits)
 
 
 def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[torch.Tensor | None]) -> str | None:
@@ -39,14 +40,16 @@ def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[torch.
         if not missing:
             return None
     else:
-        pairs = zip(items, results, strict=False)
-        missing = [item.seq_id for item, result in pairs if item.is_final_chunk and result is None]
+        missing = []
+        for item, result in zip(items, results, strict=False):
+            if item.is_final_chunk and result is None:
+                missing.append(item.seq_id)
     return f"{len(results)} results for {len(items)} items, no logits for {missing}"
 
 
 def inputs_of(kind: type[T], inputs: Sequence[T]) -> Sequence[T]:
     """Return the inputs of a call, after checking that each is of this kind."""
-    if not isinstance(inputs, Sequence) or not all(isinstance(one, kind) for one in inputs):
+    if not isinstance(inputs, Sequence) or not all(isinstance(call_input, kind) for call_input in inputs):
         raise InvalidInputError(f"inputs: {shown(inputs)}, expected {kind.__name__}, in calls of several a list of it")
     return inputs
 
@@ -79,14 +82,14 @@ def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
     Raises:
         InvalidInputError: as for `decode_items`; an input has more than one row, or does not continue the one before.
     """
-    rows = [decode_items(one) for one in inputs]
+    rows = [decode_items(step) for step in inputs]
     first = rows[0][0]
-    for index, (one, row) in enumerate(zip(inputs, rows, strict=True)):
+    for index, (step, row) in enumerate(zip(inputs, rows, strict=True)):
         if len(row) != 1 or row[0].seq_id != first.seq_id:
             raise InvalidInputError(
                 f"inputs[{index}]: sequences {[item.seq_id for item in row]}, expected one: {first.seq_id!r}"
             )
-        if one.position_ids is not None and row[0].pos_offset != first.pos_offset + index:
+        if step.position_ids is not None and row[0].pos_offset != first.pos_offset + index:
             raise InvalidInputError(
                 f"inputs[{index}].position_ids: {row[0].pos_offset}, expected {first.pos_offset + index}"
             )
@@ -100,7 +103,8 @@ def _items(
     logits_policy: LogitsPolicy,
 ) -> list[UnifiedBatchItem]:
     check_shape("input_ids", inputs.input_ids, ("B", "S"))
-    tokens, positions = _integers("input_ids", inputs.input_ids), None
+    tokens = _integers("input_ids", inputs.input_ids)
+    positions: list[list[int]] | None = None
     caches = [None] * len(tokens) if kv_caches is None else kv_caches
     if not tokens or len(caches) != len(tokens):
         raise InvalidInputError(
@@ -123,9 +127,10 @@ def _items(
                 raise InvalidInputError(
                     f"position_ids: row {row} holds {positions[row]}, expected consecutive positions"
                 )
+        seq_id = f"prefill-{uuid.uuid4()}" if cache is None else cache.cache_id
         items.append(
             UnifiedBatchItem(
-                seq_id=f"prefill-{uuid.uuid4()}" if cache is None else cache.cache_id,
+                seq_id=seq_id,
                 q_tokens=tokens[row],
                 kv_cache=cache,
                 pos_offset=start,

@@ -155,23 +155,29 @@ class PromptProgress:
 
     def work_of(self, batch: UnifiedBatch) -> ForwardWork:
         """Return the work of a batch's forward."""
-        decodes = [
-            len(item.q_tokens)
-            for item in batch.items
-            if is_decode_step(item) and not self._is_unfinished(self._handle_of(item), item.pos_offset)
-        ]
-        rows = sum(decodes)
-        return ForwardWork(batch.num_sampled_items - len(decodes), batch.total_q_tokens - rows, rows)
+        num_decodes = num_decode_tokens = 0
+        for item in batch.items:
+            if is_decode_step(item) and not self._is_unfinished(self._handle_of(item), item.pos_offset):
+                num_decodes += 1
+                num_decode_tokens += len(item.q_tokens)
+        num_prefill_tokens = batch.total_q_tokens - num_decode_tokens
+        return ForwardWork(batch.num_sampled_items - num_decodes, num_prefill_tokens, num_decode_tokens)
 
     def update(self, items: Sequence[UnifiedBatchItem]) -> None:
         """Record which prompts have chunks left, after a forward with some."""
-        handles = [(self._handle_of(item), item.is_final_chunk) for item in items]
-        unfinished = self._unfinished | {one for one, is_final in handles if one is not None and not is_final}
-        unfinished -= {one for one, is_final in handles if is_final}
+        unfinished = self._unfinished.copy()
+        for item in items:
+            handle = self._handle_of(item)
+            if handle is None:
+                continue
+            if item.is_final_chunk:
+                unfinished.discard(handle)
+            else:
+                unfinished.add(handle)
         self._unfinished = {handle for handle in unfinished if handle.is_valid}
 
     def _is_unfinished(self, handle: KvCacheHandle | None, length: int) -> bool:
-        """Whether its next token is of a prompt: chunks of it are left, or it begins with a cached prefix."""
+        """Return whether the next token belongs to a prompt: chunks are left, or only a cached prefix is done."""
         if handle is None:
             return False
         return 0 < handle.num_cached_tokens == length or handle in self._unfinished

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain
 
 import torch
 
@@ -85,9 +84,13 @@ class UnifiedExecutor(ModelExecutor):
 
     def capabilities(self) -> ExecutorCapabilities:
         manager, capacity = self.kv_manager, self.kv_capacity()
+        num_blocks = None if manager is None else manager.stats().num_blocks
+        max_sequence_length = self._info.max_sequence_length
+        if capacity is not None:
+            max_sequence_length = min(max_sequence_length, capacity)
         return ExecutorCapabilities(
-            max_batch_size=None if manager is None else manager.stats().num_blocks,
-            max_sequence_length=min(self._info.max_sequence_length, sys.maxsize if capacity is None else capacity),
+            max_batch_size=num_blocks,
+            max_sequence_length=max_sequence_length,
             supports_native_unified_decode=self.supports_native_unified_decode(),
             supports_chunked_prefill=True,
             supports_truncate=True,
@@ -122,20 +125,21 @@ class UnifiedExecutor(ModelExecutor):
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
         """Run all prompts in one forward; return the logits of each row's last token, float32 [B, 1, V]."""
         with self._call():
-            groups = [prefill_items(one) for one in inputs_of(PrefillInput, inputs)]
+            groups = [prefill_items(prompts) for prompts in inputs_of(PrefillInput, inputs)]
             num_tokens = sum(len(item.q_tokens) for group in groups for item in group)
             logits = self._logits_of(groups, ForwardWork(sum(map(len, groups)), num_tokens, 0))
-            return [
-                PrefillOutput(rows.unsqueeze(1), [self._live_handle(item.cache_id) for item in group])
-                for rows, group in zip(logits, groups, strict=True)
-            ]
+            outputs = []
+            for rows, group in zip(logits, groups, strict=True):
+                handles = [self._live_handle(item.cache_id) for item in group]
+                outputs.append(PrefillOutput(rows.unsqueeze(1), handles))
+            return outputs
 
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Run all tokens in one forward."""
         with self._call():
-            groups = [decode_items(one) for one in inputs_of(DecodeInput, inputs)]
+            groups = [decode_items(step) for step in inputs_of(DecodeInput, inputs)]
             logits = self._logits_of(groups, ForwardWork(0, 0, sum(map(len, groups))))
-            return [DecodeOutput(rows, one.kv_cache) for rows, one in zip(logits, inputs, strict=True)]
+            return [DecodeOutput(rows, step.kv_cache) for rows, step in zip(logits, inputs, strict=True)]
 
     def unified_decode(self, batch: UnifiedBatch) -> Answers:  # type: ignore[override]
         with self._call():
@@ -160,7 +164,7 @@ class UnifiedExecutor(ModelExecutor):
         with self._call():
             if not inputs_of(DecodeInput, inputs):
                 return []
-            policies = [one.logits_policy for one in inputs]
+            policies = [step.logits_policy for step in inputs]
 
             def choose(answers: Answers) -> Answers:
                 (logits,) = answers
@@ -170,9 +174,9 @@ class UnifiedExecutor(ModelExecutor):
             work = ForwardWork(0, 0, len(inputs))
             rows = self._forward(UnifiedBatch([verify_item(inputs)]), work, choose)
             outputs = []
-            for row, one in zip(rows, inputs, strict=True):
+            for row, step in zip(rows, inputs, strict=True):
                 assert row is not None
-                outputs.append(DecodeOutput(logits=row.unsqueeze(0), kv_cache=one.kv_cache))
+                outputs.append(DecodeOutput(logits=row.unsqueeze(0), kv_cache=step.kv_cache))
             return outputs
 
     def truncate_kv(self, kv_cache: KvCacheHandle, new_len: int) -> None:
@@ -209,16 +213,21 @@ class UnifiedExecutor(ModelExecutor):
 
     def _logits_of(self, groups: Sequence[Sequence[UnifiedBatchItem]], work: ForwardWork) -> list[torch.Tensor]:
         """Run all groups of final items in one forward; return the logits [len(group), V] of each."""
-        results = self._forward(UnifiedBatch([item for group in groups for item in group]), work)
-        rows = (row for row in results if row is not None)
-        return [torch.stack([*islice(rows, len(group))]) for group in groups]
+        results = self._forward(UnifiedBatch(list(chain.from_iterable(groups))), work)
+        rows = [row for row in results if row is not None]
+        logits = []
+        start = 0
+        for group in groups:
+            logits.append(torch.stack(rows[start : start + len(group)]))
+            start += len(group)
+        return logits
 
     def _forward(
         self, batch: UnifiedBatch, work: ForwardWork, finish: Callable[[Answers], Answers] | None = None
     ) -> Answers:
         """Check the items, run them and count the work; if anything raises, roll every cache back.
 
-        finish: makes the result of the answers, as a part of the call.
+        finish: turns the answers into the result; if it raises, the caches are rolled back, too.
         """
         if not batch.columns.counts:
             return []
@@ -241,7 +250,8 @@ class UnifiedExecutor(ModelExecutor):
             for item in batch.items:
                 handle = self._sequences.get_handle(item.cache_id)
                 if handle is not None:
-                    self._roll_back(handle, None if handle.cache_id in new_ids else item.pos_offset)
+                    length = None if handle.cache_id in new_ids else item.pos_offset
+                    self._roll_back(handle, length)
             raise
         return answers
 
@@ -253,21 +263,24 @@ class UnifiedExecutor(ModelExecutor):
         if not self.takes_device_ids:
             raise UnsupportedError(f"device_ids: {info.model_id} takes token ids of the host only")
         if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) > count or ids.device != info.device:
-            given = f"{ids.dtype} {list(ids.shape)} on {ids.device}"
-            raise InvalidInputError(f"device_ids: {given}, expected int64 [n <= {count}] on {info.device}")
+            shape = f"{ids.dtype} {list(ids.shape)} on {ids.device}"
+            raise InvalidInputError(f"device_ids: {shape}, expected int64 [n <= {count}] on {info.device}")
         longest = max(batch.columns.counts[: len(ids)], default=1)
         if longest > 1:
             raise InvalidInputError(f"device_ids: beside {longest} q_tokens of an item, expected 1")
 
     def _check_items(self, batch: UnifiedBatch) -> set[SeqId]:
         """Raise unless the items can run; return the caches that do not exist yet."""
-        seq_ids, given = batch.columns.seq_ids, batch.columns.kv_caches
-        names = [seq_id if handle is None else handle.cache_id for seq_id, handle in zip(seq_ids, given, strict=True)]
-        handles = self._sequences.get_handles(names)
-        if given != handles:
-            for one, handle in zip(given, handles, strict=True):
-                if one is not None and handle is not one:
-                    self._check_handle(one)
+        seq_ids, kv_caches = batch.columns.seq_ids, batch.columns.kv_caches
+        cache_ids = []
+        for seq_id, kv_cache in zip(seq_ids, kv_caches, strict=True):
+            cache_id = seq_id if kv_cache is None else kv_cache.cache_id
+            cache_ids.append(cache_id)
+        handles = self._sequences.get_handles(cache_ids)
+        if kv_caches != handles:
+            for kv_cache, handle in zip(kv_caches, handles, strict=True):
+                if kv_cache is not None and handle is not kv_cache:
+                    self._check_handle(kv_cache)
         validate_items(
             batch.items, handles, vocab_size=self._info.vocab_size, max_seq_len=self._info.max_sequence_length
         )
@@ -275,10 +288,10 @@ class UnifiedExecutor(ModelExecutor):
             check_embeds(batch.items, self.embeds_limits)
         if None not in handles:
             return set()
-        return {name for name, handle in zip(names, handles, strict=True) if handle is None}
+        return {cache_id for cache_id, handle in zip(cache_ids, handles, strict=True) if handle is None}
 
     def _roll_back(self, handle: KvCacheHandle, length: int | None) -> None:
-        """Truncate a cache to its former length, or free it if that is None, because it did not exist."""
+        """Truncate a cache to its former length; free it if `length` is None, as it did not exist before the call."""
         if length is not None:
             try:
                 if handle.num_tokens > length:
@@ -322,5 +335,7 @@ def _answers_by_item(
         raise PagedError(f"the forward returned {mismatch}")
     final = []
     for item, answer in zip(items, answers, strict=True):
-        final.append(answer if item.is_final_chunk else None)
+        if not item.is_final_chunk:
+            answer = None
+        final.append(answer)
     return final
