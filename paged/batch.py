@@ -122,7 +122,7 @@ class BatchColumns(NamedTuple):
 
     Attributes:
         counts: number of tokens of each item.
-        is_decode: whether each item is one token, and wants what `logits_policy` asks for of that token.
+        is_decode: whether each item is one token and final.
         has_embeds: whether any item has `embeds`.
         wants_logits: whether each item wants logits, and not a token.
     """
@@ -174,7 +174,7 @@ class UnifiedBatch:
     is_stacked: bool = False
     returns_hidden: bool = False
     captured: CapturedStates | None = None
-    # The `ForwardStep`, if whoever made the batch has checked the items and reserved capacity for them.
+    # The `ForwardStep`, if the caller has already checked the items and reserved their capacity.
     prepared: Any = field(default=None, init=False, repr=False, compare=False)
 
     @cached_property

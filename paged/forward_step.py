@@ -44,7 +44,7 @@ class ForwardStep:
         returns_hidden, captured: as in `UnifiedBatch`.
         embeds: rows in place of token embeddings; None if there are none.
         reservation: the capacity; None where another process holds it.
-        published: the tokens of each item, as the prefix index knows them; None if they are unknown or stay private.
+        published: the tokens of each item for the prefix index; None if they are unknown or stay private.
         new_ids: sequences that were created for this forward.
         only_decodes: whether every token follows a prompt that has run.
     """
@@ -203,8 +203,8 @@ def decode_step(
 
     Errors are those of `forward_step`.
 
-    token_ids: int64 [n], on the host or, if only the device knows them, there. They are not published: tell the cache
-    by `PagedKvCacheManager.append_tokens`.
+    token_ids: int64 [n], on the host, or on the device if only the device knows them. They are not published: tell the
+    cache by `PagedKvCacheManager.append_tokens`.
     """
     counts = [1] * len(handles)
     reservation, host = manager.reserve_step(handles, counts)
@@ -231,8 +231,8 @@ def _handles(manager: PagedKvCacheManager, columns: BatchColumns, new_ids: list[
     if len(handles) == len(columns.seq_ids):
         return handles
     handles = []
-    for seq_id, given in zip(columns.seq_ids, columns.kv_caches, strict=True):
-        handle = given or manager.get_handle(seq_id)
+    for seq_id, kv_cache in zip(columns.seq_ids, columns.kv_caches, strict=True):
+        handle = kv_cache or manager.get_handle(seq_id)
         if handle is None:
             new_ids.append(seq_id)
             handle = manager.allocate(seq_id)
@@ -282,17 +282,13 @@ def validate_items(
     for name, ids in (("seq_id", seq_ids), ("cache_id", cache_ids)):
         if len(set(ids)) != len(ids):
             raise InvalidInputError(f"item {Counter(ids).most_common(1)[0][0]!r}: its {name} is given twice")
-    # Look at the values of all items at once: a decode step has hundreds.
+    # Check the values of all items at once: a decode step has hundreds.
     lengths = [0 if handle is None else handle.num_tokens for handle in handles]
     rows = [item.q_tokens for item in items]
     tokens, ends = list(chain.from_iterable(rows)), list(map(add, lengths, map(len, rows)))
-    is_known = [item.pos_offset for item in items] == lengths and all(map(gt, ends, lengths))
-    if (
-        not is_known
-        or min(tokens, default=0) < 0
-        or max(tokens, default=0) >= vocab_size
-        or max(ends, default=0) > max_seq_len
-    ):
+    continues = [item.pos_offset for item in items] == lengths and all(map(gt, ends, lengths))
+    are_ids = min(tokens, default=0) >= 0 and max(tokens, default=0) < vocab_size
+    if not continues or not are_ids or max(ends, default=0) > max_seq_len:
         for item, length in zip(items, lengths, strict=True):
             _check_item(item, length, vocab_size, max_seq_len)
 

@@ -39,7 +39,7 @@ class EmbeddedRows:
     rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def add_deepstack(self, hidden: torch.Tensor, index: int) -> None:
-        """Add what belongs after the layer with this index, from 0 on, in place."""
+        """Add the rows of `deepstack` after the layer with this index, from 0 on, in place."""
         if index < len(self.deepstack):
             hidden.index_add_(0, self.row_ids, self.deepstack[index])
 
@@ -55,7 +55,7 @@ class AttentionMetadata:
         slot_mapping: int64 [num_tokens], block_id * block_size + offset of each new token.
         positions: int64 [num_tokens], position of each new token in its sequence.
         max_seqlen_q: longest query, or an upper bound.
-        plan: how attention splits the batch into tiles, shared by all layers.
+        plan: the split of the batch into tiles for attention, shared by all layers.
         lora: rows that adapters change; None if there are none.
         embeds: rows in place of token embeddings; None if there are none.
         others: `(block_table, slot_mapping)` of further tables, if layers differ in kind. Use `table` to choose.
@@ -87,7 +87,12 @@ class AttentionMetadata:
         host: HostMetadata | None = None,
     ) -> AttentionMetadata:
         """Build the metadata and a plan from the tensors of `HostMetadata.arrays`; both maxima are upper bounds."""
-        positions, slot_mappings, seq_lens, *states, cu_seqlens_q, block_tables = tensors
+        positions, slot_mappings, seq_lens = tensors[:3]
+        states = tensors[3:-2]
+        cu_seqlens_q, block_tables = tensors[-2:]
+        recurrent = None
+        if states:
+            recurrent = _recurrent(cu_seqlens_q, states, max_seqlen_q, max_append)
         block_table, *other_tables = block_tables.unbind()
         slot_mapping, *other_mappings = slot_mappings.unbind()
         return cls(
@@ -100,13 +105,13 @@ class AttentionMetadata:
             max_seqlen_q=max_seqlen_q,
             plan=AttentionPlan.of_step(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
             host=host,
-            recurrent=_recurrent(cu_seqlens_q, states, max_seqlen_q, max_append) if states else None,
+            recurrent=recurrent,
         )
 
     def without_slots(self, rows: torch.Tensor) -> AttentionMetadata:
         """Return a copy in which some tokens have no slot: their K/V are not written. rows: int64 [n]."""
-        others = tuple((table, mapping.index_fill(0, rows, -1)) for table, mapping in self.others)
-        return replace(self, slot_mapping=self.slot_mapping.index_fill(0, rows, -1), others=others)
+        other_tables = tuple((table, mapping.index_fill(0, rows, -1)) for table, mapping in self.others)
+        return replace(self, slot_mapping=self.slot_mapping.index_fill(0, rows, -1), others=other_tables)
 
     def table(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(block_table, slot_mapping)` of a table; `PagedKvCacheManager.table_of` gives a layer's index."""
@@ -116,9 +121,18 @@ class AttentionMetadata:
 def _recurrent(
     cu_seqlens_q: torch.Tensor, states: Sequence[torch.Tensor], max_seqlen_q: int, max_append: int
 ) -> RecurrentBatch:
-    starts, read_slots, write_slots, cursors, *snapshots = states
-    tensors = cu_seqlens_q, starts, read_slots, write_slots, cursors, snapshots[0], snapshots[1]
-    return RecurrentBatch(*tensors, max_seqlen_q, max_append)
+    starts, read_slots, write_slots, cursors, snapshot_slots, snapshot_lens = states
+    return RecurrentBatch(
+        cu_seqlens_q=cu_seqlens_q,
+        starts=starts,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        cursors=cursors,
+        snapshot_slots=snapshot_slots,
+        snapshot_lens=snapshot_lens,
+        max_seqlen_q=max_seqlen_q,
+        max_append=max_append,
+    )
 
 
 @dataclass(frozen=True)
@@ -161,8 +175,7 @@ class HostMetadata:
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """The arrays to copy to the device, the block tables last."""
-        others = self.positions, self.slot_mappings, self.seq_lens
-        return *others, *self.states, self.cu_seqlens_q, self.block_tables
+        return self.positions, self.slot_mappings, self.seq_lens, *self.states, self.cu_seqlens_q, self.block_tables
 
     def over(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
         """Return the metadata on the device, from `tensors` with the values of `arrays`."""

@@ -148,10 +148,10 @@ class CachePicture:
 def cache_picture(manager: PagedKvCacheManager, names: Mapping[SeqId, str] | None = None) -> CachePicture:
     """Take a picture of the cache at one moment, whatever other threads do.
 
-    names: of sequences, by the `cache_id` of their handles, in place of their request ids.
+    names: names to show in place of request ids, by the `cache_id` of the handles.
     """
     names, block_size, num_tables = names or {}, manager.config.block_size, len(manager.config.tables)
-    with manager._guard:  # nothing changes between the calls
+    with manager._guard:  # so that nothing changes between the calls
         stats, pressure, cached = manager.stats(), manager.pressure, set(manager.cached_blocks())
         handles = manager.handles()
         tables = [(handle.blocks, handle.num_tokens) for handle in handles]
@@ -182,12 +182,15 @@ def cache_picture(manager: PagedKvCacheManager, names: Mapping[SeqId, str] | Non
                 is_next.add(block)
     cells = []
     for block in range(1, manager.config.num_blocks + 1):
-        found = tuple(holders.get(block, ()))
-        if len(found) > 1:
-            kind: Kind = "copy" if block in is_next else "shared"
-        else:
-            kind = "own" if found else "cached" if block in cached else "free"
-        cells.append(BlockCell(block, kind, found, filled.get(block, 0) / block_size))
+        block_holders = tuple(holders.get(block, ()))
+        kind: Kind = "free"
+        if len(block_holders) > 1:
+            kind = "copy" if block in is_next else "shared"
+        elif block_holders:
+            kind = "own"
+        elif block in cached:
+            kind = "cached"
+        cells.append(BlockCell(block, kind, block_holders, filled.get(block, 0) / block_size))
     summary = (
         f"{stats.used_blocks} of {stats.num_blocks} blocks of {block_size} tokens in use, {stats.shared_blocks} of "
         f"them shared, {stats.cached_blocks} cached; {stats.cow_copies} copied on write, {stats.prefix_hit_tokens} "

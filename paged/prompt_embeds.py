@@ -23,14 +23,14 @@ _DIGEST_BYTES = 16
 
 
 class EmbedsLimits(NamedTuple):
-    """What a model takes as `PromptEmbeds`.
+    """Limits of a model for `PromptEmbeds`.
 
     Attributes:
         hidden_size: size of a row.
         num_layers: most layers with `deepstack`.
         max_positions: one more than the largest rotary position.
         takes_rope_positions: whether its rotation has several axes.
-        longest_span: longest span with attention both ways, None for any: a sliding window cuts longer ones.
+        longest_span: longest span with attention both ways, as a sliding window cuts longer ones; None for any.
     """
 
     hidden_size: int
@@ -71,7 +71,7 @@ class PromptEmbeds:
 
     def __post_init__(self) -> None:
         positions = as_token_ids("positions", self.positions)
-        if any(b <= a for a, b in zip([-1, *positions], positions, strict=False)):
+        if any(after <= before for before, after in zip([-1, *positions], positions, strict=False)):
             raise InvalidInputError(f"positions: {shown(positions)}, expected ascending integers from 0 on")
         count = len(positions)
         object.__setattr__(self, "positions", tuple(positions))
@@ -89,10 +89,10 @@ class PromptEmbeds:
                 raise InvalidInputError(f"spans: {begin, end}, expected ascending ranges of positions with rows")
             last = end
 
-    def _checked_rope(self, given: Any) -> torch.Tensor:
-        if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[0] != 3 or given.is_floating_point():
-            raise InvalidInputError(f"rope_positions: {_shape(given)}, expected int64 [3, prompt length]")
-        rope = given.detach().to("cpu", torch.int64, copy=True)
+    def _checked_rope(self, value: Any) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.shape[0] != 3 or value.is_floating_point():
+            raise InvalidInputError(f"rope_positions: {_shape(value)}, expected int64 [3, prompt length]")
+        rope = value.detach().to("cpu", torch.int64, copy=True)
         length = rope.shape[1]
         if not length or int(rope.min()) < 0 or int(rope.max()) >= length:
             low, high = (int(rope.min()), int(rope.max())) if length else (0, 0)
@@ -101,7 +101,7 @@ class PromptEmbeds:
 
     @property
     def delta(self) -> int:
-        """What is added to the position of a token after the prompt, at most 0."""
+        """Offset of the rotary positions of tokens after the prompt, at most 0."""
         return 0 if self.rope_positions is None else int(self.rope_positions.max()) + 1 - self.rope_positions.shape[1]
 
     def check(self, num_tokens: int, limits: EmbedsLimits | None) -> None:
@@ -138,18 +138,17 @@ class PromptEmbeds:
         return max((end - begin for begin, end in self.spans), default=0)
 
     def whole_spans(self, start: int, end: int) -> int:
-        """Return the end of a chunk that begins at `start` and cuts no span: the last before `end`, or else the next
-        one after it."""
+        """Return the end of a chunk from `start` that cuts no span: the last one up to `end`, else the next."""
         for first, last in self.spans:
             if first < end < last:
                 return first if first > start else last
         return end
 
     def ids(self, token_ids: Sequence[int], start: int) -> Sequence[int]:
-        """Return what stands for tokens from position `start` on in the prefix index.
+        """Return the ids in the prefix index of tokens from position `start` on.
 
-        For a row it is its `content_id`. A token of the prompt with other rotary positions than the next ones has one
-        too, from these and its token id; so equal ids mean equal K/V.
+        A row's id is its `content_id`. A token whose rotary position does not simply follow has a `content_id`, too, of
+        its token id and this position. So equal ids mean equal K/V.
         """
         first, last = (bisect_left(self._marked, end) for end in (start, start + len(token_ids)))
         if first == last:
@@ -164,7 +163,7 @@ class PromptEmbeds:
 
     @cached_property
     def _irregular(self) -> NDArray[np.bool_]:
-        """Which tokens of the prompt have another rotary position than one more than the largest before them."""
+        """Mask of the prompt's tokens whose rotary position is not the largest one before plus 1."""
         if self.rope_positions is None:
             return np.zeros(0, bool)
         rope = self.rope_positions.numpy()
@@ -177,7 +176,7 @@ class PromptEmbeds:
 
     @cached_property
     def _digests(self) -> dict[int, bytes]:
-        """The hash of the content at each position with a row; within a span, of all of its rows."""
+        """Hash of the content at each position with a row; within a span it covers all rows of the span."""
         parts = [self.rows.cpu().view(torch.uint8).numpy()]
         if self.deepstack is not None:
             parts.append(self.deepstack.cpu().transpose(0, 1).flatten(1).view(torch.uint8).numpy())
@@ -187,9 +186,9 @@ class PromptEmbeds:
             for row, position in enumerate(self.positions)
         }
         for begin, end in self.spans:  # K/V depend on the rows after them, too
-            whole = _digest(b"span", *(digests[position] for position in range(begin, end)))
+            span_digest = _digest(b"span", *(digests[position] for position in range(begin, end)))
             for position in range(begin, end):
-                digests[position] = _digest(whole, (position - begin).to_bytes(8, "little"))
+                digests[position] = _digest(span_digest, (position - begin).to_bytes(8, "little"))
         return digests
 
     def _rope_bytes(self, position: int) -> bytes:
@@ -216,9 +215,12 @@ def mrope_positions(
     Raises:
         InvalidInputError: the grids have not as many tokens as `positions`, or one's tokens do not follow each other.
     """
-    grids = [
-        (as_int("t", t, low=1), *(as_int("grid", n, low=1) // merge_size for n in hw)) for t, *hw in image_grid_thw
-    ]
+    grids = []
+    for t, height, width in image_grid_thw:
+        num_frames = as_int("t", t, low=1)
+        rows = as_int("grid", height, low=1) // merge_size
+        columns = as_int("grid", width, low=1) // merge_size
+        grids.append((num_frames, rows, columns))
     expected = sum(t * rows * columns for t, rows, columns in grids)
     if len(positions) != expected:
         raise InvalidInputError(f"image_grid_thw: {expected} tokens, expected {len(positions)}, as in positions")
@@ -238,20 +240,22 @@ def mrope_positions(
     return rope
 
 
-def _checked(name: str, given: Any, shape: tuple[int | None, ...]) -> torch.Tensor:
-    """Return a contiguous copy of a tensor whose last axis is the hidden size."""
-    is_tensor = isinstance(given, torch.Tensor) and given.dim() == len(shape) and given.dtype in FLOAT_DTYPES
-    if not is_tensor or any(want not in (None, size) for size, want in zip(given.shape, shape, strict=True)):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise InvalidInputError(f"{name}: {_shape(given)}, expected [{wanted}] of a float dtype")
-    copy: torch.Tensor = given.detach().clone(memory_format=torch.contiguous_format)
+def _checked(name: str, value: Any, shape: tuple[int | None, ...]) -> torch.Tensor:
+    """Return a contiguous copy of a tensor of this shape, in which None is any size."""
+    fits = isinstance(value, torch.Tensor) and value.dim() == len(shape) and value.dtype in FLOAT_DTYPES
+    if fits:
+        fits = all(expected in (None, size) for size, expected in zip(value.shape, shape, strict=True))
+    if not fits:
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InvalidInputError(f"{name}: {_shape(value)}, expected [{sizes}] of a float dtype")
+    copy: torch.Tensor = value.detach().clone(memory_format=torch.contiguous_format)
     if not copy.isfinite().all():
         raise InvalidInputError(f"{name}: holds NaN or infinity, expected finite values")
     return copy
 
 
-def _shape(given: Any) -> str:
-    return f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else shown(given)
+def _shape(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Copies that may be under way at once. A step sends 17 where requests ask for all that there is: its metadata and token
-# ids, filters, penalties, rules, noise and whose log probabilities; and two steps are under way at once. A draft model
-# sends up to 44 for seven drafts, between which nothing is waited for.
+# Copies that may be under way at once. A step sends at most 17: metadata, token ids, filters, penalties, rules, noise,
+# and the rows with log probabilities. Two steps are under way at once. A draft model sends up to 44 for seven drafts
+# without waiting.
 _NUM_BUFFERS = 64
 _FIRST_SIZE = 1 << 16
 # Triton compiles another kernel for pointers that are not multiples of 16.
@@ -57,8 +57,10 @@ def _staging(device: torch.device) -> Staging:
 
 
 class Staging:
-    """A ring of host buffers. A buffer is reused only when the copy out of it is done, so that a step never overwrites
-    data that an earlier one is still sending. Thread-safe.
+    """A ring of host buffers. Thread-safe.
+
+    A buffer is reused only when the copy out of it is done, so that a step never overwrites data that an earlier one is
+    still sending.
     """
 
     def __init__(self, device: torch.device, new_event: Callable[[], _StreamEvent] | None = None) -> None:
@@ -66,7 +68,10 @@ class Staging:
         if new_event is None and device.type == "cuda":
             new_event = partial(_StreamEvent, device)
         self._device = device
-        self._buffers = [_Buffer(new_event() if new_event else None) for _ in range(_NUM_BUFFERS)]
+        self._buffers = []
+        for _ in range(_NUM_BUFFERS):
+            event = None if new_event is None else new_event()
+            self._buffers.append(_Buffer(event))
         self._ring = cycle(self._buffers)
         self._lock = Lock()
 
@@ -86,7 +91,7 @@ class Staging:
 
     @contextmanager
     def _next(self, size: int) -> Iterator[_Buffer]:
-        """Yield a buffer of at least `size` bytes, out of which the block makes one copy."""
+        """Yield a buffer of at least `size` bytes; the caller makes one copy out of it."""
         with self._lock:
             buffer = next(self._ring)
             if buffer.copied is not None:
@@ -99,7 +104,7 @@ class Staging:
 
 
 class FixedCopy:
-    """Repeated copies of arrays of the same shapes to the same tensors: without new views, a third of the time.
+    """Repeated copies of arrays of the same shapes to the same tensors. No new views are made: a third of the time.
 
     tensors: on the device, where the arrays go.
     """
@@ -110,11 +115,11 @@ class FixedCopy:
         memory = torch.zeros(self._size, dtype=torch.uint8, device=staging._device) if out is None else out
         self._out = memory[: self._size]
         self.tensors = _views(self._out, arrays)
-        # Of each buffer: its memory, the part to copy, and the arrays in it.
+        # For each buffer: its memory, the part to copy, and views of this part as arrays.
         self._sources: dict[_Buffer, tuple[torch.Tensor, torch.Tensor, list[NDArray[Any]]]] = {}
 
     def send(self, rows: Sequence[NDArray[Any]], fills: Sequence[int]) -> None:
-        """Copy the arrays' values: `rows` along their last axes, and then their `fills`."""
+        """Copy values to the tensors: along the last axis `rows`, then `fills`."""
         with self._staging._next(self._size) as buffer:
             memory, source, targets = self._sources.get(buffer) or (None, None, [])
             if memory is not buffer.memory or source is None:

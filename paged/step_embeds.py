@@ -43,18 +43,21 @@ class StepEmbeds(NamedTuple):
     @classmethod
     def read(cls, arrays: Sequence[NDArray[Any]]) -> StepEmbeds:
         """Return the rows from `arrays`."""
-        rows, deepstack, *rest = arrays
-        return cls(torch.from_numpy(rows), torch.from_numpy(deepstack), *rest)
+        rows, deepstack, row_ids, rope_positions, last_seen = arrays
+        return cls(torch.from_numpy(rows), torch.from_numpy(deepstack), row_ids, rope_positions, last_seen)
 
     def on(self, device: torch.device, dtype: torch.dtype, max_seqlen_q: int) -> EmbeddedRows:
         """Return the rows on a model's device in its dtype."""
         row_ids, rope_positions, last_seen = to_device(self[2:], device)
+        mask: torch.Tensor | None = None
+        if len(last_seen):
+            mask = torch.arange(max_seqlen_q, device=device) <= last_seen[:, None]
         return EmbeddedRows(
-            row_ids,
-            self.rows.to(device, dtype),
-            self.deepstack.to(device, dtype),
-            rope_positions if rope_positions.numel() else None,
-            torch.arange(max_seqlen_q, device=device) <= last_seen[:, None] if len(last_seen) else None,
+            row_ids=row_ids,
+            rows=self.rows.to(device, dtype),
+            deepstack=self.deepstack.to(device, dtype),
+            rope_positions=rope_positions if rope_positions.numel() else None,
+            mask=mask,
         )
 
 
@@ -65,14 +68,20 @@ def check_embeds(items: Sequence[UnifiedBatchItem], limits: EmbedsLimits | None)
         InvalidInputError, UnsupportedError: they cannot run.
     """
     for item in items:
-        if (embeds := item.embeds) is None:
+        embeds = item.embeds
+        if embeds is None:
             continue
         start, end = item.pos_offset, item.pos_offset + len(item.q_tokens)
-        rope = embeds.rope_positions
-        embeds.check(rope.shape[1] if rope is not None else max(embeds.positions, default=-1) + 1, limits)
-        if any(start < stop and begin < end < stop for begin, stop in embeds.spans):
-            span = next((begin, stop) for begin, stop in embeds.spans if begin < end < stop)
-            raise InvalidInputError(f"item {item.seq_id!r}: ends at {end} within the span {span}, expected all of it")
+        # Only rotary positions tell the prompt's length; else take the shortest that holds all rows.
+        num_tokens = max(embeds.positions, default=-1) + 1
+        if embeds.rope_positions is not None:
+            num_tokens = embeds.rope_positions.shape[1]
+        embeds.check(num_tokens, limits)
+        for begin, stop in embeds.spans:
+            if start < stop and begin < end < stop:
+                raise InvalidInputError(
+                    f"item {item.seq_id!r}: ends at {end} within the span {begin, stop}, expected all of it"
+                )
 
 
 def embed_step(
@@ -87,16 +96,18 @@ def embed_step(
     rows: list[torch.Tensor] = []
     added: list[tuple[int, torch.Tensor]] = []
     for first, item in zip(firsts, items, strict=False):
-        if (embeds := item.embeds) is None:
+        embeds = item.embeds
+        if embeds is None:
             continue
         start, end = item.pos_offset, item.pos_offset + len(item.q_tokens)
         shift = first - start
         if embeds.rope_positions is not None:
             positions[max(embeds.rope_positions.shape[1], start) + shift : end + shift] += embeds.delta
-            own = embeds.rope_positions[:, start:end].numpy()
-            axes.append((slice(first, first + own.shape[1]), own))
-            positions[axes[-1][0]] = own[0]
-            has_axes = has_axes or bool((own != own[0]).any())
+            item_rope = embeds.rope_positions[:, start:end].numpy()
+            span = slice(first, first + item_rope.shape[1])
+            axes.append((span, item_rope))
+            positions[span] = item_rope[0]
+            has_axes = has_axes or bool((item_rope != item_rope[0]).any())
         for begin, stop in embeds.spans:
             if start < stop and begin < end:
                 last_seen[max(begin, start) + shift : stop + shift] = stop - start - 1
@@ -110,11 +121,14 @@ def embed_step(
     if not (row_ids or has_axes):
         return None, host
     rope = np.stack([positions] * 3) if has_axes else np.zeros((3, 0), np.int64)
-    for where, own in axes if has_axes else ():
-        rope[:, where] = own
-    there = torch.cat([each.to(device) for each in rows]) if rows else torch.zeros(0, 1, device=device)
-    deepstack = there.new_zeros(max((len(each) for _, each in added), default=0), *there.shape)
-    for at, each in added:
-        deepstack[: len(each), at : at + each.shape[1]] = each
-    is_causal = (last_seen == own_key).all()
-    return StepEmbeds(there, deepstack, np.array(row_ids, np.int64), rope, last_seen[: 0 if is_causal else None]), host
+    if has_axes:
+        for span, item_rope in axes:
+            rope[:, span] = item_rope
+    step_rows = torch.cat([item_rows.to(device) for item_rows in rows]) if rows else torch.zeros(0, 1, device=device)
+    num_layers = max((len(item_layers) for _, item_layers in added), default=0)
+    deepstack = step_rows.new_zeros(num_layers, *step_rows.shape)
+    for start, item_layers in added:
+        deepstack[: len(item_layers), start : start + item_layers.shape[1]] = item_layers
+    if (last_seen == own_key).all():  # causal
+        last_seen = last_seen[:0]
+    return StepEmbeds(step_rows, deepstack, np.array(row_ids, np.int64), rope, last_seen), host
