@@ -82,10 +82,13 @@ def pretended(num_sequences: int, num_steps: int) -> Iterator[tuple[Clock, Engin
     def record(begin: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], str]:
         return clock.run, ""
 
+    def bound(operation: object) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda logits: tokens[: len(logits)]
+
     patches: list[Any] = [
         mock.patch.object(step_graphs, "graph_recorder", return_value=record),
         mock.patch.object(paged_lm, "graph_sizes", return_value=step_graphs.DEFAULT_SIZES),
-        mock.patch.object(sampler, "Bound", lambda operation: lambda logits: tokens[: len(logits)]),
+        mock.patch.object(sampler, "Bound", bound),
         mock.patch.object(HostCopy, "__init__", lambda *args: clock.copy(*args)),
         mock.patch.object(HostCopy, "numpy", lambda host_copy: clock.wait(host_copy)),
     ]

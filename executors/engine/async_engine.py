@@ -58,8 +58,8 @@ class _Stream:
                 raise self._error
             self._waiter = self._loop.create_future()
             await self._waiter
-        # Between two readers the worker may take the interpreter's lock. Else it waits 5 ms for it, a step's time, while
-        # hundreds of them are woken (`sys.getswitchinterval`).
+        # Let the worker take the interpreter's lock between two readers. Otherwise it waits 5 ms for the lock
+        # (`sys.getswitchinterval`) while hundreds of readers are woken.
         time.sleep(0)
         return self.newest.pop()
 
