@@ -156,7 +156,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         draws = None
         if self.ranks.size > 1:
             draws = self._draws_on_ranks(batch)
-        with torch.no_grad(), batch.prepared or forward_step(self.kv_manager, batch) as step:
+        with torch.no_grad(), forward_step(self.kv_manager, batch) as step:
             rows, was_replayed = self._run(step, draws)
             answers = answer_batch(rows, batch) if draws is None else _tokens_by_item(rows, batch)
         self._count(step, was_replayed=was_replayed)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import add, gt
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,6 @@ from paged.step_embeds import StepEmbeds, embed_step
 @dataclass(eq=False)
 class ForwardStep:
     """The input of a model's forward, and the cache capacity that is reserved for it.
-
-    As a context manager: at the end lengths grow and full blocks are published; an exception rolls back lengths,
-    capacity and the sequences that were created for it.
 
     Attributes:
         token_ids: int64 [num_tokens], the items' tokens one after the other; `input_ids` on the device.
@@ -65,21 +62,10 @@ class ForwardStep:
     new_ids: Sequence[SeqId] = ()
     only_decodes: bool = False
 
-    def __enter__(self) -> ForwardStep:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error_type is not None:
-            self.rollback()
-            return
-        try:
-            assert self.reservation is not None
-            self.reservation.commit(self.published)
-        except BaseException:
-            self.rollback()
-            raise
+    def commit(self) -> None:
+        """Let lengths grow, and publish full blocks."""
+        assert self.reservation is not None
+        self.reservation.commit(self.published)
 
     def rollback(self) -> None:
         """Give back the capacity and the sequences that were created for it; does nothing after the end."""
@@ -129,10 +115,12 @@ class ForwardStep:
         return input_ids, sample_rows, metadata, OutputRows(sample_rows, cu_seqlens_q, longest, plan)
 
 
-def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> ForwardStep:
-    """Reserve capacity for all items and return their forward, a context manager; see `ForwardStep`.
+@contextmanager
+def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> Iterator[ForwardStep]:
+    """Reserve capacity for all items and yield their forward; then lengths grow and full blocks are published.
 
-    An item without `kv_cache` uses the manager's sequence `seq_id`, created on first use.
+    An item without `kv_cache` uses the manager's sequence `seq_id`, created on first use. An exception rolls back
+    lengths, capacity and the sequences created here.
 
     Raises:
         InvalidInputError: a handle is not the manager's, or two items use the same one.
@@ -140,9 +128,19 @@ def forward_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> ForwardSt
         SequenceTooLongError: a sequence would exceed the cache's `max_seq_len`.
         OutOfBlocksError: the pool has too few free blocks.
     """
-    prepared: ForwardStep | None = batch.prepared
-    if prepared is not None:
-        return prepared
+    step: ForwardStep | None = None
+    try:
+        step = batch.prepared or _reserved_step(manager, batch)
+        yield step
+        step.commit()
+    except BaseException:
+        if step is not None:
+            step.rollback()
+        raise
+
+
+def _reserved_step(manager: PagedKvCacheManager, batch: UnifiedBatch) -> ForwardStep:
+    """Reserve capacity for all items and return their forward; errors as `forward_step`."""
     new_ids: list[SeqId] = []  # recorded before the sequences are made, so that an interrupt loses none
     reservation: KvSlotReservation | None = None
     items, columns = batch.items, batch.columns
@@ -193,7 +191,7 @@ def prepare(manager: PagedKvCacheManager, batch: UnifiedBatch) -> None:
 
     Errors are those of `forward_step`.
     """
-    object.__setattr__(batch, "prepared", forward_step(manager, batch))
+    object.__setattr__(batch, "prepared", _reserved_step(manager, batch))
 
 
 def decode_step(

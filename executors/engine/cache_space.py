@@ -206,11 +206,12 @@ class TokenSpace:
         return _batch_of(completions, device_ids)
 
     def release(self, completion: Completion) -> None:
-        if completion.prefilled:
+        if completion.prefilled or completion.handle is not None:
             cache_id = completion.seq_id
             if completion.handle is not None:
                 cache_id = completion.handle.cache_id
             self._executor.release_cache(cache_id)
+            completion.handle = None
             completion.prefilled = 0
 
     def swap_out(self, completion: Completion) -> bool:

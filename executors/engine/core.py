@@ -193,8 +193,6 @@ class EngineCore(RequestLifecycle):
             return None
         if step.chunks:
             self._begin(step.chunks, perf_counter())
-        if step.drafts is not None:
-            self.metrics.draft_tokens += sum(map(len, step.drafts.token_ids))
         calls = self._runner.run(step)
         if self._runner.failed:
             self._fail_all(self._runner.failed)

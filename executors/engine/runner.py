@@ -170,7 +170,7 @@ class StepRunner:
 
     def _start_over(self, completion: Completion) -> None:
         """Drop the K/V of a completion if the executor may have run a part of a call that raised."""
-        if self._executor.kv_manager is None and completion.prefilled:
+        if self._executor.kv_manager is None and (completion.prefilled or completion.handle is not None):
             quietly(self._space.release, completion)
             completion.start_over()
 

@@ -174,6 +174,8 @@ class Scheduler:
         drafts = None
         if self._drafter is not None and decodes:
             drafts = self._drafter.draft(decodes)
+            if drafts is not None:
+                self._metrics.draft_tokens += sum(map(len, drafts.token_ids))
         while True:
             try:
                 return self._batch(decodes, chunks, drafts, in_flight)
