@@ -28,6 +28,8 @@ from paged.seq_id import SeqId
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_WOKEN_AT_ONCE = 16
+
 
 class EngineStoppedError(PagedError):
     """The engine was shut down, or a step of it failed, before the request ended."""
@@ -58,9 +60,6 @@ class _Stream:
                 raise self._error
             self._waiter = self._loop.create_future()
             await self._waiter
-        # Let the worker take the interpreter's lock between two readers. Otherwise it waits 5 ms for the lock
-        # (`sys.getswitchinterval`) while hundreds of readers are woken.
-        time.sleep(0)
         return self.newest.pop()
 
 
@@ -397,9 +396,21 @@ class AsyncEngine:
 
 
 def _wake(streams: Sequence[_Stream], error: BaseException | None) -> None:
-    for stream in streams:
+    """Wake a few readers, then the others behind them.
+
+    In between the worker may take the interpreter's lock. It otherwise waits 5 ms for the lock
+    (`sys.getswitchinterval`) while hundreds of readers run.
+    """
+    if len(streams) > _WOKEN_AT_ONCE:
+        asyncio.get_running_loop().call_soon(_wake_next, streams[_WOKEN_AT_ONCE:], error)
+    for stream in streams[:_WOKEN_AT_ONCE]:
         stopped: EngineStoppedError | None = None
         if error is not None:
             stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
             stopped.__cause__ = error
         stream.wake(stopped)
+
+
+def _wake_next(streams: Sequence[_Stream], error: BaseException | None) -> None:
+    time.sleep(0)
+    _wake(streams, error)

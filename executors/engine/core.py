@@ -8,6 +8,7 @@ from functools import partial, wraps
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import record_function
 
@@ -334,15 +335,17 @@ class EngineCore(RequestLifecycle):
         manager = self.executor.kv_manager
         if manager is None:
             return
-        size = manager.config.block_size
+        block_size = manager.config.block_size
+        completions, batch = output.step.completions, output.step.batch
+        if batch is not None and batch.prepared is not None:  # one array in place of a loop over all
+            lengths = batch.prepared.host.seq_lens
+            completions = [completions[row] for row in np.flatnonzero(lengths % block_size == 0)]
         known = []
-        for rows, _ in output.parts:
-            for completion in rows.completions:
-                # The sum is `completion.cached`, in an eighth of its time.
-                is_full = (completion.last_of_prompt + completion.num_sampled) % size == 0
-                handle = completion.handle
-                if is_full and handle is not None and completion.state is State.DECODE:
-                    known.append((handle, completion.tokens_from(handle.num_known_tokens)))
+        for completion in completions:
+            is_full = completion.cached % block_size == 0
+            handle = completion.handle
+            if is_full and handle is not None and completion.state is State.DECODE:
+                known.append((handle, completion.tokens_from(handle.num_known_tokens)))
         if known:
             attempt(partial(_LOG.warning, "blocks were not published: %s"), manager.append_tokens, known)
 

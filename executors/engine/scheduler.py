@@ -86,6 +86,7 @@ class Scheduler:
         self._ask_for_tokens = ask_for_tokens
         self.refused: list[tuple[Completion, str]] = []
         self._rows = Rows([])
+        self._masked: set[Completion] = set()  # those whose masks are computed elsewhere
         self._decode_cost = decode_cost
         self._prompt_rows = prompt_rows
         self._is_full = self._has_begun = False
@@ -104,12 +105,18 @@ class Scheduler:
     def add(self, completion: Completion) -> None:
         """Queue a completion."""
         completion.state = State.WAITING
+        self._note_mask(completion)
         insort(self.waiting, completion, key=_RANK)
 
     def add_decoding(self, completion: Completion) -> None:
         """Start decoding a completion that holds the K/V of its prompt already, as a fork does."""
         completion.state = State.DECODE
+        self._note_mask(completion)
         self.decoding.append(completion)
+
+    def _note_mask(self, completion: Completion) -> None:
+        if completion.awaited_mask is not None:
+            self._masked.add(completion)
 
     def rows_of(self, completions: list[Completion]) -> Rows:
         """Return the rows of completions, those of the last call if they are the same."""
@@ -250,10 +257,9 @@ class Scheduler:
         max_decodes = max(config.token_budget // cost, 1)
         unfinished = [completion for completion in self.decoding if completion.num_sampled < completion.max_tokens]
         deadline = perf_counter() + _MASK_WAIT_S
-        decodes = []
-        for completion in unfinished:
-            if completion.awaited_mask is None or completion.has_mask(deadline):
-                decodes.append(completion)
+        decodes = unfinished
+        if self._masked:
+            decodes = [completion for completion in unfinished if completion.has_mask(deadline)]
         if not (decodes or self.prefilling):
             decodes = [completion for completion in unfinished if completion.has_mask(deadline, is_alone=True)]
         self.awaits_masks = len(decodes) < len(unfinished)
@@ -330,6 +336,7 @@ class Scheduler:
         """Remove a finished completion and free what it holds."""
         self._leave(completion)
         completion.state = State.FINISHED
+        self._masked.discard(completion)
         self._is_full = False
         for _ in range(2):  # a second time, as the first may have failed halfway; else it does nothing
             quietly(self._space.release, completion)
