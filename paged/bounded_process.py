@@ -48,8 +48,9 @@ class Reply(NamedTuple):
 class Branch:
     """The caller's end of a process, which answers one request at a time."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, connection: socket.socket, life: socket.socket | None = None) -> None:
+        """life: ends the process when it is closed; nothing is sent there."""
+        self._socket, self._life = connection, life
 
     def branch(self) -> Branch:
         """Return a copy of the process in its state of now, if no request is under way.
@@ -58,13 +59,15 @@ class Branch:
             ProcessEndedError: it has ended.
         """
         own, other = socket.socketpair()
-        with other:
+        own_life, other_life = socket.socketpair()
+        with other, other_life:
             try:
-                socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [other.fileno()])
+                socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [other.fileno(), other_life.fileno()])
             except OSError as error:
                 own.close()
+                own_life.close()
                 raise ProcessEndedError("the process has ended") from error
-        return Branch(own)
+        return Branch(own, own_life)
 
     def send(self, message: bytes, *, cpu_s: float, seconds: float) -> None:
         """Send a request. The process ends if it takes more CPU time than `cpu_s`, or more time than `seconds`.
@@ -117,8 +120,10 @@ class Branch:
 
     def close(self) -> None:
         """End the process, whatever it does. What waits for a reply gets `ProcessEndedError`."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._socket.shutdown(socket.SHUT_RDWR)
+        for connection in (self._life, self._socket):
+            if connection is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 class Root:
@@ -187,8 +192,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def serve(module: str, niceness: int) -> None:
     """Answer the requests at stdin in this process and its branches until the other end is closed."""
-    import fcntl  # which systems without fork lack
-
+    life: socket.socket | None = None
     connection = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -197,17 +201,21 @@ def serve(module: str, niceness: int) -> None:
     handle = import_module(module).handler()
     while True:
         try:
-            header, descriptors, _, _ = socket.recv_fds(connection, _REQUEST.size, 1)
+            header, descriptors, _, _ = socket.recv_fds(connection, _REQUEST.size, 2)
         except OSError:
             header, descriptors = b"", []
         if len(header) < _REQUEST.size:
             os._exit(0)
         if descriptors:
             if os.fork():
-                os.close(descriptors[0])
+                for descriptor in descriptors:
+                    os.close(descriptor)
             else:
                 connection.close()
-                connection = socket.socket(fileno=descriptors[0])
+                if life is not None:
+                    life.close()
+                connection, life = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+                _end_with(life)
             continue
         size, cpu_s, seconds = _REQUEST.unpack(header)
         message = _receive(connection, size)
@@ -215,17 +223,24 @@ def serve(module: str, niceness: int) -> None:
         # Nothing handles these signals, so the system ends the process, even within a function in C++.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        flags = fcntl.fcntl(connection, fcntl.F_GETFL)
-        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO when the other end is closed
-        if _is_readable(connection):  # it was closed before
-            os._exit(0)
         answer = handle(message)
-        fcntl.fcntl(connection, fcntl.F_SETFL, flags)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with contextlib.suppress(OSError):  # nobody waits any more
             connection.sendall(_REPLY.pack(len(answer), time.process_time() - before) + answer)
+
+
+def _end_with(life: socket.socket) -> None:
+    """Let SIGIO end this process when the other end is closed, even within a function in C++.
+
+    On a connection with data, the signal of bytes that have been read may come late, and would end it too.
+    """
+    import fcntl  # which systems without fork lack
+
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    if _is_readable(life):  # it was closed before
+        os._exit(0)
 
 
 def _is_readable(connection: socket.socket, timeout: float = 0.0) -> bool:
