@@ -117,7 +117,7 @@ class StepBatch:
         batch: what the executor runs; None if each completion is a forward of its own.
         rows: of completions that all decode by one token; None in any other step.
         is_ahead: whether the tokens of the step before are not known yet.
-        num_prefill_tokens: prompt tokens, or tokens that run again.
+        num_prefill_tokens: tokens of chunks.
     """
 
     completions: list[Completion]
@@ -127,7 +127,11 @@ class StepBatch:
     batch: UnifiedBatch | None
     rows: Rows | None
     is_ahead: bool
-    num_prefill_tokens: int = 0
+    num_prefill_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count the tokens now: the next step's chunks are planned before this step's tokens are read."""
+        self.num_prefill_tokens = sum(len(completion.chunk) for completion in self.chunks)
 
 
 Part = tuple[Rows, SampledOnDevice]

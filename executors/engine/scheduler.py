@@ -207,6 +207,9 @@ class Scheduler:
                 self._metrics.failed_forwards += 1
                 if in_flight is not None:
                     return None
+                if drafts is None:
+                    for completion in decodes:
+                        completion.follow()
                 return StepBatch([*decodes, *chunks], decodes, chunks, drafts, None, None, is_ahead=False)
 
     def _batch(
@@ -248,8 +251,7 @@ class Scheduler:
             if batch is not None and batch.prepared is not None:
                 batch.prepared.rollback()
             batch = None
-        num_prefill_tokens = sum(len(completion.chunk) for completion in chunks)
-        return StepBatch(completions, decodes, chunks, drafts, batch, None, is_ahead, num_prefill_tokens)
+        return StepBatch(completions, decodes, chunks, drafts, batch, None, is_ahead)
 
     def plan(self) -> Plan:
         """Plan the next step, and admit what fits."""

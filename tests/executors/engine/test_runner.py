@@ -8,7 +8,20 @@ import torch
 
 from paged import Engine, EngineConfig, SamplingParams, UnifiedBatch
 from tests.executors.engine.answers import ANSWERS, parrot_tokens
-from tests.executors.engine_cases import GREEDY, PROMPTS, TEN, check_empty, expected_tokens, run, run_to_end, spy
+from tests.executors.engine_cases import (
+    GREEDY,
+    PROMPTS,
+    TEN,
+    check_empty,
+    encode,
+    expected_tokens,
+    recall_engine,
+    recall_prompts,
+    run,
+    run_to_end,
+    spy,
+    tokens_of,
+)
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.executors.oracle import make_executor
 from tests.executors.parrot import Parrot, UnsupportedParrot, other_executor
@@ -47,6 +60,23 @@ def test_one_that_cannot_run_fails_alone(device: torch.device, monkeypatch: pyte
     assert [one.outputs[0].token_ids for one in outputs] == expected
     assert engine.metrics.finished == {"length": 4, "error": 1}
     assert engine.metrics.failed_forwards == 2, "of five, of one"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sequence_that_a_caller_frees_ends_alone(overlap: bool) -> None:
+    """Its step cannot be reserved. The others had the same rows for some steps, and go on from their newest tokens."""
+    prompts, params = encode(recall_prompts()), replace(TEN, ignore_eos=True)
+    expected = run(recall_engine(num_blocks=256), prompts, params)
+    engine = recall_engine(num_blocks=256, overlap=overlap)
+    outputs = [engine.add_request(prompt, params, request_id=index) for index, prompt in enumerate(prompts)]
+    for _ in range(4):
+        engine.step()
+    (seq_id,) = [seq_id for seq_id, name in engine.sequence_names().items() if name == "1/0"]
+    engine.executor.release_cache(seq_id)
+    run_to_end(engine)
+    assert str(outputs[1].error).startswith("StaleHandleError")
+    del outputs[1], expected[1]
+    assert tokens_of(outputs) == expected
 
 
 @pytest.mark.parametrize(("n", "ahead"), [(1, False), (3, False), (1, True)])
