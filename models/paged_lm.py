@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -122,7 +122,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         return products + sum(parameter.nbytes for parameter in self.network.parameters())
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
-        return self._logits(UnifiedBatch([self._next_item(cache_id, tokens)]))[0]
+        return self._logits([self._next_item(cache_id, tokens)])[0]
 
     def decode(self, cache_id: SeqId, token: int, pos: int) -> torch.Tensor:
         return self.decode_batch_with_full_logits([(cache_id, token, pos)])[0]
@@ -131,11 +131,11 @@ class PagedCausalLM(DecoderOnlyLLM):
         if len(items) == 0:
             return torch.empty(0, self._config.vocab_size, device=self.device)
         decodes = [UnifiedBatchItem(cache_id, [token], pos_offset=pos) for cache_id, token, pos in items]
-        return self._logits(UnifiedBatch(decodes))
+        return self._logits(decodes)
 
     def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
         item = self._next_item(cache_id, tokens, start_pos)
-        return self._logits(UnifiedBatch([replace(item, logits_policy=VerifyLogits())]))
+        return self._logits([replace(item, logits_policy=VerifyLogits())])
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         if len(items) == 0:
@@ -149,18 +149,28 @@ class PagedCausalLM(DecoderOnlyLLM):
 
         is_checked: the items are valid.
         """
-        if not is_checked:
-            self._check(batch)
         if self.memory.level:
             self.memory.check_awake()
+        if not is_checked:
+            self._check(batch)
         draws = None
         if self.ranks.size > 1:
             draws = self._draws_on_ranks(batch)
         with torch.no_grad(), forward_step(self.kv_manager, batch) as step:
-            rows, was_replayed = self._run(step, draws)
+            row_slots = self.adapters.row_slots(step.handles, step.counts)
+            shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
+            with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):
+                rows = self.run_step(step, shape, row_slots, draws)
             answers = answer_batch(rows, batch) if draws is None else _tokens_by_item(rows, batch)
-        self._count(step, was_replayed=was_replayed)
+        self.num_graph_replays += shape is not None
+        self.adapters.count(step.handles, step.counts)
         return answers
+
+    def _logits(self, items: Sequence[UnifiedBatchItem]) -> torch.Tensor:
+        """Return the logits of the wanted rows of items, [num_rows, vocab_size]."""
+        logits = self.run_batch(UnifiedBatch(items, is_stacked=True))
+        assert isinstance(logits, torch.Tensor)
+        return logits
 
     def prepare(self, track: Track = untracked) -> None:
         """Warm up: compile and launch every kernel that a step can need, and capture `graphs`; on a CPU, `pack` first.
@@ -247,29 +257,6 @@ class PagedCausalLM(DecoderOnlyLLM):
         handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
         validate_items(batch.items, handles, vocab_size=self._config.vocab_size, max_seq_len=self._config.max_seq_len)
         check_embeds(batch.items, self.embeds_limits)
-
-    def _logits(self, batch: UnifiedBatch) -> torch.Tensor:
-        """Run one forward and return the logits of the wanted rows."""
-        self.memory.check_awake()
-        self._check(batch)
-        with torch.no_grad(), forward_step(self.kv_manager, batch) as step:
-            logits, was_replayed = self._run(step, None)
-        self._count(step, was_replayed=was_replayed)
-        return logits
-
-    def _run(self, step: ForwardStep, draws: Draws | None) -> tuple[torch.Tensor, bool]:
-        """Run a step on all ranks; return the logits of the wanted rows, or tokens, and whether a graph ran."""
-        row_slots = self.adapters.row_slots(step.handles, step.counts)
-        shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
-        if self.lead is None:
-            return self.run_step(step, shape, row_slots, draws), shape is not None
-        with self.lead(step, row_slots, draws):
-            return self.run_step(step, shape, row_slots, draws), shape is not None
-
-    def _count(self, step: ForwardStep, *, was_replayed: bool) -> None:
-        """Count a step that has succeeded."""
-        self.num_graph_replays += was_replayed
-        self.adapters.count(step.handles, step.counts)
 
     def _draws_on_ranks(self, batch: UnifiedBatch) -> Draws | None:
         """Return the draws of a batch, if every item wants a token alone and the ranks can draw it."""

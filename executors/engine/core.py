@@ -53,7 +53,7 @@ class EngineCore(RequestLifecycle):
         super().__init__()
         self.executor = executor
         self.config = config
-        self._vocab_size, self._device = info.vocab_size, info.device
+        self._vocab_size = info.vocab_size
         if manager is None:
             self._space: BlockSpace | TokenSpace = TokenSpace(executor)
         else:
@@ -246,8 +246,7 @@ class EngineCore(RequestLifecycle):
             end = 0
             for index, completion in enumerate(group):
                 begin = end
-                is_verified = isinstance(completion.policy, VerifyLogits)
-                end += len(completion.chunk) if is_verified else completion.is_final
+                end += completion.num_answer_rows
                 is_prompt = completion.state is State.PREFILL
                 if is_prompt:
                     completion.prefilled = completion.chunk_start + len(completion.chunk)
@@ -260,7 +259,7 @@ class EngineCore(RequestLifecycle):
                     error = WrongResultsError(f"logits {tuple(rows.shape)}, expected {end - begin, self._vocab_size}")
                     self._fail(completion, describe(error))
                     continue
-                if is_prompt and is_verified:
+                if is_prompt and isinstance(completion.policy, VerifyLogits):
                     attempt(partial(self._fail, completion), self._score_prompt, completion, rows, output)
                     rows = rows[-1:]
                 if is_prompt and (completion.num_to_prefill or completion.state is State.FINISHED):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged.batch import CapturedStates, UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.batch import CapturedStates, UnifiedBatch
 from paged.errors import RankFailedError
 from paged.executors.engine.batch import StepBatch
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
@@ -111,7 +111,9 @@ class StepRunner:
         if isinstance(answers, torch.Tensor):
             num_rows = answers.shape[0]  # six times as fast as `len`
             columns = batch.columns
-            expected = len(columns.counts) if columns.is_decode else sum(map(answer_rows, batch.items))
+            expected = len(columns.counts)
+            if not columns.is_decode:
+                expected = sum(completion.num_answer_rows for completion in completions)
             mismatch = None
             if num_rows != expected:
                 mismatch = f"{num_rows} results for {len(columns.counts)} items, expected {expected}"
@@ -176,11 +178,6 @@ class StepRunner:
 
     def _fail_all(self, completions: Sequence[Completion], error: BaseException) -> None:
         self.failed += [(completion, describe(error)) for completion in completions]
-
-
-def answer_rows(item: UnifiedBatchItem) -> int:
-    """Return the number of rows that an item's answer has."""
-    return len(item.q_tokens) if type(item.logits_policy) is VerifyLogits else item.is_final_chunk
 
 
 def _keep_states(completions: Sequence[Completion], captured: CapturedStates, generation: int) -> None:

@@ -258,9 +258,9 @@ class Completion:
         return self.token_ids[beyond:] if beyond >= 0 else [*self.request.prompt[start:], *self.token_ids]
 
     @property
-    def drafts(self) -> list[int]:
-        """The drafts that run behind the newest token in the next step, if it decodes."""
-        return self.chunk[1:]
+    def num_answer_rows(self) -> int:
+        """Number of rows that a step returns for what runs next: logits, or one token."""
+        return len(self.chunk) if isinstance(self.policy, VerifyLogits) else int(self.is_final)
 
     def hold(self, handle: KvCacheHandle | None) -> None:
         """Set its sequence in the cache, or None; tokens that it holds already are not run."""
