@@ -40,6 +40,7 @@ DEVICE_LOST = 3
 _OPTIONS: dict[str, Json] = {
     "json": {"type": Path, "help": "also write the environment and the rows here, after every case"},
     "only": {"default": "", "help": "cases whose name contains this"},
+    "cases": {"default": "", "help": "of these, cases whose name contains this; there may be none"},
     "repeats": {"type": int, "help": "samples per case, at least 2"},
     "budget": {
         "type": float,
@@ -58,7 +59,7 @@ _OPTIONS: dict[str, Json] = {
     "threads": {"type": int, "help": "PyTorch threads on a CPU; default: %(default)s"},
 }
 # Those of every benchmark that `bench.gpu` runs.
-RESUMABLE = ("json", "only", "repeats", "budget", "resume", "case-limit")
+RESUMABLE = ("json", "only", "cases", "repeats", "budget", "resume", "case-limit")
 
 
 SHARED = (*RESUMABLE, "device", "small")
@@ -127,7 +128,7 @@ class Benchmark:
         """Print a line per case. The exit code is 1 if a case was refused, DEVICE_LOST if the others need another
         process. A missed goal is no error."""
         defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf, "resume": False}
-        defaults |= {"peers": None, "shape": None, "case_limit": None}
+        defaults |= {"peers": None, "shape": None, "case_limit": None, "cases": ""}
         parser = option_parser(self.doc, *self.options, **defaults)
         args = parser.parse_args(argv)
         if interpreting():
@@ -153,14 +154,16 @@ class Benchmark:
 
     def _run_cases(self, args: argparse.Namespace, setting: Setting, end: float, write: Write) -> int:
         found = {case.name: case for case in self.cases(setting)}
-        check_only(args.only, found)
+        if not args.cases:
+            check_only(args.only, found)
         report = environment(self.name, setting.device, setting.limits if self.has_limits else None)
         shown = [_about(name, value) for name, value in report.items() if value]
         write("\n".join([*shown, *filter(None, (self.legend, _LEGEND if self.has_limits else ""))]))
         report |= {"rows": [], "refused": {}, "not_run": list(found)}
         if args.resume and args.json and args.json.exists():
             report |= _resumed(args.json, report)
-        cases = [found[name] for name in report["not_run"] if args.only in name and name in found]
+        names = [name for name in report["not_run"] if args.only in name and args.cases in name]
+        cases = [found[name] for name in names if name in found]
         said: set[str] = set()
         is_lost = False
         for case in cases:

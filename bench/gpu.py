@@ -109,7 +109,7 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
 
     def bench(number: int, name: str, share: float, module: str, *options: str) -> Step:
         def command(seconds: float) -> list[str]:
-            only = ["--only", cases] if cases else []
+            chosen = ["--cases", cases] if cases else []
             path = folder / f"{module.replace('.run', '').replace('.', '_')}.json"
             return [
                 *PYTHON,
@@ -121,7 +121,7 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
                 str(CASE_SECONDS),
                 *budget(seconds),
                 *options,
-                *only,
+                *chosen,
             ]
 
         return Step(number, name, share, command, resumes=True)

@@ -50,7 +50,7 @@ def test_quick_checks_pass_and_say_how_closely(verify: Verify, capsys: pytest.Ca
     assert found.out.count(" ok\n") == 6, "two cases in three dtypes"
     assert "PAGED_BACKEND" not in os.environ
     assert cli.main([*BY_TORCH, "--only", "no such case"]) == 1, "nothing was checked"
-    assert "--only no such case: in the name of no case; there are rms_norm" in capsys.readouterr().err
+    assert "--only no such case: in the name of no case; there are paged_attention.prefill" in capsys.readouterr().err
 
 
 # Rounding to e4m3 takes up to 1/16 of a number, of a budget of 7/100; to int8 half a step.
