@@ -62,6 +62,7 @@ class Rows:
         tokens: NDArray[np.int64] | torch.Tensor | None = newest
         if tokens is None:
             tokens = np.array([token_ids[-1] for token_ids in self._token_ids], np.int64)
+        # Without the dataclass's constructor, which takes the items, and which `dataclasses.replace` needs as it is.
         batch = object.__new__(_DecodeBatch)
         batch.__dict__.update(
             rows=self.completions,

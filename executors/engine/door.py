@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
 
 from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.executors.engine.config import EngineConfig
 from paged.executors.engine.core import EngineCore
-from paged.executors.model_executor import ModelExecutor
+from paged.executors.model_executor import ModelExecutor, check_adapter, check_metadata
 from paged.executors.requests.sampling_params import SamplingParams
+from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
 from paged.executors.speculation.drafting import Proposer
 from paged.executors.text.chat_template import Message
 from paged.executors.text.detokenizer import PromptTokenizer, Tokenizer
@@ -22,7 +26,7 @@ from paged.token_ids import as_token_ids
 
 Prompt = str | Sequence[int] | Sequence[Message]
 
-UINT64_MAX = (1 << 64) - 1
+_UINT64_MAX = (1 << 64) - 1
 
 
 class RequestDoor(EngineCore):
@@ -50,11 +54,35 @@ class RequestDoor(EngineCore):
         else:
             self._eos_token_ids = frozenset(as_token_ids("eos_token_ids", list(eos_token_ids)))
             self._check_ids("eos_token_ids", sorted(self._eos_token_ids))
-        self._seed = secrets.randbits(64) if seed is None else as_int("seed", seed, low=-(1 << 63), high=UINT64_MAX)
+        self._seed = secrets.randbits(64) if seed is None else as_int("seed", seed, low=-(1 << 63), high=_UINT64_MAX)
         self._arrivals = itertools.count()
         # Several engines may share an executor, and callers may have sequences of their own in its cache.
         self._name = f"engine-{secrets.token_hex(8)}"
         serving_begins()
+
+    def _item_metadata(self, metadata: object, adapter: str | None) -> Mapping[str, Any]:
+        """Return the metadata of all batch items of a request, after checking that the executor reads it."""
+        if metadata is None:
+            metadata = {}
+        if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+            raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
+        values = dict(metadata)
+        check_metadata(self.executor, "metadata", values)
+        if adapter is not None:
+            if values.get("lora_adapter") is not None:
+                raise InvalidInputError("adapter: named in metadata, too, expected one of them")
+            values["lora_adapter"] = adapter
+        check_adapter(self.executor, values.get("lora_adapter"))
+        return MappingProxyType(values)
+
+    def _seeds(self, params: SamplingParams, arrival: int) -> list[int]:
+        """Return a seed for each completion of a request."""
+        seed = params.seed
+        if seed is None:
+            seed = self._seed + arrival
+        hashed = hash_seeds(np.array([seed & _UINT64_MAX], np.uint64))
+        seeds: list[int] = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
+        return seeds
 
     def _check_embeds(self, embeds: object, num_tokens: int) -> None:
         if not isinstance(embeds, PromptEmbeds):

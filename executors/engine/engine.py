@@ -9,26 +9,22 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.engine.beam_search import BeamOutput, search_beams
 from paged.executors.engine.config import QueueFullError
-from paged.executors.engine.door import UINT64_MAX, Prompt, RequestDoor
+from paged.executors.engine.door import Prompt, RequestDoor
 from paged.executors.engine.embedding import Pooling, embed_prompts
 from paged.executors.engine.metrics import EngineStatus
-from paged.executors.model_executor import check_adapter, check_capture, check_metadata, lora_loader
+from paged.executors.model_executor import check_capture, lora_loader
 from paged.executors.progress import progress_bar
-from paged.executors.requests.output import CompletionOutput, Growth, RequestOutput
+from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, whole_chunks
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
-from paged.executors.requests.token_states import TokenStates
-from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 from paged.picture import CachePicture, cache_picture
 from paged.prompt_embeds import PromptEmbeds
@@ -157,16 +153,7 @@ class Engine(RequestDoor):
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
         params = replace(params)  # checked again, and out of the caller's reach
-        if not isinstance(metadata, Mapping | None) or not all(isinstance(key, str) for key in metadata or ()):
-            raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
-        metadata = dict(metadata or {})
-        check_metadata(self.executor, "metadata", metadata)
-        if adapter is not None:
-            if metadata.get("lora_adapter") is not None:
-                raise InvalidInputError("adapter: named in metadata, too, expected one of them")
-            metadata["lora_adapter"] = adapter
-        metadata = MappingProxyType(metadata)  # of all its completions' items
-        check_adapter(self.executor, metadata.get("lora_adapter"))
+        item_metadata = self._item_metadata(metadata, adapter)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
         token_masks = _forks("token_mask", token_mask, TokenMask, params.n)  # type: ignore[type-abstract]
@@ -191,22 +178,18 @@ class Engine(RequestDoor):
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {self.config.max_waiting}")
         # Random, so that no caller's own id can equal it.
         request_id = f"request-{arrival}-{secrets.token_hex(4)}" if request_id is None else request_id
-        completion_outputs = []
-        for index in range(params.n):
-            logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
-            growth = Growth([], [], logprobs, TokenStates.of(len(ids), params))
-            completion_outputs.append(CompletionOutput(index, growth))
-        prompt_table: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
-        eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        end_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_token_ids |= self._eos_token_ids
         request = Request(
             request_id=request_id,
             prompt=ids,
             params=params,
             rank=(arrival - priority * self.config.priority_requests, arrival),
-            metadata=metadata,
+            metadata=item_metadata,
             max_tokens=max_tokens,
-            end_token_ids=eos_token_ids | frozenset(params.stop_token_ids),
-            output=RequestOutput(request_id, ids, completion_outputs, prompt_table=prompt_table),
+            end_token_ids=end_token_ids,
+            output=RequestOutput.begin(request_id, ids, params),
             arrived=now,
             name=f"{self._name}-{arrival}",
             cache_salt=cache_salt,
@@ -215,10 +198,8 @@ class Engine(RequestDoor):
             token_masks=token_masks,
             logits_processors=processors,
         )
-        seed = self._seed + arrival if params.seed is None else params.seed
-        hashed = hash_seeds(np.array([seed & UINT64_MAX], np.uint64))
-        seeds = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
-        request.completions = [Completion(request, index, seed, self._tokenizer) for index, seed in enumerate(seeds)]
+        for index, seed in enumerate(self._seeds(params, arrival)):
+            request.completions.append(Completion(request, index, seed, self._tokenizer))
         request.unfinished = dict.fromkeys(request.completions)
         try:
             self._add(request)

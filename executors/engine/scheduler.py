@@ -10,11 +10,10 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import NamedTuple
 
 from paged.batch import UnifiedBatch
 from paged.errors import OutOfBlocksError
@@ -40,11 +39,37 @@ _MASK_WAIT_S = 0.005
 _SMALLEST_CHUNK = 8
 
 
-class Plan(NamedTuple):
-    """The completions of a step, with their items set."""
+@dataclass(eq=False)
+class Plan:
+    """The completions of a step, while it is filled.
+
+    Attributes:
+        tokens_left: prompt tokens that may still join; 0 once nothing may.
+        max_chunk: prompt tokens that the step could run of one completion.
+        prompt_rows_left: prompt tokens that may still have logits for each.
+        chunks: completions that run prompt tokens, with their chunks set.
+    """
 
     decodes: list[Completion]
-    chunks: list[Completion]
+    tokens_left: int
+    max_chunk: int
+    prompt_rows_left: int
+    chunks: list[Completion] = field(default_factory=list)
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Number of prompt tokens that have joined."""
+        return sum(len(completion.chunk) for completion in self.chunks)
+
+    def add_chunk(self, completion: Completion, count: int) -> None:
+        """Let the next `count` prompt tokens of a completion join."""
+        completion.take_chunk(count)
+        self.chunks.append(completion)
+        self.tokens_left -= count
+
+    def close(self) -> None:
+        """Let nothing more join."""
+        self.tokens_left = 0
 
 
 class Scheduler:
@@ -177,7 +202,7 @@ class Scheduler:
 
     def _reserve(self, plan: Plan, in_flight: StepOutput | None) -> StepBatch | None:
         """Return the batch of a plan with its capacity, without completions preempted for it; None if none remains."""
-        decodes, chunks = plan
+        decodes, chunks = plan.decodes, plan.chunks
         drafts = None
         if self._drafter is not None and decodes:
             drafts = self._drafter.draft(decodes)
@@ -255,77 +280,89 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Plan the next step, and admit what fits."""
-        config, cost = self._config, self._decode_cost
-        max_decodes = max(config.token_budget // cost, 1)
+        config = self._config
+        decodes = self._next_decodes()
+        tokens_left = config.token_budget - len(decodes) * self._decode_cost
+        if decodes and self.pacer is not None:
+            tokens_left = min(tokens_left, self.pacer.max_prefill_tokens)
+        max_chunk = min(tokens_left, config.chunk_size or tokens_left)
+        plan = Plan(decodes, tokens_left, max_chunk, self._prompt_rows)
+        self._has_begun = False
+        index = 0
+        while plan.tokens_left > 0:
+            if index == len(self.prefilling):
+                if not self.waiting or not self._admit_next(plan.tokens_left):
+                    break
+                if index == len(self.prefilling):  # the admitted one was swapped in, and decodes
+                    plan.decodes.append(self.decoding[-1])
+                    plan.tokens_left -= self._decode_cost
+                    continue
+            completion = self.prefilling[index]
+            index += 1
+            if config.batch_invariant:
+                self._add_fixed_chunk(completion, plan)
+            else:
+                self._add_chunk(completion, plan)
+        return plan
+
+    def _next_decodes(self) -> list[Completion]:
+        """Return the decodes of the next step, as many as the budget allows; the others run in the steps after it."""
         unfinished = [completion for completion in self.decoding if completion.num_sampled < completion.max_tokens]
-        deadline = perf_counter() + _MASK_WAIT_S
         decodes = unfinished
+        deadline = perf_counter() + _MASK_WAIT_S
         if self._masked:
             decodes = [completion for completion in unfinished if completion.has_mask(deadline)]
         if not (decodes or self.prefilling):
             decodes = [completion for completion in unfinished if completion.has_mask(deadline, is_alone=True)]
         self.awaits_masks = len(decodes) < len(unfinished)
+        max_decodes = max(self._config.token_budget // self._decode_cost, 1)
         if len(decodes) > max_decodes:  # take turns: those that run now go last
             decodes = decodes[:max_decodes]
-            turn = set(decodes)
-            self.decoding = [completion for completion in self.decoding if completion not in turn] + decodes
-        tokens_left = config.token_budget - len(decodes) * cost
-        if decodes and self.pacer is not None:
-            tokens_left = min(tokens_left, self.pacer.max_prefill_tokens)
-        self._has_begun = False
-        chunks: list[Completion] = []
-        index = 0
-        prompt_budget, prompt_rows_left = tokens_left, self._prompt_rows
-        while tokens_left > 0 and (index < len(self.prefilling) or (self.waiting and self._admit_next(tokens_left))):
-            if index == len(self.prefilling):  # the admitted one was swapped in, and decodes
-                decodes.append(self.decoding[-1])
-                tokens_left -= cost
-                continue
-            completion = self.prefilling[index]
-            max_count = min(completion.num_to_prefill, tokens_left, config.chunk_size or tokens_left)
-            index += 1
-            if config.batch_invariant:
-                count = completion.fixed_chunk
-                if chunks and (count > tokens_left or completion.wants_prompt_rows):
-                    break  # the next step begins with it
-                if self._fitting(completion, count, decodes, chunks) < count and self.num_running > 1:
-                    break
-                completion.take_chunk(count)
-                chunks.append(completion)
-                tokens_left -= count
-                continue
-            count = num_fitting = self._fitting(completion, max_count, decodes, chunks)
-            if not count:
-                break  # until others end or are preempted, nothing overtakes it
-            if completion.wants_prompt_rows:
-                count = min(count, prompt_rows_left)
-                prompt_rows_left -= count
-            num_uncut = completion.whole_spans(count)
-            if num_uncut > count:  # above the pacer's limit or chunk_size, but within the token budget
-                num_chunk_tokens = sum(len(planned.chunk) for planned in chunks)
-                budget_left = config.token_budget - cost * len(decodes) - num_chunk_tokens
-                if self._fitting(completion, num_uncut, decodes, chunks) < num_uncut and self.num_running > 1:
-                    break
-                if num_uncut > budget_left:
-                    break
-                count = tokens_left = num_uncut
-            elif count:
-                count = num_uncut
-            if count:
-                # If blocks are short beside other sequences, wait rather than leave the grid.
-                may_wait = bool(decodes or chunks) or (num_fitting < max_count and self.num_running > 1)
-                max_chunk = min(prompt_budget, config.chunk_size or prompt_budget) if may_wait else 0
-                count = self._space.chunk(completion, count, max_chunk=max_chunk)
-            if count:
-                completion.take_chunk(count)
-                chunks.append(completion)
-                tokens_left -= count
-        return Plan(decodes, chunks)
+            running = set(decodes)
+            self.decoding = [completion for completion in self.decoding if completion not in running] + decodes
+        return decodes
 
-    def _fitting(self, completion: Completion, count: int, decodes: list[Completion], chunks: list[Completion]) -> int:
+    def _add_fixed_chunk(self, completion: Completion, plan: Plan) -> None:
+        """Add the next chunk of a prompt under `batch_invariant`, whose size depends on its request alone."""
+        count = completion.fixed_chunk
+        if plan.chunks and (count > plan.tokens_left or completion.wants_prompt_rows):
+            plan.close()  # the next step begins with it
+        elif self._fitting(completion, count, plan) < count and self.num_running > 1:
+            plan.close()
+        else:
+            plan.add_chunk(completion, count)
+
+    def _add_chunk(self, completion: Completion, plan: Plan) -> None:
+        """Add as many of a prompt's next tokens as fit. If blocks are short, close the plan: nothing overtakes it."""
+        config = self._config
+        max_count = min(completion.num_to_prefill, plan.tokens_left, config.chunk_size or plan.tokens_left)
+        num_fitting = self._fitting(completion, max_count, plan)
+        if num_fitting == 0:
+            plan.close()
+            return
+        count = num_fitting
+        if completion.wants_prompt_rows:
+            count = min(count, plan.prompt_rows_left)
+            plan.prompt_rows_left -= count
+        num_uncut = completion.whole_spans(count)
+        if num_uncut > count:  # above the pacer's limit or chunk_size; allowed within the token budget
+            budget_left = config.token_budget - self._decode_cost * len(plan.decodes) - plan.num_chunk_tokens
+            lacks_blocks = self._fitting(completion, num_uncut, plan) < num_uncut and self.num_running > 1
+            if lacks_blocks or num_uncut > budget_left:
+                plan.close()
+                return
+        if num_uncut == 0:
+            return
+        # If blocks are short beside other sequences, wait rather than leave the grid.
+        may_wait = bool(plan.decodes or plan.chunks) or (num_fitting < max_count and self.num_running > 1)
+        count = self._space.chunk(completion, num_uncut, max_chunk=plan.max_chunk if may_wait else 0)
+        if count:
+            plan.add_chunk(completion, count)
+
+    def _fitting(self, completion: Completion, count: int, plan: Plan) -> int:
         """Return how many of the next `count` prompt tokens have free blocks; at least 1 if nothing else runs."""
-        planned = [(decode, self._decode_cost) for decode in decodes]
-        planned += [(prefill, len(prefill.chunk)) for prefill in chunks]
+        planned = [(decode, self._decode_cost) for decode in plan.decodes]
+        planned += [(prefill, len(prefill.chunk)) for prefill in plan.chunks]
         num_fitting = self._space.fitting(completion, count, planned)
         return max(num_fitting, 1) if self.num_running == 1 else num_fitting
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.requests.token_states import TokenStates
 from paged.seq_id import SeqId
 
@@ -141,6 +142,21 @@ class RequestOutput:
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_table: list[dict[int, float] | None] | None = None
+
+    @classmethod
+    def begin(cls, request_id: SeqId, prompt: tuple[int, ...], params: SamplingParams) -> RequestOutput:
+        """Return the output of a request before its first token."""
+        outputs = []
+        for index in range(params.n):
+            logprobs: list[dict[int, float]] | None = None
+            if params.logprobs is not None:
+                logprobs = []
+            states = TokenStates.of(len(prompt), params)
+            outputs.append(CompletionOutput(index, Growth([], [], logprobs, states)))
+        prompt_table: list[dict[int, float] | None] | None = None
+        if params.prompt_logprobs is not None:
+            prompt_table = [None]  # of the first token, which no other predicts
+        return cls(request_id, prompt, outputs, prompt_table=prompt_table)
 
     @property
     def prompt_token_ids(self) -> list[int]:
