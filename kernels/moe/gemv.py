@@ -11,6 +11,17 @@ from paged.kernels.common.launch import Launch, strides
 from paged.kernels.moe.moe_align_block_size import expert_rows, num_mapped
 from paged.kernels.moe.weights import MoeCall
 
+# A step of either product reads 4,096 weights: 32 a thread of 4 warps, so that 80 registers on sm_90 let six programs
+# share an SM. One token of Qwen3-30B-A3B makes 768 programs and then 512, a single wave of 132 SMs each. 64 a thread
+# took 155 registers for the second: three programs an SM, 512 programs in waves of 396.
+_STEP_WEIGHTS = 4096
+# Columns and depth of a step of the first product, for gate rows and as many up rows.
+GATE_UP_TILE = 8, _STEP_WEIGHTS // (2 * 8)
+_DOWN_DEPTH = 128
+# Two steps are fetched ahead, 16 KB of 16-bit weights: four programs have 64 KB on their way to an SM, where 4.3 TB/s
+# at a microsecond of latency require 33 KB for each of 132.
+_STAGES = tl.constexpr(3)
+
 
 @triton.jit
 def _gate_up_gemv_kernel(
@@ -48,7 +59,7 @@ def _gate_up_gemv_kernel(
     up_ptrs = w_ptrs + distance * stride_w_row
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in tl.range(0, K, BLOCK_K, num_stages=_STAGES):
         mask = offs_k < K - start
         x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(w_ptrs + start, mask=mask[None, :], other=0.0).to(tl.float32) * x
@@ -97,7 +108,7 @@ def _down_gemv_kernel(
     row_ptrs = w_ptr + experts[:, None] * stride_w_expert + w_rows[None, :] * stride_w_row
     w_ptrs = row_ptrs[:, :, None] + offs_k[None, None, :]
     acc = tl.zeros((BLOCK_E, BLOCK_N, BLOCK_K), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in tl.range(0, K, BLOCK_K, num_stages=_STAGES):
         mask = is_here[:, None] & (offs_k < K - start)[None, :]
         x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(w_ptrs + start, mask=mask[:, None, :], other=0.0).to(tl.float32)
@@ -133,12 +144,10 @@ def _prepare(call: MoeCall) -> tuple[Launch, Launch]:
     gate_up, down, (num_tokens, top_k) = call.gate_up, call.down, call.topk_ids.shape
     num_experts, hidden_size, intermediate_size = down.w.shape
     routes = {"num_mapped": num_mapped(call.expert_map), "NUM_EXPERTS": num_experts, "TOP_K": top_k}
-    # 64 elements a thread of 4 warps, 16 KB of bfloat16 in flight: at 3 programs an SM (127 registers) more than the
-    # 33 KB that 4.3 TB/s at a microsecond of latency require of each of 132 SMs. One token of Qwen3-30B-A3B makes 768
-    # programs here and 512 below, each of which has few steps: splitting the depth has nothing to add.
+    block_n, block_k = GATE_UP_TILE
     first = Launch(
         _gate_up_gemv_kernel,
-        (num_tokens * top_k, triton.cdiv(intermediate_size, 8)),
+        (num_tokens * top_k, triton.cdiv(intermediate_size, block_n)),
         {
             **strides("token", x=call.hidden_states),
             **strides("expert row", w=gate_up.w),
@@ -146,14 +155,14 @@ def _prepare(call: MoeCall) -> tuple[Launch, Launch]:
             "N": intermediate_size,
             "ACTIVATION": call.activation,
             "INTERLEAVED": call.interleaved,
-            "BLOCK_N": 8,
-            "BLOCK_K": 512,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
             **routes,
         },
         num_warps=4,
     )
     block_e = triton.next_power_of_2(top_k)
-    block_n, block_k, num_warps = down_gemv_tile(block_e)
+    block_n, block_k = down_tile(block_e)
     second = Launch(
         _down_gemv_kernel,
         (num_tokens, triton.cdiv(hidden_size, block_n)),
@@ -167,15 +176,11 @@ def _prepare(call: MoeCall) -> tuple[Launch, Launch]:
             "BLOCK_K": block_k,
             **routes,
         },
-        num_warps=num_warps,
+        num_warps=4,
     )
     return first, second
 
 
-def down_gemv_tile(block_e: int) -> tuple[int, int, int]:
-    """Return columns, depth and warps of the second product for block_e experts a token: 64 elements a thread.
-
-    256 elements divide the depth of Qwen3-30B-A3B, 768; fewer experts leave registers for more columns.
-    """
-    num_warps = 8 if block_e > 8 else 4
-    return num_warps * 32 * 64 // (block_e * 256), 256, num_warps
+def down_tile(block_e: int) -> tuple[int, int]:
+    """Return columns and depth of a step of the second product for block_e experts a token."""
+    return max(_STEP_WEIGHTS // (block_e * _DOWN_DEPTH), 1), _DOWN_DEPTH

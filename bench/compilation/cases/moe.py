@@ -15,7 +15,7 @@ from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
 from paged.kernels.moe.fused_moe import _moe_sum_kernel
 from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel
-from paged.kernels.moe.gemv import _down_gemv_kernel, _gate_up_gemv_kernel, down_gemv_tile
+from paged.kernels.moe.gemv import GATE_UP_TILE, _down_gemv_kernel, _gate_up_gemv_kernel, down_tile
 from paged.kernels.moe.moe_align_block_size import _count_kernel, _place_kernel
 from paged.kernels.moe.route_and_align import _route_and_align_kernel
 from paged.kernels.moe.route_tokens import _route_tokens_kernel
@@ -245,17 +245,26 @@ _WHOLE: dict[str, Any] = {"bias_ptr": None, "expert_map_ptr": None}
 def _gate_up_gemv(dtype: str) -> CompileCase:
     num_experts, top_k, _, intermediate_size = QWEN3_30B_A3B
     constexprs = _WHOLE | {"N": intermediate_size, "NUM_EXPERTS": num_experts, "TOP_K": top_k}
-    constexprs |= {"ACTIVATION": "silu", "INTERLEAVED": False, "BLOCK_N": 8, "BLOCK_K": 512}
-    return kernel_case(f"fused_moe gemv gate_up {dtype}", _gate_up_gemv_kernel, constexprs, KINDS, dtype=dtype)
+    block_n, block_k = GATE_UP_TILE
+    constexprs |= {"ACTIVATION": "silu", "INTERLEAVED": False, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    name = f"fused_moe gemv gate_up {dtype}"
+    options = _gemv_options(dtype, 6)
+    return kernel_case(name, _gate_up_gemv_kernel, constexprs, KINDS, dtype=dtype, **options)
 
 
 def _down_gemv(top_k: int, dtype: str) -> CompileCase:
     num_experts, _, hidden_size, _ = QWEN3_30B_A3B
-    block_n, block_k, num_warps = down_gemv_tile(top_k)
+    block_n, block_k = down_tile(top_k)
     constexprs = _WHOLE | {"N": hidden_size, "NUM_EXPERTS": num_experts, "TOP_K": top_k}
     constexprs |= {"BLOCK_E": top_k, "BLOCK_N": block_n, "BLOCK_K": block_k}
     name = f"fused_moe gemv down {dtype} top_k={top_k}"
-    return kernel_case(name, _down_gemv_kernel, constexprs, KINDS, dtype=dtype, num_warps=num_warps)
+    return kernel_case(name, _down_gemv_kernel, constexprs, KINDS, dtype=dtype, **_gemv_options(dtype, 4))
+
+
+def _gemv_options(dtype: str, programs_per_sm: int) -> dict[str, Any]:
+    """Weights are fetched ahead, and so many programs of 16-bit ones make a single wave for one token."""
+    copies = dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("LDGSTS.128",))
+    return {"expect": copies, "programs_per_sm": 1 if dtype == "fp32" else programs_per_sm}
 
 
 def _routing(num_experts: int, routing: Routing) -> dict[str, Any]:
