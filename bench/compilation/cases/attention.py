@@ -8,7 +8,7 @@ from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, TARGETS, Compil
 from paged.kernels.attention.config import decode_tile, prefill_tile
 from paged.kernels.attention.tile_kernels import _attention_kernel
 from paged.kernels.common.attention.mask import _pack_mask_kernel
-from paged.kernels.common.attention.merge_splits import _merge_splits_kernel
+from paged.kernels.common.attention.merge_splits import _merge_splits_kernel, merged_rows
 from paged.kernels.common.attention.plan_kernel import PLAN_LANES, PLAN_WARPS, _plan_kernel
 from paged.kernels.common.attention.tile import padded_head_dim
 from paged.kernels.common.device import LARGE_SHARED_MEMORY
@@ -36,17 +36,20 @@ _OPTIONS = {  # argument -> type when given
 def cases() -> list[CompileCase]:
     """Head sizes 64 to 512, K wider than V, gathered, in boxes, 8-bit caches, all options: each target's own tiles."""
     plan = {"GROUP": 4, "CHUNK_SIZE": 0, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
-    merge = {"GROUP": 4, "BLOCK_M": 128, "MERGE_M": 16}
+    merge = {"GROUP": 4, "BLOCK_M": 128}
     masks = {"mask_ptr": "*i1", "words_ptr": "*i64"}
     outs = ("stride_out_token", "stride_out_head")
     found = [
         kernel_case("paged_attention plan", _plan_kernel, plan, _KINDS | _OPTIONS, num_warps=PLAN_WARPS),
         kernel_case("paged_attention mask", _pack_mask_kernel, {}, _KINDS | masks, aligned=()),
     ]
+    copies = dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("LDGSTS.128",))
     for head_dim in (128, 256, 512):
-        sizes = {**merge, "V_HEAD_DIM": head_dim, "V_HEAD_DIM_PADDED": head_dim}
+        sizes = {**merge, "MERGE_M": merged_rows(128, head_dim), "V_HEAD_DIM": head_dim, "V_HEAD_DIM_PADDED": head_dim}
         name = f"paged_attention merge D={head_dim}"
-        found.append(kernel_case(name, _merge_splits_kernel, sizes, _KINDS, aligned=outs))
+        found.append(
+            kernel_case(name, _merge_splits_kernel, sizes, _KINDS, aligned=outs, expect=copies, programs_per_sm=4)
+        )
     everything: dict[str, Any] = {"window": True, "options": tuple(_OPTIONS)}
     for target in TARGETS:
         for head_dim in (128, 256):

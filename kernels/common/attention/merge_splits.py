@@ -11,10 +11,16 @@ from paged.kernels.common.attention.plan_kernel import SPLIT_TILE_SIZE
 from paged.kernels.common.attention.rows import Output, _locate_rows, _store_rows, finite
 from paged.kernels.common.attention.tile import padded_head_dim
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import device_of
 from paged.kernels.common.launch import Launch, strides
 
-# Rows of a merge program: its accumulator stays in registers at any head_dim.
-_MERGE_M = 16
+# Numbers of a program's rows: 64 registers on sm_90. A sequence of 128k keys and 128 heads over latents of 512 has 66
+# splits of each of two tiles, 17 MB, which rows of 512 in fours spread over 32 SMs.
+_MERGED_NUMBERS = 2048
+# Three splits are fetched ahead: each waits for the L2 cache.
+_STAGES = tl.constexpr(4)
+# Programs an SM at most. Each takes one tile after another: most of the tiles that could be split are not.
+_PROGRAMS_PER_SM = 2
 
 
 @triton.jit(do_not_specialize=["stride_lse_head"])
@@ -36,36 +42,10 @@ def _merge_splits_kernel(
     BLOCK_M: tl.constexpr,
     MERGE_M: tl.constexpr,
 ):
-    """MERGE_M rows of one split tile and one KV head a program, splits in their order: the same bits every time."""
+    """MERGE_M rows of split tiles of one KV head a program, splits in their order: the same bits every time."""
     kv_head = tl.program_id(0)
-    split_tile = tl.program_id(1)
-    if split_tile >= tl.load(counts_ptr + 1):
-        return
-    seq = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE)
-    tile = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 1)
-    first_slot = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 2).to(tl.int64)
-    num_slots = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 3)
-    first_token = tl.load(cu_seqlens_q_ptr + seq)
-    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
-
     offs_m = tl.program_id(2) * MERGE_M + tl.arange(0, MERGE_M)
     offs_v = tl.arange(0, V_HEAD_DIM_PADDED)
-    _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
-    mask = row_mask[:, None] & (offs_v < V_HEAD_DIM)[None, :]
-    acc = tl.zeros([MERGE_M, V_HEAD_DIM_PADDED], tl.float32)
-    row_max = tl.full([MERGE_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([MERGE_M], tl.float32)
-    for split in range(num_slots):
-        partial = ((first_slot + split) * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m
-        part_lse = tl.load(partial_lse_ptr + partial, mask=row_mask, other=float("-inf"))
-        part_out = tl.load(partial_out_ptr + partial[:, None] * V_HEAD_DIM + offs_v[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, part_lse)
-        correction = tl.exp2(row_max - finite(new_max))
-        weight = tl.exp2(part_lse - finite(new_max))
-        row_sum = row_sum * correction + weight
-        acc = acc * correction[:, None] + part_out * weight[:, None]
-        row_max = new_max
-
     output = Output(
         out_ptr=out_ptr,
         lse_ptr=lse_ptr,
@@ -73,7 +53,29 @@ def _merge_splits_kernel(
         stride_head=stride_out_head,
         stride_lse_head=stride_lse_head,
     )
-    _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, mask)
+    for split_tile in range(tl.program_id(1), tl.load(counts_ptr + 1), tl.num_programs(1)):
+        seq = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE)
+        tile = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 1)
+        first_slot = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 2).to(tl.int64)
+        num_slots = tl.load(split_tiles_ptr + split_tile * SPLIT_TILE_SIZE + 3)
+        first_token = tl.load(cu_seqlens_q_ptr + seq)
+        q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
+        _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
+        mask = row_mask[:, None] & (offs_v < V_HEAD_DIM)[None, :]
+        acc = tl.zeros([MERGE_M, V_HEAD_DIM_PADDED], tl.float32)
+        row_max = tl.full([MERGE_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([MERGE_M], tl.float32)
+        for split in tl.range(0, num_slots, num_stages=_STAGES):
+            partial = ((first_slot + split) * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m
+            part_lse = tl.load(partial_lse_ptr + partial, mask=row_mask, other=float("-inf"))
+            part_out = tl.load(partial_out_ptr + partial[:, None] * V_HEAD_DIM + offs_v[None, :], mask=mask, other=0.0)
+            new_max = tl.maximum(row_max, part_lse)
+            correction = tl.exp2(row_max - finite(new_max))
+            weight = tl.exp2(part_lse - finite(new_max))
+            row_sum = row_sum * correction + weight
+            acc = acc * correction[:, None] + part_out * weight[:, None]
+            row_max = new_max
+        _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, mask)
 
 
 def shared_arguments(
@@ -96,13 +98,22 @@ def shared_arguments(
 
 def merge_launch(out: torch.Tensor, shape: PlanShape, plan: AttentionPlan, schedule: AttentionSchedule) -> Launch:
     """Return the launch that merges a schedule's split tiles into outputs like `out`."""
+    block_m = schedule.tile.block_m
+    merge_m = merged_rows(block_m, padded_head_dim(shape.v_head_dim))
+    num_parts = shape.num_kv_heads * (block_m // merge_m)
+    most_tiles = triton.cdiv(_PROGRAMS_PER_SM * device_of(out.device).num_sms, num_parts)
     return Launch(
         _merge_splits_kernel,
-        (shape.num_kv_heads, schedule.split_tiles.shape[0], schedule.tile.block_m // _MERGE_M),
+        (shape.num_kv_heads, min(schedule.split_tiles.shape[0], most_tiles), block_m // merge_m),
         {
             **shared_arguments(out, shape, plan, schedule),
             "split_tiles_ptr": schedule.split_tiles,
-            "MERGE_M": _MERGE_M,
+            "MERGE_M": merge_m,
         },
         num_warps=4,
     )
+
+
+def merged_rows(block_m: int, width: int) -> int:
+    """Return the rows of a merge program: a power of two that divides the tile's."""
+    return min(block_m, _MERGED_NUMBERS // width)

@@ -28,6 +28,7 @@ PROBLEMS = (
     Problem("options", ((3, 30), (20, 24)), sinks=True, alibi=True, scales="head", tree=True, causal=(True, False)),
     Problem("block", ((1, 70),), heads=(2, 1), block_size=128, dtype=torch.float16),
     Problem("split", ((1, 2011),), heads=(1, 1), head_dim=64, coverage=True),
+    Problem("tiles", ((1, 300),) * 3, heads=(8, 8), deterministic=True),
     Problem(
         "chunks", ((1, 65), (30, 70)), heads=(2, 1), chunk_size=24, causal=(True, False), head_dim=48, v_head_dim=24
     ),
@@ -54,7 +55,8 @@ MUTATIONS = {
     "values behind the end of a whole block are read": ("block", "v = tl.where(key_mask[:, None], v, 0)", "v = v"),
     "the wrong head of a group": ("block", "(kv_head * GROUP + row % GROUP)", "(kv_head * GROUP + row % 1)"),
     "lse in base 2": ("block", "lse * _LN2", "lse"),
-    "the first split is not merged": ("split", "for split in range(num_slots):", "for split in range(1, num_slots):"),
+    "the first split is not merged": ("split", "in tl.range(0, num_slots,", "in tl.range(1, num_slots,"),
+    "a program merges one tile alone": ("tiles", "counts_ptr + 1), tl.num_programs(1)", "counts_ptr + 1), 1 << 30"),
     "merged splits weigh the same": ("split", "tl.exp2(part_lse - finite(new_max))", "tl.exp2(part_lse * 0)"),
     "chunks begin one early": ("chunks", "first = tl.maximum(first, chunk)", "first = tl.maximum(first, chunk - 1)"),
     "chunks begin one late": ("chunks", "chunk = tl.maximum(position, 0) //", "chunk = 1 + tl.maximum(position, 0) //"),
