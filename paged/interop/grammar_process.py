@@ -1,4 +1,4 @@
-"""Grammars within a bounded process: compiled by xgrammar or llguidance, and followed token by token.
+"""Grammars within a bounded process: compiled by xgrammar, and followed token by token.
 
 The root process holds the vocabulary, a branch of it a compiled grammar, a branch of that one completion's state.
 """
@@ -9,13 +9,12 @@ import contextlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
 from paged.bounded_process import limit_memory
 
-Backend = Literal["xgrammar", "llguidance"]
 MAX_MEGABYTES = 512
 """Memory that a grammar may take, compiled and followed."""
 REFUSED, STOPPED = b"\x00", b"\x01"
@@ -35,51 +34,48 @@ def handler() -> Callable[[bytes], bytes]:
     return _Grammar().answer
 
 
-class _Followed(NamedTuple):
-    """A grammar's state: a matcher with xgrammar's names, what computes its mask, and the tokens that end a text."""
-
-    matcher: Any
-    mask: Callable[[], bytes]
-    stop_ids: Sequence[int]
-
-    def answer(self, message: bytes) -> bytes:
-        """Answer a move by the next mask, or one of the words above."""
-        num_back, *tokens = memoryview(message).cast("i")
-        if num_back:
-            self.matcher.rollback(num_back)
-        for token in tokens:
-            if not self.matcher.accept_token(token):
-                return REFUSED
-        return STOPPED if self.matcher.is_terminated() else self.mask()
-
-
 class _Grammar:
     """What a process knows: first nothing, then the vocabulary, then a grammar."""
 
     def __init__(self) -> None:
-        self._compile: Callable[[str, str], _Followed] | None = None
-        self._followed: _Followed | None = None
+        self._compile: Callable[[str, str], Any] | None = None
+        self._matcher: Any = None
+        self._mask = torch.empty(0, dtype=torch.int32)
 
     def answer(self, message: bytes) -> bytes:
         """Answer a move by a mask or one of the words above, anything else by {} or {error, missing} in JSON."""
-        if self._followed is not None:
-            return self._followed.answer(message)
+        if self._matcher is not None:
+            return self._follow(message)
         try:
             request = json.loads(message)
             if self._compile is None:
-                make = {"xgrammar": _xgrammar, "llguidance": _llguidance}[request.pop("backend")]
-                self._compile = make(**request)
+                self._compile = _compiler(**request)
+                self._mask = torch.empty(1, -(-request["vocab_size"] // 32), dtype=torch.int32)
                 return b"{}"
             limit_memory(MAX_MEGABYTES << 20)
-            self._followed = self._compile(request["kind"], request["text"])
-            return json.dumps({"stops": list(self._followed.stop_ids)}).encode()
+            self._matcher = self._compile(request["kind"], request["text"])
+            return json.dumps({"stops": list(self._matcher.stop_token_ids)}).encode()
         except ImportError as error:
             return json.dumps({"missing": error.name}).encode()
         except Exception as error:
             return json.dumps({"error": str(error)[:2000]}).encode()
 
+    def _follow(self, message: bytes) -> bytes:
+        num_back, *tokens = memoryview(message).cast("i")
+        if num_back:
+            self._matcher.rollback(num_back)
+        for token in tokens:
+            if not self._matcher.accept_token(token):
+                return REFUSED
+        if self._matcher.is_terminated():
+            return STOPPED
+        self._mask.fill_(-1)
+        self._matcher.fill_next_token_bitmask(self._mask)
+        return self._mask.numpy().tobytes()
 
-def _xgrammar(tokenizer: str, vocab_size: int, end_token_ids: Sequence[int]) -> Callable[[str, str], _Followed]:
+
+def _compiler(tokenizer: str, vocab_size: int, end_token_ids: Sequence[int]) -> Callable[[str, str], Any]:
+    """Return what makes a matcher of a kind and a text."""
     import xgrammar
     from tokenizers import Tokenizer
 
@@ -89,94 +85,34 @@ def _xgrammar(tokenizer: str, vocab_size: int, end_token_ids: Sequence[int]) -> 
             tokens[index] = token
     metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer)
     info = xgrammar.TokenizerInfo(tokens, vocab_size=vocab_size, stop_token_ids=list(end_token_ids) or None, **metadata)
-    words = torch.empty(1, -(-vocab_size // 32), dtype=torch.int32)
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     of_kind: dict[str, Callable[[str], Any]] = {
         "json": lambda text: compiler.compile_json_schema(_plain_texts(text), any_whitespace=False),
         "structural_tag": lambda text: compiler.compile_structural_tag(_plain_texts(text)),
         "regex": compiler.compile_regex,
         "grammar": compiler.compile_grammar,
-        "choice": lambda text: compiler.compile_grammar(f"root ::= {_alternatives(text)}"),
+        "choice": lambda text: compiler.compile_grammar(_alternatives(text)),
     }
-
-    def compiled(kind: str, text: str) -> _Followed:
-        matcher = xgrammar.GrammarMatcher(of_kind[kind](text))
-
-        def mask() -> bytes:
-            words.fill_(-1)
-            matcher.fill_next_token_bitmask(words)
-            return words.numpy().tobytes()
-
-        return _Followed(matcher, mask, matcher.stop_token_ids)
-
-    return compiled
-
-
-def _llguidance(tokenizer: str, vocab_size: int, end_token_ids: Sequence[int]) -> Callable[[str, str], _Followed]:
-    import llguidance
-
-    vocabulary = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(end_token_ids) or None)
-    matcher = llguidance.LLMatcher
-    of_kind: dict[str, Callable[[str], str]] = {
-        "json": lambda text: matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}),
-        "regex": matcher.grammar_from_regex,
-        "grammar": matcher.grammar_from_lark,
-        "choice": lambda text: matcher.grammar_from_lark(f"start: {_alternatives(text)}"),
-    }
-
-    def compiled(kind: str, text: str) -> _Followed:
-        if kind not in of_kind:
-            raise ValueError("not with llguidance, expected xgrammar")
-        grammar = of_kind[kind](text)
-        if reason := matcher.validate_grammar(grammar, vocabulary):
-            raise ValueError(reason)
-        state = matcher(vocabulary, grammar)
-
-        def mask() -> bytes:
-            return bytes(state.compute_bitmask()[: -(-vocab_size // 32) * 4])
-
-        return _Followed(_LlguidanceMatcher(state, end_token_ids), mask, end_token_ids)
-
-    return compiled
-
-
-class _LlguidanceMatcher:
-    """An LLMatcher under xgrammar's names. Its text may be whole before an end token has come; then it stops."""
-
-    def __init__(self, matcher: Any, end_token_ids: Sequence[int]) -> None:
-        self._matcher, self._end_token_ids, self._is_ended = matcher, end_token_ids, False
-
-    def accept_token(self, token_id: int) -> bool:
-        if token_id in self._end_token_ids:
-            self._is_ended = bool(self._matcher.is_accepting())
-            return self._is_ended
-        return bool(self._matcher.consume_token(token_id))
-
-    def rollback(self, num_tokens: int = 1) -> None:
-        num_tokens, self._is_ended = num_tokens - self._is_ended, False
-        if num_tokens:
-            self._matcher.rollback(num_tokens)
-
-    def is_terminated(self) -> bool:
-        return self._is_ended
+    return lambda kind, text: xgrammar.GrammarMatcher(of_kind[kind](text))
 
 
 def _plain_texts(text: str) -> str:
     """Give texts of a bounded length a pattern without control characters, which xgrammar 0.2.8 lets into them."""
 
     def bound(schema: dict[str, Any]) -> dict[str, Any]:
-        least, most = schema.get("minLength"), schema.get("maxLength")
+        shortest, longest = schema.get("minLength"), schema.get("maxLength")
         is_other = schema.get("type") != "string" or {"pattern", "format", "enum", "const"} & schema.keys()
-        if is_other or int not in (type(least), type(most)):
+        if is_other or int not in (type(shortest), type(longest)):
             return schema
-        pattern = f'^[^"\\\\\\x00-\\x1f]{{{least or 0},{"" if most is None else most}}}$'
-        return {name: one for name, one in schema.items() if name not in ("minLength", "maxLength")} | {
-            "pattern": pattern
-        }
+        end = "" if longest is None else longest
+        bounded = schema | {"pattern": f'^[^"\\\\\\x00-\\x1f]{{{shortest or 0},{end}}}$'}
+        bounded.pop("minLength", None)
+        bounded.pop("maxLength", None)
+        return bounded
 
     return json.dumps(json.loads(text, object_hook=bound))
 
 
 def _alternatives(text: str) -> str:
-    """Return EBNF, or Lark's, for a JSON list of texts."""
-    return " | ".join(map(json.dumps, json.loads(text)))
+    """Return EBNF for a JSON list of texts."""
+    return "root ::= " + " | ".join(map(json.dumps, json.loads(text)))

@@ -1,4 +1,4 @@
-"""Answers of a given form: grammars compiled by xgrammar or llguidance into matchers for `token_mask`."""
+"""Answers of a given form: grammars compiled by xgrammar into matchers for `token_mask`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from paged.bounded_process import Branch, ProcessEndedError, Root
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
-from paged.interop.grammar_process import MAX_MEGABYTES, REFUSED, STOPPED, Backend, move
+from paged.interop.grammar_process import MAX_MEGABYTES, REFUSED, STOPPED, move
 from paged.kernels.common.scalars import as_float, shown
 from paged.printable import one_line
 
@@ -60,12 +60,11 @@ class GrammarCompiler:
         vocab_size: int,
         end_token_ids: Sequence[int],
         *,
-        backend: Backend = "xgrammar",
         max_cached: int = 64,
         token_seconds: float = 0.05,
     ) -> None:
         self._tokenizer, self._max_cached = tokenizer, max_cached
-        self._setup = {"vocab_size": vocab_size, "end_token_ids": list(end_token_ids), "backend": backend}
+        self._setup = {"vocab_size": vocab_size, "end_token_ids": list(end_token_ids)}
         self._token_s = as_float("token_seconds", token_seconds, math.nextafter(0, 1))
         self._compiled: dict[tuple[str, str], _Compiled] = {}  # the least recently used first
         self._tasks: dict[tuple[str, str], asyncio.Task[_Compiled]] = {}
@@ -78,14 +77,14 @@ class GrammarCompiler:
         A matcher's methods raise GrammarLimitError once its grammar has taken more time or memory than it may.
 
         Args:
-            kind: "json" for a JSON schema, as a mapping or text; "regex"; "grammar" for EBNF as xgrammar reads it, or
-                Lark's with llguidance; "choice" for a list of texts; "structural_tag" for xgrammar's own.
+            kind: "json" for a JSON schema, as a mapping or text; "regex"; "grammar" for EBNF as xgrammar reads it;
+                "choice" for a list of texts; "structural_tag" for xgrammar's own.
 
         Raises:
             InvalidInputError: it is malformed, larger than 65,536 characters or 2,048 JSON values, deeper than 64, or
                 takes longer than `seconds` or more than 512 MB.
             GrammarLimitError: 16 others have begun to compile meanwhile.
-            UnsupportedError: the backend is not installed, or this system has no fork.
+            UnsupportedError: xgrammar is not installed, or this system has no fork.
         """
         kind, text = _checked(kind, grammar)
         key = (kind, text)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ SCHEMA = {
 PROCESS = "paged.interop.grammar_process"
 END = 256
 VOCABULARY = 288  # more rows than the tokenizer has tokens
-BACKENDS: list[Literal["xgrammar", "llguidance"]] = ["xgrammar", "llguidance"]
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -64,7 +63,6 @@ def sample(matcher: Any, seed: int, most: int = 200) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("kind", "grammar", "is_right"),
     [
@@ -73,9 +71,9 @@ def sample(matcher: Any, seed: int, most: int = 200) -> list[int]:
         ("choice", ["ja", 'n"ein', "ü"], lambda text: text in ("ja", 'n"ein', "ü")),
     ],
 )
-def test_ways_through_a_grammar(backend: Any, kind: Any, grammar: Any, is_right: Any) -> None:
+def test_ways_through_a_grammar(kind: Any, grammar: Any, is_right: Any) -> None:
     tokenizer = byte_tokenizer()
-    compiler = GrammarCompiler(tokenizer, VOCABULARY, [END], backend=backend)
+    compiler = GrammarCompiler(tokenizer, VOCABULARY, [END])
     for seed in range(5):
         tokens = sample(asyncio.run(compiler.compile(kind, grammar, seconds=HANG_S)), seed)
         assert tokens[-1] == END
@@ -124,9 +122,8 @@ for _ in range(70):
         ("xml", "a"),
     ],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_malformed_grammars_are_refused(kind: Any, grammar: Any, backend: Any) -> None:
-    compiler = GrammarCompiler(byte_tokenizer(), VOCABULARY, [END], backend=backend)
+def test_malformed_grammars_are_refused(kind: Any, grammar: Any) -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), VOCABULARY, [END])
     with pytest.raises(InvalidInputError, match=kind):
         asyncio.run(compiler.compile(kind, grammar, seconds=HANG_S))
 
