@@ -1,4 +1,4 @@
-"""Work for a bounded process: honest, and all ways not to return."""
+"""Work for a bounded process: honest, slow, and all ways not to return."""
 
 import json
 import os
@@ -21,6 +21,8 @@ def handler() -> Callable[[bytes], bytes]:
             sum(range(1 << 62))
         elif kind == "sleep":
             time.sleep(3600)
+        elif kind == "nap":
+            time.sleep(0.2)
         elif kind == "allocate":
             limit_memory(64 << 20)
             try:

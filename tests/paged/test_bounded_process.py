@@ -38,6 +38,14 @@ def test_branches_go_their_own_ways(root: Root) -> None:
     assert asyncio.run(first.ask(json.dumps(["say", "g"]).encode(), seconds=60)).message == b"a f g"
 
 
+def test_bytes_that_arrive_amid_work_do_not_end_it(root: Root) -> None:
+    """The second request stands for bytes whose signal comes late; only the end of the owner's side ends a branch."""
+    branch = root.branch()
+    for kind in ("nap", "say"):
+        branch.send(json.dumps([kind, "a"]).encode(), cpu_s=60.0, seconds=120.0)
+    assert [branch.receive().message for _ in range(2)] == [b"a", b"a a"]
+
+
 @pytest.mark.parametrize("kind", ["spin", "spin in C", "sleep", "crash", "raise"])
 def test_one_that_does_not_return_ends_alone(kind: str, root: Root) -> None:
     parent = root.branch()
