@@ -1,16 +1,16 @@
-"""Declaration of operations: each is one function that checks its arguments.
+"""`@operation` makes an operation of one function, which checks its arguments and returns a function that computes.
 
-`@operation` makes three things of a function: the public function, `<function>.bind`, and `torch.ops.paged.<function>`.
+The decorated function has the operation's signature. It checks the arguments, chooses an implementation, and returns
+`run`, a function with the same parameters that computes and checks nothing:
 
-The function has the operation's signature. It checks the arguments, chooses how to compute, and returns `run`, a
-function with the same parameters that computes and checks nothing. A plain call is `bind(...)(...)`. For calls that
-differ only in the values of their tensors, bind once and call the result; `Bound` does so for a model's layers.
+    x = operation(x, weight)                  # check and compute: operation.bind(x, weight)(x, weight)
+    run = operation.bind(x, weight)           # check once, for all tensors of these shapes, strides and dtypes
+    x = run(x, weight)                        # compute; `Bound` does this for the layers of a model
+    x = torch.ops.paged.operation(x, weight)  # the custom op, the one node that torch.compile sees
 
-A graph that Dynamo traces holds one node, the custom op. `is_dynamo_compiling` tells the cases apart, not
-`is_compiling`: that one is true in all threads while one compiles, and an op that runs meanwhile would call itself.
-An op has the operation's arguments with these differences. Arguments without a default come first. Tensors that are
-written and returned are only written. An operation that may write to `out` is two ops, one of them `<operation>_out`.
-An op takes no plan but makes its own, one more launch a layer: a plan holds the schedule of one step, so a (captured)
+The custom op has the operation's arguments with these differences. Arguments without a default come first. Tensors that
+are written and returned are only written. An operation that may write to `out` has a second op, `<operation>_out`.
+The op takes no plan but makes its own, one more launch a layer: a plan holds the schedule of one step, so a (captured)
 graph that kept it would run later steps with the lengths of the first.
 """
 
@@ -33,9 +33,9 @@ R_co = TypeVar("R_co", covariant=True)
 Arguments = dict[str, Any]
 """An operation's arguments, all of them, or its op's, by name."""
 Run = Callable[..., R]
-"""Computes an operation, with its parameters, for the arguments that it was bound for and for others like them."""
+"""Computes an operation. Takes its parameters: those that it was bound for, or others with the same layouts."""
 
-# What annotations are in a schema. As in `torch.library.infer_schema`, numbers may be symbols.
+# Types of annotations in a schema. As in `torch.library.infer_schema`, numbers may be symbols.
 _TYPES = {
     "torch.Tensor": "Tensor",
     "torch.Tensor | None": "Tensor?",
@@ -51,7 +51,7 @@ _TYPES = {
     "tuple[int, int]": "SymInt[]",
     "tuple[int, ...]": "SymInt[]",
 }
-# Layouts that a `Bound` keeps: more than a model's steps have. Where there are more all are dropped.
+# Layouts that a `Bound` keeps: more than a model's steps have. Beyond that, all are dropped.
 _MOST_LAYOUTS = 256
 
 
@@ -95,100 +95,110 @@ def operation(
     replaced = dict(arguments or {})
 
     def declare(bind: Callable[P, Run[R]]) -> Operation[P, R]:
-        name, signature = bind.__name__, inspect.signature(bind)
+        name = bind.__name__
+        signature = inspect.signature(bind)
         parameters = signature.parameters
-        names = tuple(parameters)
+        parameter_names = tuple(parameters)
+        has_out = "out" in parameter_names and new is not None
 
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            named = dict(zip(names, args, strict=False)) | kwargs
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            """Call the custom op."""
+            named = dict(zip(parameter_names, args, strict=False)) | kwargs
             op_arguments = {key: value for key, value in named.items() if replaced.get(key) != ""}
             if encode is not None:
                 encode(op_arguments)
             out = op_arguments.pop("out", None) if has_out else None
             if out is None:
-                results = getattr(torch.ops.paged, name)(**op_arguments)
+                op_results = getattr(torch.ops.paged, name)(**op_arguments)
             else:
-                # By place: Dynamo refuses a strided tensor whose name is `out`.
+                # By position: Dynamo refuses a strided tensor whose keyword is `out`.
                 required = [op_arguments.pop(key) for key in required_names]
-                others = getattr(torch.ops.paged, f"{name}_out")(*required, out, **op_arguments)
-                results = out if others is None else (out, others)
-            return results if finish is None else finish(named, results)
+                returned = getattr(torch.ops.paged, f"{name}_out")(*required, out, **op_arguments)
+                op_results = out if returned is None else (out, returned)
+            return op_results if finish is None else finish(named, op_results)
 
         @functools.wraps(bind)
-        def bound(*args: Any, **kwargs: Any) -> Any:
+        def check_and_bind(*args: Any, **kwargs: Any) -> Any:
             refuse_gradients(name, *args, *kwargs.values())
             return bind(*args, **kwargs)
 
         @functools.wraps(bind)
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Not `is_compiling`: that is true in all threads while one compiles, and an op that runs meanwhile would
+            # call itself.
             if torch.compiler.is_dynamo_compiling():
-                return traced(*args, **kwargs)
-            return bound(*args, **kwargs)(*args, **kwargs)
+                return trace(*args, **kwargs)
+            return check_and_bind(*args, **kwargs)(*args, **kwargs)
 
-        def run(*args: Any, op_names: Sequence[str], **kwargs: Any) -> Any:
+        def run_op(*args: Any, op_names: Sequence[str], **kwargs: Any) -> Any:
+            """Compute the custom op."""
             named = dict(zip(op_names, args, strict=False)) | kwargs
             if decode is not None:
                 decode(named)
             return call(**named)
 
-        has_out = "out" in names and new is not None
-        _register(name, run, _schema(parameters.values(), replaced, mutates), new, results, mutates)
+        _register(name, run_op, _schema(parameters.values(), replaced, mutates), new, results, mutates)
         if has_out:
             schema = _schema(parameters.values(), replaced, (*mutates, "out"))
             required_names = [_name(argument) for argument in schema if "=" not in argument][:-1]
-            _register(f"{name}_out", run, schema, new, results.partition(", ")[2], (*mutates, "out"))
+            _register(f"{name}_out", run_op, schema, new, results.partition(", ")[2], (*mutates, "out"))
         public: Any = call
-        public.bind = bound
-        returned = signature.return_annotation.removeprefix("Run[").removesuffix("]")
-        public.__signature__ = signature.replace(return_annotation=returned)
+        public.bind = check_and_bind
+        return_type = signature.return_annotation.removeprefix("Run[").removesuffix("]")
+        public.__signature__ = signature.replace(return_annotation=return_type)
         return public  # type: ignore[no-any-return]
 
     return declare
 
 
 def _register(
-    op: str, run: Callable[..., Any], schema: list[str], new: Any, results: str, mutates: Sequence[str]
+    op: str, run_op: Callable[..., Any], schema: list[str], new: Any, results: str, mutates: Sequence[str]
 ) -> None:
-    op_names = tuple(_name(each) for each in schema)
-    writes_out, num_results = "out" in mutates, results.count("Tensor") if new is not None else 0
+    op_names = tuple(_name(argument) for argument in schema)
+    first_result = 1 if "out" in mutates else 0  # `out` is written, not returned
+    num_results = 0 if new is None else results.count("Tensor")
+
+    def returned(value: Any) -> Any:
+        tensors = _flat(value)[first_result : first_result + num_results]
+        return tensors[0] if num_results == 1 else tensors
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        found = _flat(run(*args, op_names=op_names, **kwargs))[1 if writes_out else 0 :][:num_results]
-        return None if not num_results else found[0] if num_results == 1 else found
+        value = run_op(*args, op_names=op_names, **kwargs)
+        return returned(value) if num_results else None
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        if not num_results:
+        if num_results == 0:
             return None
-        found = _flat(new(**dict(zip(op_names, args, strict=False)) | kwargs))[1 if writes_out else 0 :]
-        return found[0] if num_results == 1 else found
+        return returned(new(**dict(zip(op_names, args, strict=False)) | kwargs))
 
-    returned = f"({results})" if num_results else "()"
-    text = f"({', '.join(schema)}) -> {returned}"
-    torch.library.custom_op(f"paged::{op}", implementation, mutates_args=tuple(mutates), schema=text).register_fake(
-        fake
-    )
+    return_schema = f"({results})" if num_results else "()"
+    text = f"({', '.join(schema)}) -> {return_schema}"
+    custom_op = torch.library.custom_op(f"paged::{op}", implementation, mutates_args=tuple(mutates), schema=text)
+    custom_op.register_fake(fake)
 
 
 def _flat(results: Any) -> tuple[Any, ...]:
     if not isinstance(results, tuple):
         return (results,)
-    return tuple(leaf for each in results for leaf in _flat(each))
+    return tuple(leaf for result in results for leaf in _flat(result))
 
 
 def _schema(parameters: Iterable[Any], replaced: Mapping[str, str], mutates: Sequence[str]) -> list[str]:
     """Return the arguments of an op, those without defaults first; `out` if the op writes it."""
-    found = []
+    arguments = []
     for parameter in parameters:
         if parameter.name == "out" and parameter.default is None:
-            found += ["Tensor out"] if "out" in mutates else []
+            if "out" in mutates:
+                arguments.append("Tensor out")
         elif parameter.name in replaced:
-            found += filter(None, replaced[parameter.name].split(", "))
+            if replaced[parameter.name]:
+                arguments += replaced[parameter.name].split(", ")
         else:
-            found.append(_argument(parameter.name, parameter.annotation, parameter.default))
+            arguments.append(_argument(parameter.name, parameter.annotation, parameter.default))
     for mark, name in zip("abcdefgh", mutates, strict=False):
-        at = next(at for at, each in enumerate(found) if _name(each) == name)
-        found[at] = found[at].replace("Tensor", f"Tensor({mark}!)", 1)
-    return sorted(found, key=lambda each: "=" in each)
+        index = [_name(argument) for argument in arguments].index(name)
+        arguments[index] = arguments[index].replace("Tensor", f"Tensor({mark}!)", 1)
+    return sorted(arguments, key=lambda argument: "=" in argument)
 
 
 def _name(argument: str) -> str:
@@ -199,7 +209,9 @@ def _argument(name: str, annotation: str, default: object) -> str:
     text = f"{_TYPES[annotation]} {name}"
     if default is inspect.Parameter.empty:
         return text
-    return f"{text}={list(default) if isinstance(default, tuple) else repr(default)}"
+    if isinstance(default, tuple):
+        default = list(default)
+    return f"{text}={default!r}"
 
 
 def in_fields(*optional: str, **groups: Any) -> dict[str, Any]:
@@ -207,25 +219,28 @@ def in_fields(*optional: str, **groups: Any) -> dict[str, Any]:
 
     If an argument is optional, None makes all its fields None.
     """
-    names = {name: [field.name for field in fields(kind) if field.init] for name, kind in groups.items()}
+    field_names = {name: [field.name for field in fields(kind) if field.init] for name, kind in groups.items()}
 
-    def encode(given: Arguments) -> None:
+    def encode(arguments: Arguments) -> None:
         for name in groups:
-            group = given.pop(name, None)
-            for each in names[name]:
-                given[each] = None if group is None else getattr(group, each)
+            group = arguments.pop(name, None)
+            for field_name in field_names[name]:
+                arguments[field_name] = None if group is None else getattr(group, field_name)
 
-    def decode(given: Arguments) -> None:
+    def decode(arguments: Arguments) -> None:
         for name, kind in groups.items():
-            values = {each: given.pop(each) for each in names[name] if each in given}
-            given[name] = kind(**values) if any(value is not None for value in values.values()) else None
+            values = {key: arguments.pop(key) for key in field_names[name] if key in arguments}
+            is_none = all(value is None for value in values.values())
+            arguments[name] = None if is_none else kind(**values)
 
-    def text(name: str, kind: Any) -> str:
+    def schema(name: str, kind: Any) -> str:
         types = [_TYPES[str(field.type)] for field in fields(kind) if field.init]
         ending = "? {}=None" if name in optional else " {}"
-        return ", ".join(each + ending.format(field) for each, field in zip(types, names[name], strict=True))
+        typed = zip(types, field_names[name], strict=True)
+        return ", ".join(type_name + ending.format(field_name) for type_name, field_name in typed)
 
-    return {"arguments": {name: text(name, kind) for name, kind in groups.items()}, "encode": encode, "decode": decode}
+    schemas = {name: schema(name, kind) for name, kind in groups.items()}
+    return {"arguments": schemas, "encode": encode, "decode": decode}
 
 
 def like_the_first(x: torch.Tensor, **_: object) -> torch.Tensor:
@@ -240,7 +255,7 @@ class Bound(Generic[P, R]):
     follow; see `Operation.bind`. It keeps no tensor of a call.
 
     step: keyword of the step's `AttentionPlan` or batch. The operation is then bound once a step, and the step keeps
-    the bound calls. `paged_attention` needs none: it keeps with a plan what it makes of it.
+    the bound calls. `paged_attention` needs none: the plan keeps its launches.
     """
 
     def __init__(self, operation: Operation[P, R], by: int = 0, step: str | None = None) -> None:
@@ -266,7 +281,7 @@ class Bound(Generic[P, R]):
 
 @functools.lru_cache(256)
 def bound_for(operation: Any, *_kind: Hashable) -> Bound[..., Any]:
-    """Return the `Bound` of all calls of a kind, for layers of other libraries, which hold none."""
+    """Return the `Bound` of all calls of a kind, for layers of other libraries, which cannot hold one."""
     return Bound(operation)
 
 
