@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.attention.plan import AttentionPlan
-
-# A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.
-NO_LIMIT = 1 << 30
+from paged.kernels.common.attention.mask import NO_LIMIT as NO_LIMIT
 
 
-@dataclass(slots=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """Arguments of `kernels.attention.paged_attention.paged_attention`, checked, with defaults filled in.
 
     Attributes:
@@ -67,7 +62,3 @@ class AttentionCall:
         """A function that counts the multiplications of one query of each sequence, from `seq_lens` on the host."""
         of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
         return lambda given: int(given["seq_lens"].sum()) * of_a_key
-
-
-BindStep = Callable[[AttentionCall, AttentionPlan | None], Callable[[AttentionCall], None]]
-"""Takes the first call of a step, and its plan; returns a function that computes all calls of that step."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from paged.kernels.attention import launches
-from paged.kernels.attention.call import NO_LIMIT, AttentionCall, BindStep
+from paged.kernels.attention.call import NO_LIMIT, AttentionCall
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
-from paged.kernels.common.attention.plan import AttentionPlan, check_plan
+from paged.kernels.common.attention.plan import AttentionPlan, BindStep, check_plan, run_step
 from paged.kernels.common.attention.tile import MAX_HEAD_DIM
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
@@ -163,7 +163,9 @@ def paged_attention(
     window = left, 0 if is_causal is None and as_bool("causal", causal) else right
     options = scale, window, chunk_size, softcap, deterministic
     if use_triton(q):
-        bind_step: BindStep = partial(launches.bind)  # an object of its own, by which plans keep what it returns
+        bind_step: BindStep[AttentionCall] = partial(
+            launches.bind
+        )  # an object of its own, by which plans keep what it returns
     else:
         # Fused attention never writes scores, and takes a third of the time.
         is_plain = not return_lse and sinks is None and alibi_slopes is None and softcap == 0
@@ -201,12 +203,7 @@ def paged_attention(
             q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, longest, flags, sinks, alibi_slopes, k_scale,
             v_scale, mask, out, lse, *options,
         )  # fmt: skip
-        compute = None if plan is None else plan.calls.get(bind_step)
-        if compute is None:
-            compute = bind_step(call, plan)
-            if plan is not None:
-                plan.calls[bind_step] = compute
-        compute(call)
+        run_step(bind_step, call, plan)
         return out if lse is None else (out, lse)
 
     return run

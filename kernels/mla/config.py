@@ -1,9 +1,11 @@
-"""Tile sizes of latent attention: shape and device in, configuration out."""
+"""A latent attention call, the shape that its schedule depends on, and its tile sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
+
+import torch
 
 from paged.kernels.common.attention.plan import PlanShape
 from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile
@@ -12,6 +14,26 @@ from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
 # Rows up to which the blocks that every row sees whole have a loop of their own. The registers that two loops share
 # beside sums of 64 x 512 spill: 100 on sm_90 with blocks of 64 keys.
 ONE_LOOP_ROWS = 32
+
+
+class MlaCall(NamedTuple):
+    """Arguments of `paged_mla_attention`, checked, with defaults filled in."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_q: int
+    sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    indices: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    v_head_dim: int
+    softmax_scale: float
+    causal: bool
+    deterministic: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +50,9 @@ class MlaShape(PlanShape):
 
         All of them are then split as decodes are, whose partial results are few beside a read of 512 numbers a key.
         """
-        options: dict[str, Any] = {"kind": self.kind, "chosen": self.chosen}
 
-        def tile(most_rows: int) -> AttentionTile:
-            return mla_tile(self.v_head_dim, self.element_size, arch, rows=most_rows, **options)
+        def tile(max_rows: int) -> AttentionTile:
+            return mla_tile(self.v_head_dim, self.element_size, arch, rows=max_rows, kind=self.kind, chosen=self.chosen)
 
         if rows <= DECODE_MAX_ROWS or self.group > DECODE_MAX_ROWS:
             return {"decode": tile(rows)}
@@ -53,23 +74,33 @@ def mla_tile(
     for 32 rows and 16 keys (56 KB of 99 KB), where 64 rows would take 106 KB. tcgen05 needs a copy of the latents, so
     sm_100 takes blocks of 32 keys (214 KB; 353 KB for 64).
     """
-    num_stages = 2 if chosen or arch not in LARGE_SHARED_MEMORY else 3
+    num_stages = 3
+    if chosen or arch not in LARGE_SHARED_MEMORY:
+        num_stages = 2
     is_gfx = arch.startswith("gfx")
-    if element_size == 4:
-        return AttentionTile(16, 16, 4, 1) if is_gfx else AttentionTile(16, 16, 8, 2)
-    if kind == "packed":  # scaled codes pass through registers in float32: 32 rows spill 226 on sm_90
-        return AttentionTile(16, 16, 4, 1) if is_gfx else AttentionTile(16, 16, 8, num_stages)
-    few = 32 if kind or arch in SMALL_SHARED_MEMORY else 64  # e4m3 with 64 rows spills 75 on sm_90
-    block_m = 16 if rows <= 16 else min(32 if rows <= 32 else 64, few)
-    if is_gfx:
-        return AttentionTile(block_m, 32 if block_m == 16 else 16, 4, 1)
-    if arch in SMALL_SHARED_MEMORY:
-        return AttentionTile(block_m, 32 if block_m == 16 else 16, 8, 2)
-    if block_m == 16:  # 4 warps over e4m3 spill 32, 8 take 176 registers
-        if kind:
+    if element_size == 4 or kind == "packed":
+        # Scaled codes pass through registers in float32: 32 rows spill 226 on sm_90.
+        if is_gfx:
+            return AttentionTile(16, 16, 4, 1)
+        return AttentionTile(16, 16, 8, 2 if element_size == 4 else num_stages)
+    is_small = arch in SMALL_SHARED_MEMORY
+    max_block_m = 32 if kind or is_small else 64  # e4m3 with 64 rows spills 75 on sm_90
+    block_m = 64
+    if rows <= 32:
+        block_m = 16 if rows <= 16 else 32
+    block_m = min(block_m, max_block_m)
+    if is_gfx or is_small:
+        block_n = 32 if block_m == 16 else 16
+        return AttentionTile(block_m, block_n, 4, 1) if is_gfx else AttentionTile(block_m, block_n, 8, 2)
+    if block_m == 16:
+        if kind:  # 4 warps over e4m3 spill 32, 8 take 176 registers
             return AttentionTile(16, 32, 8, num_stages)
         return AttentionTile(16, 32, 4, num_stages, 2)
+    block_n = 32
     if block_m == 32:
-        return AttentionTile(32, 64 if arch in LARGE_SHARED_MEMORY and not kind else 32, 8, num_stages)
-    # Chosen keys' positions take registers: 64 of them spill 9.
-    return AttentionTile(64, 64 if arch == "sm_90" and not chosen else 32, 8, 2)
+        if arch in LARGE_SHARED_MEMORY and not kind:
+            block_n = 64
+        return AttentionTile(32, block_n, 8, num_stages)
+    if arch == "sm_90" and not chosen:  # chosen keys' positions take registers: 64 of them spill 9
+        block_n = 64
+    return AttentionTile(64, block_n, 8, 2)

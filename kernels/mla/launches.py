@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from paged.kernels.common.attention.latent_cache import latent_kind, latent_parts
+from paged.kernels.common.attention.mask import NO_LIMIT
 from paged.kernels.common.attention.merge_splits import merge_launch, shared_arguments
 from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule
 from paged.kernels.common.attention.tile import padded_head_dim
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.id_checks import Sequences, check_sequences, checks_on_device
-from paged.kernels.common.launch import Compute, Launch, strides
-from paged.kernels.mla.call import MlaCall
-from paged.kernels.mla.config import ONE_LOOP_ROWS, MlaShape
+from paged.kernels.common.launch import Launch, strides
+from paged.kernels.mla.config import ONE_LOOP_ROWS, MlaCall, MlaShape
 from paged.kernels.mla.tile_kernel import _mla_attention_kernel
 
-# A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.
-_NO_LIMIT = 1 << 30
 
-
-def bind(call: MlaCall, plan: AttentionPlan | None) -> Compute:
-    """Return a function that fills `out`, and `lse` if given, for calls like this one.
-
-    It takes the call's tensors by the names of its fields and runs the plan's work lists.
-    """
-    numbers = len(call.q), *call.kv_cache.shape[:2], call.max_seqlen_q, _NO_LIMIT, 1
+def bind(call: MlaCall, plan: AttentionPlan | None) -> Callable[[MlaCall], None]:
+    """Return a function that fills `out`, and `lse` if given, of calls like this one in the same step."""
+    numbers = len(call.q), *call.kv_cache.shape[:2], call.max_seqlen_q, NO_LIMIT, 1
     check_sequences(Sequences(call.block_table, call.cu_seqlens_q, call.seq_lens, *numbers))
     if plan is None:
-        lengths = {
-            "max_seqlen_q": call.max_seqlen_q,
-            "max_seqlen_k": call.block_table.shape[1] * call.kv_cache.shape[1],
-        }
+        max_seqlen_k = call.block_table.shape[1] * call.kv_cache.shape[1]
+        lengths = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         plan = AttentionPlan(call.cu_seqlens_q, call.seq_lens, **lengths)
     token_keys = None
     if call.indices is not None and len(call.seq_lens):
         plan, token_keys = _plan_of_tokens(plan, call, call.indices.shape[1])
+    window_right = NO_LIMIT
+    if call.causal and call.indices is None:
+        window_right = 0
     shape = MlaShape(
         num_tokens=len(call.q),
         num_kv_heads=1,
@@ -44,7 +40,7 @@ def bind(call: MlaCall, plan: AttentionPlan | None) -> Compute:
         head_dim=call.q.shape[2],
         v_head_dim=call.v_head_dim,
         element_size=call.q.element_size(),
-        window=(_NO_LIMIT, 0 if call.causal and call.indices is None else _NO_LIMIT),
+        window=(NO_LIMIT, window_right),
         kind=latent_kind(call.kv_cache),
         chosen=token_keys is not None,
         deterministic=call.deterministic,
@@ -56,30 +52,30 @@ def bind(call: MlaCall, plan: AttentionPlan | None) -> Compute:
         if schedule.split_tiles.shape[0]:
             launches.append(merge_launch(call.out, shape, plan, schedule))
     has_work = len(call.seq_lens) > 0 and any(schedule.items.shape[0] for schedule in schedules)
-    is_on_gpu = call.q.is_cuda
+    checks = call.q.is_cuda and checks_on_device()  # in every replay of a graph, too
 
-    def compute(given: dict[str, Any]) -> None:
-        if is_on_gpu and checks_on_device():  # in every replay of a graph, too
-            check_sequences(Sequences(given["block_table"], given["cu_seqlens_q"], given["seq_lens"], *numbers))
-        out, lse, sinks = given["out"], given["lse"], given["sinks"]
+    def compute(call: MlaCall) -> None:
+        if checks:
+            check_sequences(Sequences(call.block_table, call.cu_seqlens_q, call.seq_lens, *numbers))
+        out, lse, sinks = call.out, call.lse, call.sinks
         if not has_work:  # all is padding
             out.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
             return
-        latent, rope, scales = latent_parts(given["kv_cache"], call.v_head_dim)
+        latent, rope, scales = latent_parts(call.kv_cache, call.v_head_dim)
         arguments = {
-            "q_ptr": given["q"],
+            "q_ptr": call.q,
             "latent_ptr": as_kernel_argument(latent),
             # Without rotated dimensions nothing is read there, but a pointer must be one.
             "rope_ptr": as_kernel_argument(rope if rope.shape[2] else latent),
             "scales_ptr": scales,
             "out_ptr": out,
             "lse_ptr": lse,
-            "block_table_ptr": given["block_table"],
+            "block_table_ptr": call.block_table,
             "sinks_ptr": None if sinks is None else sinks.contiguous(),
-            "k_scale_ptr": given["k_scale"],
-            "indices_ptr": given["indices"],
+            "k_scale_ptr": call.k_scale,
+            "indices_ptr": call.indices,
         }
         for launch in launches:
             launch(arguments)
@@ -92,24 +88,23 @@ def _plan_of_tokens(plan: AttentionPlan, call: MlaCall, num_indices: int) -> tup
 
     Beside it int32 [2, num_tokens]: each token's sequence, and one past the last position that it sees.
     """
-    kept = plan.runs.setdefault("tokens with chosen keys", {})
+    token_plans: dict[Any, tuple[AttentionPlan, torch.Tensor]] = plan.runs.setdefault("tokens with chosen keys", {})
     key = len(call.q), num_indices, call.causal
-    if key not in kept:
+    if key not in token_plans:
         offsets, lengths = plan.cu_seqlens_q, plan.seq_lens
         tokens = torch.arange(len(call.q) + 1, dtype=torch.int32, device=offsets.device)
         seqs = torch.searchsorted(offsets[1:], tokens[:-1], right=True).clamp_(max=len(lengths) - 1)
         ends = lengths[seqs]
         if call.causal:
             ends = ends.minimum(ends - offsets[seqs + 1] + tokens[:-1] + 1)
-        of_tokens = AttentionPlan(
+        token_plan = AttentionPlan(
             tokens.minimum(offsets[-1]),  # padding rows have no query
             torch.full_like(tokens[:-1], num_indices),
             max_seqlen_q=1,
             max_seqlen_k=num_indices,
         )
-        kept[key] = of_tokens, torch.stack([seqs.to(torch.int32), ends])
-    found: tuple[AttentionPlan, torch.Tensor] = kept[key]
-    return found
+        token_plans[key] = token_plan, torch.stack([seqs.to(torch.int32), ends])
+    return token_plans[key]
 
 
 def _tiles(

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
-from paged.kernels.common.attention.plan import AttentionPlan, check_plan
-from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor, check_writable
+from paged.kernels.common.attention.latent_cache import check_latent_cache, check_latent_scale
+from paged.kernels.common.attention.plan import AttentionPlan, BindStep, check_plan, run_step
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_last_dim_contiguous,
+    check_sequences_fit,
+    check_tensor,
+    check_writable,
+)
 from paged.kernels.common.device import use_triton
+from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_bool, as_float, as_int
 from paged.kernels.mla import launches
-from paged.kernels.mla.call import MlaCall
+from paged.kernels.mla.config import MlaCall
 from paged.kernels.mla.torch_ops import paged_mla_attention as torch_op
 
 
-def _new_output(q: torch.Tensor, v_head_dim: int, device: Any = None, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_output(q: torch.Tensor, v_head_dim: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty tensors for out and lse."""
-    device = device or q.device
-    out = torch.empty(*q.shape[:2], v_head_dim, dtype=q.dtype, device=device)
-    return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=device)
+    out = torch.empty(*q.shape[:2], v_head_dim, dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
 
 
 @operation(
     _new_output,
     results="Tensor out, Tensor lse",
     arguments={"plan": "", "return_lse": ""},
-    decode=lambda given: given.update(return_lse=True),
-    finish=lambda given, found: found if given.get("return_lse") else found[0],
+    decode=lambda arguments: arguments.update(return_lse=True),
+    finish=lambda arguments, results: results if arguments.get("return_lse") else results[0],
 )
 def paged_mla_attention(
     q: torch.Tensor,
@@ -94,28 +101,13 @@ def paged_mla_attention(
         check_tensor("out", out, (*q.shape[:2], v_head_dim), (q.dtype,), q.device)
         check_last_dim_contiguous("out", out)
         check_writable("out", out)
-    meta_out, meta_lse = _new_output(q, v_head_dim, device="meta")  # for their layout alone
-    call = MlaCall(
-        q=q,
-        kv_cache=kv_cache,
-        v_head_dim=v_head_dim,
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seq_lens,
-        max_seqlen_q=min(as_int("max_seqlen_q", max_seqlen_q), len(q)),
-        softmax_scale=as_float("softmax_scale", softmax_scale, 0.0, 1e30),
-        causal=as_bool("causal", causal),
-        sinks=sinks,
-        k_scale=k_scale,
-        indices=indices,
-        deterministic=as_bool("deterministic", deterministic),
-        out=meta_out if out is None else out,
-        lse=meta_lse if as_bool("return_lse", return_lse) else None,
-    )
-    call.check()
-    check_plan(plan, cu_seqlens_q, seq_lens, call.max_seqlen_q)
-    compute = launches.bind(call, plan) if use_triton(q) else torch_op.bind(call)
-    has_lse = call.lse is not None
+    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), len(q))
+    softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
+    causal, return_lse = as_bool("causal", causal), as_bool("return_lse", return_lse)
+    deterministic = as_bool("deterministic", deterministic)
+    _check_tensors(q, kv_cache, v_head_dim, block_table, cu_seqlens_q, seq_lens, sinks, k_scale, indices)
+    check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
+    bind_step: BindStep[MlaCall] = partial(launches.bind) if use_triton(q) else torch_op.bind
 
     def run(
         q: torch.Tensor,
@@ -124,31 +116,54 @@ def paged_mla_attention(
         block_table: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
         seq_lens: torch.Tensor,
+        max_seqlen_q: int,
         sinks: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         indices: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
         out: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         lse = None
         if out is None:
             out = torch.empty(*q.shape[:2], v_head_dim, dtype=q.dtype, device=q.device)
-        if has_lse:
+        if return_lse:
             lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        compute(
-            {
-                "q": q,
-                "kv_cache": kv_cache,
-                "block_table": block_table,
-                "cu_seqlens_q": cu_seqlens_q,
-                "seq_lens": seq_lens,
-                "sinks": sinks,
-                "k_scale": k_scale,
-                "indices": indices,
-                "out": out,
-                "lse": lse,
-            }
-        )
+        longest = min(int(max_seqlen_q), len(q))
+        call = MlaCall(
+            q, kv_cache, block_table, cu_seqlens_q, seq_lens, longest, sinks, k_scale, indices, out, lse,
+            v_head_dim, softmax_scale, causal, deterministic,
+        )  # fmt: skip
+        run_step(bind_step, call, plan)
         return out if lse is None else (out, lse)
 
     return run
+
+
+def _check_tensors(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    v_head_dim: int,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    indices: torch.Tensor | None,
+) -> None:
+    """Raise InvalidInputError unless the tensors fit together."""
+    check_tensor("q", q, ("num_tokens", "num_heads", "latent + rope"), FLOAT_DTYPES)
+    check_last_dim_contiguous("q", q)
+    size = check_latent_cache(kv_cache, v_head_dim, q.dtype)
+    check_tensor("q", q, ("num_tokens", "num_heads", size), (q.dtype,), kv_cache.device)
+    if q.shape[1] == 0:
+        raise InvalidInputError("q: 0 heads, expected at least 1")
+    check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (q.shape[1],), FLOAT_DTYPES, q.device)
+    check_latent_scale("k_scale", k_scale, kv_cache)
+    if indices is not None:
+        check_tensor("indices", indices, (len(q), "k"), (torch.int32,), q.device)
+        check_last_dim_contiguous("indices", indices)
+        if indices.shape[1] == 0:
+            raise InvalidInputError("indices: 0 columns, expected at least 1; -1 chooses no key")

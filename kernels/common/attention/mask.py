@@ -10,6 +10,8 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.launch import launch
 
 WORD_KEYS = tl.constexpr(64)
+# A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.
+NO_LIMIT = 1 << 30
 
 
 class Window(NamedTuple):

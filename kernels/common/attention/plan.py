@@ -9,9 +9,9 @@ with other lengths.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import launch
 from paged.kernels.common.scalars import as_int, shown
 
+C = TypeVar("C")  # a call of one operation
 _INT32_MAX = 2**31 - 1
 # What a split costs besides its keys, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
 # block of 64 keys for each of three decode programs on an SM, and 0.7 us for the one prefill program.
@@ -40,6 +41,9 @@ _MIN_SPLIT_KEYS = {"decode": 256, "prefill": 1024}
 # Splits of a tile at most where they depend on its own length alone: prefill tiles are many already, and their
 # partial results would take gigabytes; 256 decodes of 8 heads of 128 take 134 MB.
 _DETERMINISTIC_SPLITS = {"decode": 8, "prefill": 1}
+
+# Launches that a plan keeps: more than a model has layers. A call that is not bound leaves one behind.
+_MAX_CALLS = 1024
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,8 @@ class AttentionPlan:
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # What a `Bound` has bound to this step.
         self.runs: dict[Any, dict[Any, Any]] = {}
-        # What a bound `paged_attention` makes of this step. A plain call binds anew, and its entry goes with it.
-        self.calls: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        # The launches that a bound operation makes for this step, by its `BindStep`.
+        self.calls: dict[Any, Any] = {}
         # What the PyTorch implementation reads and masks.
         self.batches: dict[Any, Any] = {}
         self._schedules: dict[tuple[PlanShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
@@ -243,6 +247,23 @@ class AttentionPlan:
             num_warps=PLAN_WARPS,
         )
         return schedule
+
+
+BindStep = Callable[[C, AttentionPlan | None], Callable[[C], None]]
+"""Takes the first call of a step, and its plan; returns a function that computes all calls of that step."""
+
+
+def run_step(bind_step: BindStep[C], call: C, plan: AttentionPlan | None) -> None:
+    """Compute a call. The plan keeps what `bind_step` makes of the first call of its step for the others."""
+    if plan is None:
+        bind_step(call, None)(call)
+        return
+    compute = plan.calls.get(bind_step)
+    if compute is None:
+        if len(plan.calls) >= _MAX_CALLS:
+            plan.calls.clear()
+        compute = plan.calls[bind_step] = bind_step(call, plan)
+    compute(call)
 
 
 def check_plan(
