@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TYPES := $(BIN)/mypy -p paged
-IN_TWO := -m pytest -n 2 --dist worksteal --durations=20
+IN_TWO := -m pytest -p no:benchmark -n 2 --dist worksteal --durations=20
 PYTEST := $(BIN)/python $(IN_TWO)
 HEADROOM := --headroom=build/headroom
 CHECKED := bench docs examples executors kernels models paged tests
@@ -25,7 +25,7 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all test-cpus test-newest check lint format picture docs compile record soak fuzz vllm vllm-engine gpu rehearse report clean
+.PHONY: demo test test-all test-cpus test-newest bench check lint format picture docs compile record soak fuzz vllm vllm-engine gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -70,6 +70,10 @@ format: $(VENV)/installed-dev
 picture: $(VENV)/installed-dev
 	$(BIN)/python -m tests.structure.picture
 	$(BIN)/python -m tests.structure.step
+
+# Microbenchmarks through pytest-benchmark; BENCH takes its options and pytest's, such as BENCH='-k norm --benchmark-compare'.
+bench: $(VENV)/installed-bench
+	$(BIN)/python -m pytest bench --benchmark-only -p no:cacheprovider $(BENCH)
 
 # The pages with search and an API reference, in build/docs; a dead link is an error.
 docs: $(VENV)/installed-docs

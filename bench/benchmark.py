@@ -97,6 +97,11 @@ class Setting:
         return benchmark_dtype(self.device)
 
     @property
+    def scale(self) -> str:
+        """Which sizes of a kernel's case are measured."""
+        return "small" if self.small else "full"
+
+    @property
     def limits(self) -> Ceilings:
         """Measured ceilings of the device, once per process."""
         return ceilings(self.device, self.dtype, self.repeats)

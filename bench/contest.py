@@ -1,19 +1,21 @@
-"""Time an operation against its peers, after every result has been checked."""
+"""Time an operation beside its peers, after every result has been checked."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from paged.bench.benchmark import Setting
+from paged.bench.benchmark import Json, Setting
 from paged.bench.check import WrongResultError
-from paged.bench.limits import Cost, speed
-from paged.bench.timing import Call, sampler, take_in_turns
+from paged.bench.limits import Cost, speed, times_us
+from paged.bench.timing import Call, Sample, sampler, take_in_turns
 from paged.bench.watchdog import WATCHDOG
+
+OURS = "ours"
 
 
 @dataclass(frozen=True)
@@ -28,61 +30,75 @@ class Peer:
     make: Callable[..., Any]
 
 
+def peers_of(peers: Sequence[Peer], case: Any, setting: Setting) -> list[str]:
+    """Return the names of the peers that take the case."""
+    return [peer.name for peer in peers if peer.refuses(case, setting.dtype, setting.device) is None]
+
+
+@dataclass
 class Contest:
     """Implementations of one operation on the same tensors.
 
-    calls: those of each implementation that takes part. absent: why others do not.
+    about: what the row says beside its times. cost: of a call; None if only times are compared. is_cold: whether the tensors exceed the cache. max_seconds: no
+    more samples than fit into this, beyond min_samples. samples: times a call of each implementation. absent: why
+    others take no part.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._samplers: dict[str, Callable[[], float]] = {}
-        self._method = ""
-        self.calls: dict[str, Sequence[Call]] = {}
-        self.absent: dict[str, str] = {}
+    about: Json
+    setting: Setting
+    cost: Cost | None = None
+    is_cold: bool = True
+    max_seconds: float = math.inf
+    min_samples: int = 1
+    method: str = ""
+    samples: dict[str, Sample] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, calls: Sequence[Call], check: Callable[[Any], None], *, capturable: bool = True) -> None:
-        """Add an implementation if `check` accepts its first result; the first one added is ours.
+        """Add an implementation if `check` accepts the result of its first call.
 
         Raises:
             WrongResultError: the result is wrong.
         """
         check(calls[0]())
-        method, self._samplers[name] = sampler(calls, self._setting.device, capturable=capturable)
-        self._method, self.calls[name] = self._method or method, calls
+        method, self.samples[name] = sampler(calls, self.setting.device, capturable=capturable)
+        if name == OURS:
+            self.method = method
 
     def add_peers(
         self, peers: Sequence[Peer], case: Any, make: Callable[[Peer], Sequence[Call]], check: Callable[[Any], None]
     ) -> None:
-        """Those of the peers that take the case and pass the check; whatever another fails with, it becomes absent."""
+        """Add the peers that take the case and pass the check; note for each other peer why it is absent."""
         for peer in peers:
-            reason = peer.refuses(case, self._setting.dtype, self._setting.device)
+            reason = peer.refuses(case, self.setting.dtype, self.setting.device)
             if reason is None:
                 WATCHDOG.progress()  # a peer may compile for long
                 try:
                     self.add(peer.name, make(peer), check)
-                    continue
                 except WrongResultError as error:
                     reason = f"wrong: {error}"
                 except Exception as error:
                     reason = f"failed: {type(error).__name__}: {str(error)[:500]}"
-            self.absent[peer.name] = reason
+            if reason is not None:
+                self.absent[peer.name] = reason
 
-    def row(self, cost: Cost, *, cold: bool, seconds: float = math.inf, least: int = 1) -> dict[str, Any]:
-        """Sample everyone in turns, see `take_in_turns`: our times beside the limit, and each peer's with its median
-        over ours as `ratio`."""
-        samples = take_in_turns(self._samplers, self._setting.repeats, seconds=seconds, least=least)
-        results = {name: speed(found, cost, self._setting.limits) for name, found in samples.items()}
-        own = results.pop("ours")
-        for result in results.values():
-            result["ratio"] = result["median_us"] / own["median_us"]
-        return {
-            "flops": cost.flops,
-            "num_bytes": cost.num_bytes,
-            "method": self._method,
-            "cold": cold,
-            "samples": len(samples["ours"]),
-            **own,
-            "peers": results,
-            "absent": self.absent,
-        }
+    def result(self, seconds: Sequence[float]) -> Json:
+        """Return times of a call that took `seconds`, at least two samples, beside the limit."""
+        if self.cost is None:
+            return {**times_us(seconds)}
+        return speed(seconds, self.cost, self.setting.limits)
+
+    def row(self) -> Json:
+        """Time all implementations in turns: our result, and each peer's with its median over ours as `ratio`."""
+        taken = take_in_turns(
+            self.samples, self.setting.repeats, max_seconds=self.max_seconds, min_samples=self.min_samples
+        )
+        peers = {name: self.result(seconds) for name, seconds in taken.items()}
+        ours = peers.pop(OURS)
+        for peer in peers.values():
+            peer["ratio"] = peer["median_us"] / ours["median_us"]
+        row = {**self.about, "samples": len(taken[OURS]), **ours, "peers": peers, "absent": self.absent, "goals": []}
+        if self.cost is not None:
+            row |= {"flops": self.cost.flops, "num_bytes": self.cost.num_bytes}
+            row |= {"method": self.method, "cold": self.is_cold}
+        return row

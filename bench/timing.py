@@ -8,11 +8,12 @@ import math
 import os
 import platform
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,13 +22,28 @@ from paged.kernels.common.compat import HAS_TRITON, triton
 from paged.kernels.common.torch_ops.linear import linear, pack
 
 Call = Callable[[], Any]
-Name = TypeVar("Name")
+Sample = Callable[[], float]
+"""Times one call and returns its seconds."""
 # Short calls are repeated in one CUDA graph, so that the launch of the graph is spread over several: 10 us or so, which
 # is 2 % of 8 calls of 60 us and 0.3 % of 4 ms.
 _MIN_CALLS = 8
 _MIN_SECONDS = 4e-3
 # Linux's ticks of each core since its start: user, nice, system, idle, iowait, irq, softirq, steal.
 _STAT = Path("/proc/stat")
+
+
+class SampleClock:
+    """A timer for pytest-benchmark that counts the seconds of samples, and nothing else."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def __call__(self) -> float:
+        return self._seconds
+
+    def run(self, sample: Sample) -> None:
+        """Take a sample and add its seconds."""
+        self._seconds += sample()
 
 
 class CompiledWhileTimedError(Exception):
@@ -43,10 +59,13 @@ def late_kernels() -> Iterator[list[str]]:
         return
     before = triton.knobs.runtime.jit_post_compile_hook
 
-    def note(**given: Any) -> Any:
-        if given["fn"].name not in late:
-            late.append(given["fn"].name)
-        return None if before is None else before(**given)
+    def note(**compilation: Any) -> Any:
+        name = compilation["fn"].name
+        if name not in late:
+            late.append(name)
+        if before is not None:
+            return before(**compilation)
+        return None
 
     triton.knobs.runtime.jit_post_compile_hook = note
     try:
@@ -72,15 +91,17 @@ def stolen_seconds() -> list[float]:
     """Return the CPU steal of each of our cores since boot, in seconds; zeros if the system does not report it."""
     if not _STAT.exists():
         return [0.0]
-    lines = map(str.split, _STAT.read_text().splitlines())
-    ticks = {name: int(numbers[7]) for name, *numbers in lines if name.startswith("cpu") and len(numbers) > 7}
+    ticks: dict[str, int] = {}
+    for line in _STAT.read_text().splitlines():
+        name, *numbers = line.split() or [""]
+        if name.startswith("cpu") and len(numbers) > 7:
+            ticks[name] = int(numbers[7])
     # A container may count its cores anew.
     return [ticks.get(f"cpu{core}", 0) / os.sysconf("SC_CLK_TCK") for core in sorted(os.sched_getaffinity(0))]
 
 
-def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Callable[[], float]]:
-    """Warm up `calls`, which differ only in their tensors. Return how they are timed, and a function that times a call
-    and returns its seconds.
+def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Sample]:
+    """Warm up `calls`, which differ only in their tensors. Return how they are timed, and what times one.
 
     "graph": events around the replay of a CUDA graph of all calls. "events": events around the calls themselves,
     including host work, for operations that cannot be captured. "host clock": one call at a time.
@@ -98,12 +119,14 @@ def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = T
 
         return "host clock", timed_call
 
-    seconds = _elapsed(lambda: [call() for call in calls]) / len(calls)
+    seconds = _elapsed(lambda: _run_all(calls)) / len(calls)
     num_calls = max(len(calls), min(_MIN_CALLS, math.ceil(_MIN_SECONDS / seconds)))
     repeated = [calls[index % len(calls)] for index in range(num_calls)]
-    replay = _capture(repeated) if capturable else lambda: [call() for call in repeated]
-    _elapsed(replay)
-    return "graph" if capturable else "events", lambda: _elapsed(replay) / num_calls
+    method, run = "events", functools.partial(_run_all, repeated)
+    if capturable:
+        method, run = "graph", _capture(repeated)
+    _elapsed(run)
+    return method, lambda: _elapsed(run) / num_calls
 
 
 def take(calls: Sequence[Call], device: torch.device, repeats: int) -> list[float]:
@@ -114,26 +137,31 @@ def take(calls: Sequence[Call], device: torch.device, repeats: int) -> list[floa
 
 
 def take_in_turns(
-    samplers: Mapping[Name, Callable[[], float]], repeats: int, *, seconds: float = math.inf, least: int = 1
-) -> dict[Name, list[float]]:
-    """Sample all samplers once per round, for `repeats` rounds or as many as fit into `seconds`, at least `least`.
+    samples: Mapping[str, Sample], repeats: int, *, max_seconds: float = math.inf, min_samples: int = 1
+) -> dict[str, list[float]]:
+    """Take each of the samples once per round, for `repeats` rounds or as many as fit into `max_seconds`.
 
     The order is drawn anew in every round: a call that always follows the longest one would always find cold CPU
     caches, which doubles 150 us.
     """
-    samples: dict[Name, list[float]] = {name: [] for name in samplers}
+    seconds: dict[str, list[float]] = {name: [] for name in samples}
     start, generator = time.monotonic(), random.Random(0)
     with timed():
         for index in range(repeats):
-            for name in generator.sample(list(samplers), len(samplers)):
-                samples[name].append(samplers[name]())
-            if index + 1 >= least and time.monotonic() - start > seconds:
+            for name in generator.sample(list(samples), len(samples)):
+                seconds[name].append(samples[name]())
+            if index + 1 >= min_samples and time.monotonic() - start > max_seconds:
                 break
-    return samples
+    return seconds
+
+
+def _run_all(calls: Sequence[Call]) -> list[Any]:
+    """Run calls and keep their results: memory freed by one would be the next one's output, still in the L2 cache."""
+    return [call() for call in calls]
 
 
 def _elapsed(run: Call) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
     end.record()
@@ -145,8 +173,7 @@ def _capture(calls: Sequence[Call]) -> Call:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # Results are kept: memory freed by one call would be the next one's output, still in the L2 cache.
-        results = [call() for call in calls]
+        results = _run_all(calls)
 
     def replay(_results: list[Any] = results) -> None:
         graph.replay()
@@ -156,26 +183,31 @@ def _capture(calls: Sequence[Call]) -> Call:
 
 def cache_bytes(device: torch.device) -> int:
     """Return the size of the cache that inputs must exceed: a GPU's L2; 32 MB, a common L3, for a CPU."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 32 << 20
+    if device.type != "cuda":
+        return 32 << 20
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def num_sets(num_bytes: int, device: torch.device, most: int) -> tuple[int, bool]:
-    """Return how many sets of tensors, at most `most`, calls rotate through so that none finds its own in the cache;
+def num_sets(num_bytes: int, device: torch.device, limit: int) -> tuple[int, bool]:
+    """Return how many sets of tensors, at most `limit`, calls rotate through so that none finds its own in the cache;
     and whether the sets, of `num_bytes` each, exceed the cache."""
     cache = cache_bytes(device)
-    count = 1 + min(2 * cache // num_bytes, most - 1)
+    count = 1 + min(2 * cache // num_bytes, limit - 1)
     return count, count * num_bytes > cache
 
 
-def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, most_bytes: int = 1 << 30) -> Ceilings:
-    """The best rates of a copy and of two ways to read random numbers, far beyond any cache or no more than most_bytes,
+def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, max_bytes: int = 1 << 30) -> Ceilings:
+    """The best rates of a copy and of two ways to read random numbers, far beyond any cache or no more than max_bytes,
     and of products of large matrices in `dtype`: PyTorch's, and that of packed weights."""
-    columns, is_gpu = 4096, device.type == "cuda"
-    largest, num_rows, num_outputs, size = (1 << 30, 8192, 8192, 8192) if is_gpu else (1 << 27, 1024, 4096, 1024)
-    rows = max(min(largest, most_bytes) // (4 * columns), 1)
+    columns = 4096
+    num_bytes, num_rows, num_outputs, size = 1 << 27, 1024, 4096, 1024
+    if device.type == "cuda":
+        num_bytes, num_rows, num_outputs, size = 1 << 30, 8192, 8192, 8192
+    rows = max(min(num_bytes, max_bytes) // (4 * columns), 1)
     source = torch.randn(rows, columns, device=device)
     target, vector = torch.empty_like(source), torch.randn(columns, device=device)
-    x, weight = (torch.randn(count, size, device=device, dtype=dtype) for count in (num_rows, num_outputs))
+    x = torch.randn(num_rows, size, device=device, dtype=dtype)
+    weight = torch.randn(num_outputs, size, device=device, dtype=dtype)
     packed = pack(weight)
 
     def seconds(*calls: Call) -> float:
@@ -205,7 +237,9 @@ def device_name(device: torch.device) -> str:
     """Return the device's name; for a CPU with the number of threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
+    model, info = platform.machine(), Path("/proc/cpuinfo")
+    if info.exists():
+        match = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)
+        if match:
+            model = match[1].strip()
+    return f"{model}, {torch.get_num_threads()} threads"

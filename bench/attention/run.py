@@ -14,7 +14,6 @@ ratio if they do, or if it differs from ours. Missing peers are listed; vLLM's f
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
@@ -28,9 +27,9 @@ from paged.bench.attention.cases import (
     parse_case,
 )
 from paged.bench.attention.peers import PEERS, chosen_by_sdpa
-from paged.bench.benchmark import SHARED, Benchmark, Setting, backend_name
+from paged.bench.benchmark import SHARED, Benchmark, Json, Setting, backend_name
 from paged.bench.check import compare
-from paged.bench.contest import Contest
+from paged.bench.contest import OURS, Contest, peers_of
 from paged.bench.limits import Ceilings, Goal, at_least, at_most
 from paged.bench.timing import num_sets
 
@@ -42,77 +41,86 @@ _WIDE_HEAD = 256  # beyond it registers hold tiles of half as many rows
 _LARGE_KV_BYTES = 256_000_000
 
 
-def contest(case: AttentionCase, setting: Setting) -> tuple[Contest, bool]:
-    """Return the contest of both our calls and the peers; and whether the tensors exceed the cache.
+def contest(case: AttentionCase, setting: Setting) -> Contest:
+    """Return the contest of our calls, with a plan made before and with planning, and of the peers'.
 
     Raises:
         WrongResultError: the operation differs from the reference.
     """
     torch.manual_seed(0)
-    found = Contest(setting)
-    num_layers, is_cold = num_sets(case.cost(setting.dtype).num_bytes, setting.device, MAX_LAYERS)
+    cost = case.cost(setting.dtype)
+    num_layers, is_cold = num_sets(cost.num_bytes, setting.device, MAX_LAYERS)
     step, layers = case.tensors(setting.device, setting.dtype, num_layers)
     spots = expected_spots(step, layers[0])
+    about = {"name": case.name, "backend": backend_name(setting.device, has_loops=not case.latent)}
+    entries = Contest(about, setting, cost, is_cold, MAX_SECONDS, MIN_REPEATS)
 
     def check_spots(out: torch.Tensor) -> None:
         for token, heads, want in spots:
             compare(out.reshape(*layers[0].q.shape[:2], -1)[token, heads], want)
 
-    found.add("ours", ours(step, layers), check_spots)
-    our_out = found.calls["ours"][0]()
+    our_calls = ours(step, layers)
+    entries.add(OURS, our_calls, check_spots)
+    our_out = our_calls[0]()
 
     def check_all(out: torch.Tensor) -> None:
         check_spots(out)
         compare(out.reshape(our_out.shape), our_out)
 
-    found.add("planning", ours_with_planning(step, layers), check_all)
-    found.add_peers(PEERS, case, lambda peer: peer.make(step, layers), check_all)
-    return found, is_cold
+    entries.add("planning", ours_with_planning(step, layers), check_all)
+    entries.add_peers(PEERS, case, lambda peer: peer.make(step, layers), check_all)
+    return entries
 
 
-def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
+def peers(case: AttentionCase, setting: Setting) -> list[str]:
+    """Return the names of the peers that take the case."""
+    return peers_of(PEERS, case, setting)
+
+
+def measure(case: AttentionCase, setting: Setting) -> Json:
     """Measure the row of a case."""
-    found, is_cold = contest(case, setting)
-    row = found.row(case.cost(setting.dtype), cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS)
+    row = contest(case, setting).row()
     row["planning_us"] = max(row["peers"].pop("planning")["median_us"] - row["median_us"], 0.0)
     if "sdpa" in row["peers"]:
         step, layers = case.tensors(setting.device, setting.dtype, 1)
         row["peers"]["sdpa"]["backend"] = chosen_by_sdpa(step, layers[0])
-    return {
-        "name": case.name,
-        "backend": backend_name(setting.device, has_loops=not case.latent),
-        **row,
-        "goals": goals(case, row, setting.limits) if setting.device.type == "cuda" else [],
-    }
+    if setting.device.type == "cuda":
+        row["goals"] = goals(case, row, setting.limits)
+    return row
 
 
-def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Goal]:
+def goals(case: AttentionCase, row: Json, limits: Ceilings) -> list[Goal]:
     """Return the goals of a row on one H200; `row` is without them."""
-    ratios = {name: peer.get("ratio") for name, peer in row["peers"].items()}
+    ratios = {name: peer["ratio"] for name, peer in row["peers"].items()}
+    bandwidth = 100 * row["gb_per_s"] * 1e9 / limits.copy
+    reads_much = case.kind == "decode" and row["num_bytes"] >= _LARGE_KV_BYTES
     if case.latent:
-        found = [at_least(f"{_VLLM_RATIO['latent']}x vLLM's Triton MLA", ratios.get("vllm_mla"), _VLLM_RATIO["latent"])]
-        if case.kind == "decode" and row["num_bytes"] >= _LARGE_KV_BYTES:
+        ratio = _VLLM_RATIO["latent"]
+        judged = [at_least(f"{ratio}x vLLM's Triton MLA", ratios.get("vllm_mla"), ratio)]
+        if reads_much:
             # FlashMLA reaches 660 TFLOP/s of a H800 at 128 heads, where the matrix unit is the limit.
-            bandwidth = 100 * row["gb_per_s"] * 1e9 / limits.copy
-            is_reached = max(row["tflop_per_s"] / 500, bandwidth / 75)
-            found.append(at_least("500 TFLOP/s or 75 % of the copy bandwidth, in parts", is_reached, 1.0))
-        return found
-    found = [at_least(f"{_VLLM_RATIO[case.kind]}x vLLM's Triton kernel", ratios.get("vllm"), _VLLM_RATIO[case.kind])]
+            share = max(row["tflop_per_s"] / 500, bandwidth / 75)
+            judged.append(at_least("500 TFLOP/s or 75 % of the copy bandwidth, in parts", share, 1.0))
+        return judged
+    ratio = _VLLM_RATIO[case.kind]
+    judged = [at_least(f"{ratio}x vLLM's Triton kernel", ratios.get("vllm"), ratio)]
     if case.kind == "prefill" and max(case.lengths)[1] >= _LONG_PREFILL and case.head_dim <= _WIDE_HEAD:
-        found.append(at_least("500 TFLOP/s", row["tflop_per_s"], 500.0))
-        found.append(at_least("0.85x cuDNN on contiguous keys", ratios.get("sdpa_cudnn"), 0.85))
-    if case.kind == "decode" and row["num_bytes"] >= _LARGE_KV_BYTES:
-        found.append(at_least("90 % of the copy bandwidth", 100 * row["gb_per_s"] * 1e9 / limits.copy, 90.0))
+        judged.append(at_least("500 TFLOP/s", row["tflop_per_s"], 500.0))
+        judged.append(at_least("0.85x cuDNN on contiguous keys", ratios.get("sdpa_cudnn"), 0.85))
+    if reads_much:
+        judged.append(at_least("90 % of the copy bandwidth", bandwidth, 90.0))
     if case.kind == "mixed":
-        found.append(at_most("1.15x the perfect-overlap bound", row["median_us"] / row["bound_us"], 1.15))
-    return found
+        judged.append(at_most("1.15x the perfect-overlap bound", row["median_us"] / row["bound_us"], 1.15))
+    return judged
 
 
 def cases(setting: Setting) -> list[AttentionCase]:
     """Return the shapes asked for, or all cases."""
     if setting.shapes:
         return [parse_case(text) for text in setting.shapes]
-    return [case.small() if setting.small else case for case in CASES]
+    if setting.small:
+        return [case.small() for case in CASES]
+    return list(CASES)
 
 
 BENCHMARK = Benchmark(

@@ -22,15 +22,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
 
-from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.benchmark import Benchmark, Json, Setting
 from paged.bench.cache.cases import CASES, Case
-from paged.bench.limits import at_least, at_most, times_us
-from paged.bench.timing import take_in_turns
+from paged.bench.contest import OURS, Contest
+from paged.bench.limits import Goal, at_least, at_most
 
 PEER_VERSION = "0.33.0"
 _WARM_UP = 3
@@ -38,39 +36,53 @@ _GOAL_RATIO = 3.0
 
 
 def load_peer() -> tuple[ModuleType | None, str]:
-    """Return `peer_vllm` if it can be imported at PEER_VERSION, and the version or why it cannot."""
+    """Return `peer_vllm` if it can be imported at PEER_VERSION, and else why it cannot."""
     try:
-        found = version("vllm")
-        if found != PEER_VERSION:
-            return None, f"skipped: vLLM {found} is on PYTHONPATH, expected {PEER_VERSION}"
-        return importlib.import_module("paged.bench.cache.peer_vllm"), f"vLLM {found}"
+        installed = version("vllm")
+        if installed != PEER_VERSION:
+            return None, f"skipped: vLLM {installed} is on PYTHONPATH, expected {PEER_VERSION}"
+        return importlib.import_module("paged.bench.cache.peer_vllm"), ""
     except ImportError as error:
         return None, f"skipped: vLLM {PEER_VERSION} is not on PYTHONPATH ({type(error).__name__}: {error})"
 
 
-def measure(case: Case, setting: Setting) -> dict[str, Any]:
-    """Measure a row; samples of both are taken in turns, and the first ones warm up."""
-    peer, description = load_peer()
-    samples = {"ours": case.ours()}
-    if peer and case.has_peer:
-        samples["theirs"] = case.theirs(peer)
-    taken = take_in_turns({side: found.__next__ for side, found in samples.items()}, _WARM_UP + setting.repeats)
-    absent = {} if peer else {"vllm": description}
-    return row(case, *(taken.get(side, [])[_WARM_UP:] for side in ("ours", "theirs"))) | {"absent": absent}
-
-
-def row(case: Case, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Return the row of at least two samples in seconds; `theirs` is empty without a peer."""
-    own = times_us(ours)
-    peer = times_us(theirs) if theirs else None
-    ratio = peer["median_us"] / own["median_us"] if peer else None
-    goals = []
-    if case.goal_us is not None:
-        goals.append(at_most(f"{case.goal_us:.0f} us", own["median_us"], case.goal_us))
+def contest(case: Case, setting: Setting) -> Contest:
+    """Return the contest of a case; its first samples warm up."""
+    entries = Contest({"name": case.name}, setting)
+    entries.samples[OURS] = case.ours().__next__
+    peer, reason = load_peer()
+    if peer is None:
+        entries.absent["vllm"] = reason
     elif case.has_peer:
-        goals.append(at_least(f"{_GOAL_RATIO:.0f}x vLLM's manager", ratio, _GOAL_RATIO))
-    peers = {"vllm": {**peer, "ratio": ratio}} if peer else {}
-    return {"name": case.name, **own, "peers": peers, "goals": goals}
+        entries.samples["vllm"] = case.theirs(peer).__next__
+    for sample in entries.samples.values():
+        for _ in range(_WARM_UP):
+            sample()
+    return entries
+
+
+def peers(case: Case, _: Setting) -> list[str]:
+    """Return the names of the peers that take part."""
+    if case.has_peer and load_peer()[0] is not None:
+        return ["vllm"]
+    return []
+
+
+def measure(case: Case, setting: Setting) -> Json:
+    """Measure the row of a case."""
+    row = contest(case, setting).row()
+    row["goals"] = goals(case, row)
+    return row
+
+
+def goals(case: Case, row: Json) -> list[Goal]:
+    """Return the goal of a row: microseconds, or a ratio to the peer's."""
+    if case.goal_us is not None:
+        return [at_most(f"{case.goal_us:.0f} us", row["median_us"], case.goal_us)]
+    if case.has_peer:
+        ratio = row["peers"].get("vllm", {}).get("ratio")
+        return [at_least(f"{_GOAL_RATIO:.0f}x vLLM's manager", ratio, _GOAL_RATIO)]
+    return []
 
 
 BENCHMARK = Benchmark(

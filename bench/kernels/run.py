@@ -10,13 +10,12 @@ Block tables are shuffled. An operation that differs from the float64 reference 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
-from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.benchmark import Benchmark, Json, Setting
 from paged.bench.check import compare
-from paged.bench.contest import Contest
+from paged.bench.contest import OURS, Contest
 from paged.bench.kernels.cases import CASES, Case
 from paged.bench.kernels.work import Work
 from paged.bench.timing import num_sets
@@ -31,21 +30,34 @@ def check(work: Work) -> None:
         compare(*result)
 
 
-def measure(case: Case, setting: Setting) -> dict[str, Any]:
-    """The row of a case.
+def contest(case: Case, setting: Setting) -> Contest:
+    """Return the contest of a case, in which no peer takes part.
 
     Raises:
         WrongResultError: the operation does not agree with the reference.
     """
-    contest, scale = Contest(setting), "small" if setting.small else "full"
     torch.manual_seed(0)
     check(case.work("check", setting.device, setting.dtype))
-    work = case.work(scale, setting.device, setting.dtype)
+    work = case.work(setting.scale, setting.device, setting.dtype)
     # Tensors that change in place count twice as moved bytes: only half of the bytes fill the cache.
     count, is_cold = num_sets(work.cost.num_bytes // 2, setting.device, MAX_SETS)
-    works = [work, *(case.work(scale, setting.device, setting.dtype) for _ in range(count - 1))]
-    contest.add("ours", [work.call for work in works], lambda _: None, capturable=case.capturable)
-    return {"name": case.name, "size": case.size(scale), **contest.row(work.cost, cold=is_cold)}
+    calls = [work.call]
+    for _ in range(count - 1):
+        calls.append(case.work(setting.scale, setting.device, setting.dtype).call)
+    about = {"name": case.name, "size": case.size(setting.scale)}
+    entries = Contest(about, setting, work.cost, is_cold)
+    entries.add(OURS, calls, lambda _: None, capturable=case.capturable)
+    return entries
+
+
+def peers(_case: Case, _setting: Setting) -> list[str]:
+    """Return no peer: those of attention and experts have benchmarks of their own."""
+    return []
+
+
+def measure(case: Case, setting: Setting) -> Json:
+    """Measure the row of a case."""
+    return contest(case, setting).row()
 
 
 BENCHMARK = Benchmark("kernels", __doc__, lambda _: CASES, measure, {"cuda": 100, "cpu": 20})

@@ -19,14 +19,13 @@ the device.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
-from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.benchmark import Benchmark, Json, Setting
 from paged.bench.check import compare
-from paged.bench.contest import Contest
-from paged.bench.limits import Ceilings, at_least
+from paged.bench.contest import OURS, Contest, peers_of
+from paged.bench.limits import Ceilings, Goal, at_least
 from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL, MoeCase
 from paged.bench.moe.peers import PEERS
 from paged.bench.timing import num_sets
@@ -37,77 +36,103 @@ MAX_SECONDS, MIN_REPEATS = 1.0, 5
 MAX_BATCHES = 8
 
 
-def measure(case: MoeCase, setting: Setting) -> dict[str, Any]:
-    """The row of a case.
+def contest(case: MoeCase, setting: Setting) -> Contest:
+    """Return the contest of our calls and the peers'.
 
     Raises:
         WrongResultError: the operation does not agree with the reference.
     """
     torch.manual_seed(0)
-    device, dtype, is_for_cpu = setting.device, setting.dtype, case.model == CPU_MODEL
+    device, dtype = setting.device, setting.dtype
     layer = case.layer(device, dtype)
     batches = [case.batch(device, dtype)]
     cost = case.cost(layer, batches[0])
     count, is_cold = num_sets(cost.num_bytes, device, MAX_BATCHES)
-    batches += [case.batch(device, dtype) for _ in range(count - 1)]
-    tolerance, contest = _tolerance(case), Contest(setting)
-    # One token is compared with the reference, which takes an expert of Mixtral a second.
-    token = slice(case.num_tokens // 2, case.num_tokens // 2 + 1)
-    expected = reference.fused_moe(*layer.arguments(batches[0].rows(token)), **layer.options)
-    contest.add("ours", [layer.call(batch) for batch in batches], lambda out: compare(out[token], expected, *tolerance))
-    out = contest.calls["ours"][0]()
-    contest.add_peers(
-        PEERS,
-        case,
-        lambda peer: [peer.make(case, layer, batch) for batch in batches],
-        lambda theirs: compare(theirs, out, *tolerance),
-    )
+    for _ in range(count - 1):
+        batches.append(case.batch(device, dtype))
     histogram = case.histogram(batches[0])
-    row = {
+    about = {
         "name": case.name,
         "model": case.model.name,
         "format": None if case.format is None else str(case.format),
         "routing": case.routing,
         "tokens": case.num_tokens,
-        "active_experts": sum(entries > 0 for entries in histogram),
+        "active_experts": len(histogram) - histogram.count(0),
         "local_experts": len(histogram),
         "largest_expert": max(histogram),
         "matmul_dtype": str(dtype).removeprefix("torch."),
-        **contest.row(cost, cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS),
     }
-    return row | {"goals": goals(row, setting.limits) if device.type == "cuda" or is_for_cpu else []}
+    entries = Contest(about, setting, cost, is_cold, MAX_SECONDS, MIN_REPEATS)
+    judged_as, budgets = _tolerance(case)
+    # One token is compared with the reference, which takes an expert of Mixtral a second.
+    token = slice(case.num_tokens // 2, case.num_tokens // 2 + 1)
+    expected = reference.fused_moe(*layer.arguments(batches[0].rows(token)), **layer.options)
+    calls = [layer.call(batch) for batch in batches]
+    entries.add(OURS, calls, lambda out: compare(out[token], expected, judged_as, budgets))
+    our_out = calls[0]()
+    entries.add_peers(
+        PEERS,
+        case,
+        lambda peer: [peer.make(case, layer, batch) for batch in batches],
+        lambda out: compare(out, our_out, judged_as, budgets),
+    )
+    return entries
+
+
+def peers(case: MoeCase, setting: Setting) -> list[str]:
+    """Return the names of the peers that take the case."""
+    return peers_of(PEERS, case, setting)
+
+
+def measure(case: MoeCase, setting: Setting) -> Json:
+    """Measure the row of a case."""
+    row = contest(case, setting).row()
+    if setting.device.type == "cuda" or case.model == CPU_MODEL:
+        row["goals"] = goals(row, setting.limits)
+    return row
 
 
 def _tolerance(case: MoeCase) -> tuple[torch.dtype | None, float]:
-    """As what an error is judged, and how many budgets it may take: rounding what e4m3 weights multiply, first the
-    hidden states and then the activation, may tip either way, and vLLM rounds what int8 and int4 weights stand for."""
+    """Return the dtype as which an error is judged, None for its own, and the number of budgets.
+
+    Inputs of e4m3 weights are rounded, first the hidden states and then the activation, and either may be rounded up or
+    down; vLLM rounds what int8 and int4 weights stand for.
+    """
     if case.format is None:
         return None, 1
-    return torch.float8_e4m3fn if case.format.kind == "e4m3" else None, 2
+    if case.format.kind == "e4m3":
+        return torch.float8_e4m3fn, 2
+    return None, 2
 
 
-def goals(row: dict[str, Any], limits: Ceilings) -> list[dict[str, Any]]:
-    """What the row is meant to reach, on one H200 or, of the comparison on a CPU, there; value and met are None where
-    what it compares with did not run."""
+def goals(row: Json, limits: Ceilings) -> list[Goal]:
+    """Return the goals of a row, on one H200 or, for CPU_MODEL, on a CPU."""
     if row["model"] == CPU_MODEL.name:
         ratios = [peer["ratio"] for name, peer in row["peers"].items() if name.startswith("transformers")]
         return [at_least("the fastest experts of transformers", min(ratios, default=None), 1.0)]
-    found = [at_least("vLLM's Triton kernel", row["peers"].get("vllm", {}).get("ratio"), 1.0)]
+    judged = [at_least("vLLM's Triton kernel", row["peers"].get("vllm", {}).get("ratio"), 1.0)]
     is_plain = row["format"] is None
     if is_plain and row["bound_by"] == "memory" and row["active_experts"] == row["local_experts"]:
-        found.append(at_least("92 % of the copy bandwidth", 100 * row["gb_per_s"] * 1e9 / limits.copy, 92.0))
+        judged.append(at_least("92 % of the copy bandwidth", 100 * row["gb_per_s"] * 1e9 / limits.copy, 92.0))
     if is_plain and row["model"] == "Qwen3-30B-A3B" and row["tokens"] >= 16384:
-        found.append(at_least("520 TFLOP/s", row["tflop_per_s"], 520.0))
-    return found
+        judged.append(at_least("520 TFLOP/s", row["tflop_per_s"], 520.0))
+    return judged
+
+
+def cases(setting: Setting) -> list[MoeCase]:
+    """Return all cases, and on a CPU those of the comparison there."""
+    sized = list(CASES)
+    if setting.small:
+        sized = [case.small() for case in CASES]
+    if setting.device.type == "cpu":
+        sized += CPU_CASES
+    return sized
 
 
 BENCHMARK = Benchmark(
     "moe",
     __doc__,
-    lambda setting: [
-        *(case.small() if setting.small else case for case in CASES),
-        *(CPU_CASES if setting.device.type == "cpu" else ()),
-    ],
+    cases,
     measure,
     {"cuda": 30, "cpu": 500},
     legend="Qwen3-30B-A3B/16.zipf.64: a sixteenth of the widths and experts, routing, tokens",

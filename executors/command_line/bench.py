@@ -30,12 +30,12 @@ PRESETS = {
         "kernels.run", "every kernel at small sizes, a minute", ("--small", "--repeats", "5", "--budget", "60")
     ),
     "kernels": Preset("kernels.run", "every kernel against its hardware limit"),
+    "micro": Preset("test_micro", "kernels and cache through pytest-benchmark, whose options it takes"),
     "attention": Preset("attention.run", "attention against other packages"),
     "moe": Preset("moe.run", "mixture of experts against other packages"),
     "cache": Preset("cache.run", "host time of the KV cache against vLLM's"),
     "engine": Preset("engine.run", "the engine against transformers' continuous batching"),
     "compile": Preset("compilation.compile", "compile every kernel ahead of time, without a GPU"),
-    "schedule": Preset("attention.schedule", "how evenly attention's work fills a GPU"),
     "tune-attention": Preset("attention.tune", "time the tile sizes of attention", needs_gpu=True),
     "tune-moe": Preset("moe.tune", "find the MoE tile sizes for a model and write them", needs_gpu=True),
     "report": Preset("report.build", "a page of tables from results written with --json"),

@@ -127,5 +127,5 @@ def test_stolen_time_is_that_of_our_cores(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_measured_rates() -> None:
-    limits = timing.measured_ceilings(torch.device("cpu"), torch.float32, 1, most_bytes=1 << 20)
+    limits = timing.measured_ceilings(torch.device("cpu"), torch.float32, 1, max_bytes=1 << 20)
     assert min(limits.copy, limits.read, limits.matmul) > 0

@@ -20,8 +20,8 @@ Entry = str | tuple[str, str]
 Row = list[Entry]
 # One line of what a folder holds.
 HOLDS = {
-    "bench": "timing, goals, the GPU run",
-    "bench/attention": "rows, peers, schedules, tuning",
+    "bench": "timing, pytest-benchmark, GPU run",
+    "bench/attention": "rows, peers, tuning",
     "bench/cache": "the cache without a model",
     "bench/compilation": "machine code without a GPU",
     "bench/compilation/cases": "every configuration compiled",

@@ -50,15 +50,18 @@ def test_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_values_narrower_than_keys_get_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_attention, "PEERS", ())
-    found, _ = contest(replace(DECODE, head_dim=24, v_head_dim=16), SETTING)
-    assert found.calls["ours"][0]().shape == (3, 4, 16)
+    case = replace(DECODE, head_dim=24, v_head_dim=16)
+    assert contest(case, SETTING).samples.keys() == {"ours", "planning"}
+    step, layers = case.tensors(SETTING.device, SETTING.dtype, 1)
+    assert ours(step, layers)[0]().shape == (3, 4, 16)
 
 
 def test_latents_get_a_row_whose_keys_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_attention, "PEERS", ())
     case = replace(DECODE, heads=(4, 1), head_dim=48, v_head_dim=32, latent=True)
-    found, _ = contest(case, SETTING)
-    assert found.calls["ours"][0]().shape == (len(case.lengths), 4, 32)
+    assert contest(case, SETTING).samples.keys() == {"ours", "planning"}
+    step, layers = case.tensors(SETTING.device, SETTING.dtype, 1)
+    assert ours(step, layers)[0]().shape == (len(case.lengths), 4, 32)
     keys = sum(seq_len for _, seq_len in case.lengths)
     apart = replace(case, latent=False).cost(torch.float32)
     assert apart.num_bytes - case.cost(torch.float32).num_bytes == 4 * 32 * keys
@@ -84,11 +87,11 @@ def test_wrong_and_failing_peers_get_no_ratio(monkeypatch: pytest.MonkeyPatch) -
 
     peers = (("first", off_at(0)), ("between", off_at(5)), ("broken", broken), ("sound", ours))
     monkeypatch.setattr(bench_attention, "PEERS", [Peer(name, lambda *_: None, make) for name, make in peers])
-    found, _ = contest(PREFILL, SETTING)
-    assert found.absent.keys() == {"first", "between", "broken"}
-    assert all(found.absent[name].startswith("wrong: ") for name in ("first", "between"))
-    assert found.absent["broken"] == "failed: RuntimeError: no kernel image"
-    assert found.calls.keys() == {"ours", "planning", "sound"}
+    entries = contest(PREFILL, SETTING)
+    assert entries.absent.keys() == {"first", "between", "broken"}
+    assert all(entries.absent[name].startswith("wrong: ") for name in ("first", "between"))
+    assert entries.absent["broken"] == "failed: RuntimeError: no kernel image"
+    assert entries.samples.keys() == {"ours", "planning", "sound"}
 
 
 def test_shapes_of_ones_own() -> None:

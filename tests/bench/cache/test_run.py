@@ -4,14 +4,18 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from paged import PagedKvCacheManager
+from paged.bench.benchmark import Setting
 from paged.bench.cache import run as bench_cache
 from paged.bench.cache.cases import CASES, Case, check_hit
-from paged.bench.cache.run import PEER_VERSION, main, row
+from paged.bench.cache.run import PEER_VERSION, goals, main
 from paged.bench.check import WrongResultError
+from paged.bench.contest import Contest
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
 
@@ -27,8 +31,15 @@ def _timed(name: str = "timed", goal_us: float | None = None) -> Case:
     return Case(name, lambda: iter([1e-5]), goal_us=goal_us)
 
 
+def _row(**seconds: list[float]) -> dict[str, Any]:
+    """The row of a contest whose samples take so many seconds."""
+    repeats = len(seconds["ours"])
+    samples = {name: iter(values).__next__ for name, values in seconds.items()}
+    return Contest({"name": "timed"}, Setting(torch.device("cpu"), repeats), samples=samples).row()
+
+
 def test_ratio_is_the_peers_median_over_ours() -> None:
-    result = row(_timed(), [2e-6, 1e-6, 3e-6], [9e-6, 6e-6, 60e-6])
+    result = _row(ours=[2e-6, 1e-6, 3e-6], vllm=[9e-6, 6e-6, 60e-6])
     peer = {"median_us": 9.0, "p20_us": 7.2, "p80_us": 39.6, "ratio": 4.5}
     assert result["peers"]["vllm"] == pytest.approx(peer)
     assert (result["median_us"], result["p20_us"], result["p80_us"]) == pytest.approx((2.0, 1.4, 2.6))
@@ -36,11 +47,12 @@ def test_ratio_is_the_peers_median_over_ours() -> None:
 
 def test_goals() -> None:
     """Beside a peer and in microseconds."""
-    for theirs, met in ((3.0, True), (2.9, False), (None, None)):
-        (goal,) = row(_timed(), [1.0, 1.0], [] if theirs is None else [theirs, theirs])["goals"]
-        assert (goal["text"], goal["met"], goal["value"]) == ("at least 3x vLLM's manager", met, theirs)
+    for ratio, met in ((3.0, True), (2.9, False), (None, None)):
+        peers = {} if ratio is None else {"vllm": {"ratio": ratio}}
+        (goal,) = goals(_timed(), {"peers": peers})
+        assert (goal["text"], goal["met"], goal["value"]) == ("at least 3x vLLM's manager", met, ratio)
     for microseconds, met in ((99, True), (101, False)):
-        (goal,) = row(_timed(goal_us=100.0), [microseconds * 1e-6] * 2, [])["goals"]
+        (goal,) = goals(_timed(goal_us=100.0), {"median_us": microseconds})
         assert (goal["text"], goal["met"]) == ("at most 100 us", met)
 
 
