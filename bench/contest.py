@@ -39,9 +39,9 @@ def peers_of(peers: Sequence[Peer], case: Any, setting: Setting) -> list[str]:
 class Contest:
     """Implementations of one operation on the same tensors.
 
-    about: what the row says beside its times. cost: of a call; None if only times are compared. is_cold: whether the tensors exceed the cache. max_seconds: no
-    more samples than fit into this, beyond min_samples. samples: times a call of each implementation. absent: why
-    others take no part.
+    about: what the row says beside its times. cost: of a call; None if only times are compared. is_cold: whether the
+    tensors exceed the cache. max_seconds: no more samples than fit into this, beyond min_samples. samples: times a call
+    of each implementation. absent: why others take no part.
     """
 
     about: Json

@@ -122,9 +122,10 @@ def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = T
     seconds = _elapsed(lambda: _run_all(calls)) / len(calls)
     num_calls = max(len(calls), min(_MIN_CALLS, math.ceil(_MIN_SECONDS / seconds)))
     repeated = [calls[index % len(calls)] for index in range(num_calls)]
-    method, run = "events", functools.partial(_run_all, repeated)
+    run: Call = functools.partial(_run_all, repeated)
+    method = "events"
     if capturable:
-        method, run = "graph", _capture(repeated)
+        run, method = _capture(repeated), "graph"
     _elapsed(run)
     return method, lambda: _elapsed(run) / num_calls
 
