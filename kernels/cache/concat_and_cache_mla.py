@@ -161,7 +161,7 @@ class LatentWrite(NamedTuple):
 
     @property
     def slots(self) -> Ids:
-        """What slots must be: those of a cache, or negative."""
+        """The slots and their range, for checks; negative ones are skipped."""
         num_blocks, block_size = self.kv_cache.shape[:2]
         return Ids("slot_mapping", self.slot_mapping, None, num_blocks * block_size - 1)
 
@@ -231,7 +231,7 @@ def concat_and_cache_mla(
     return run
 
 
-@operation(mutates=("q_rope", "kv_cache"), finish=lambda given, _: given["q_rope"])
+@operation(mutates=("q_rope", "kv_cache"), finish=lambda arguments, _: arguments["q_rope"])
 def mla_norm_rope_and_cache(
     q_rope: torch.Tensor,
     latent: torch.Tensor,
@@ -329,9 +329,10 @@ def _prepare(
         grid: tuple[int, ...] = (num_tokens,)
         rotation: dict[str, Any] = {**dict.fromkeys(sizes, 1), "stride_cos_sin_position": 0, "NUM_KV_HEADS": 1}
         rotation |= {"INTERLEAVED": False, "num_warps": 4}
+        num_unrotated = rope_dim
     else:
+        num_unrotated = rope_dim - cos_sin_cache.shape[1]
         grid, rotation = rotation_launch(num_tokens, q_rope.shape[1], 1, rope_dim, cos_sin_cache, interleaved)
-    rest = rope_dim - (0 if cos_sin_cache is None else cos_sin_cache.shape[1])
     return Launch(
         _concat_and_cache_mla_kernel,
         grid,
@@ -344,7 +345,7 @@ def _prepare(
             "LATENT_PADDED": triton.next_power_of_2(size),
             "ROPE_DIM": rope_dim,
             "KV_BLOCK_SIZE": write.kv_cache.shape[1],
-            "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
+            "BLOCK_REST": triton.next_power_of_2(max(num_unrotated, 1)),
             "KIND": latent_kind(write.kv_cache),
             "NATIVE_FP8": has_native_e4m3(write.latent.device),
             **rotation,

@@ -114,8 +114,8 @@ class BlockCopy:
         )
 
 
-def _encode(given: Arguments) -> None:
-    given["block_pairs"] = _as_tensor(given["block_pairs"])
+def _encode(arguments: Arguments) -> None:
+    arguments["block_pairs"] = _as_tensor(arguments["block_pairs"])
 
 
 @operation(mutates=("caches",), arguments={"block_pairs": "Tensor block_pairs"}, encode=_encode)
@@ -172,7 +172,9 @@ def _as_tensor(pairs: torch.Tensor | Sequence[tuple[int, int]]) -> torch.Tensor:
         listed = [(source, destination) for source, destination in pairs]
     except Exception:  # whatever was given instead of pairs
         raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected (source, destination) block ids") from None
-    ids = [as_int(f"block_pairs[{at // 2}]", each, -(2**63), 2**63 - 1) for at, each in enumerate(chain(*listed))]
+    ids = [
+        as_int(f"block_pairs[{at // 2}]", block_id, -(2**63), 2**63 - 1) for at, block_id in enumerate(chain(*listed))
+    ]
     return torch.tensor(ids, dtype=torch.int64).view(-1, 2)
 
 

@@ -123,7 +123,9 @@ def _qk_norm_rope_and_cache_kernel(
             tl.store(v_ptrs, stored, mask=mask)
 
 
-@operation(mutates=("q", "k_cache", "v_cache", *SCALE_CACHES), **WRITES_SCALES, finish=lambda given, _: given["q"])
+@operation(
+    mutates=("q", "k_cache", "v_cache", *SCALE_CACHES), **WRITES_SCALES, finish=lambda arguments, _: arguments["q"]
+)
 def qk_norm_rope_and_cache(
     q: torch.Tensor,
     k: torch.Tensor,

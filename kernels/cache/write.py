@@ -24,16 +24,17 @@ from paged.kernels.common.launch import strides
 from paged.kernels.common.operation import Arguments
 
 
-def _encode(given: Arguments) -> None:
-    if given["k_cache"].dtype == torch.int8:
+def _encode(arguments: Arguments) -> None:
+    if arguments["k_cache"].dtype == torch.int8:
         for name in ("k_scale", "v_scale"):
-            given[f"{name}_cache"] = given.pop(name, None)
+            arguments[f"{name}_cache"] = arguments.pop(name, None)
 
 
-def _decode(given: Arguments) -> None:
+def _decode(arguments: Arguments) -> None:
     for name in ("k_scale", "v_scale"):
-        if (scale := given.pop(f"{name}_cache", None)) is not None:
-            given[name] = scale
+        scale = arguments.pop(f"{name}_cache", None)
+        if scale is not None:
+            arguments[name] = scale
 
 
 WRITES_SCALES: dict[str, Any] = {

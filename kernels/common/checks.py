@@ -10,7 +10,7 @@ from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import as_float, shown
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# What a cache may hold beside those: see `cache_kinds`.
+# 8-bit dtypes of a KV cache. To add one, begin at `cache_kinds`.
 NARROW_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 CACHE_DTYPES = (*FLOAT_DTYPES, *NARROW_DTYPES)
 
@@ -20,8 +20,9 @@ def check_is_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name}: {shown(tensor)}, expected a tensor")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else tensor.layout
-        raise InvalidInputError(f"{name}: layout {layout}, expected {torch.strided}")
+        if tensor.is_nested:
+            raise InvalidInputError(f"{name}: layout nested, expected {torch.strided}")
+        raise InvalidInputError(f"{name}: layout {tensor.layout}, expected {torch.strided}")
     if tensor.is_quantized:
         raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected one that PyTorch does not quantize")
     if tensor.is_neg():  # kernels read memory, which holds what is still to be negated
@@ -66,8 +67,8 @@ def check_tensor(
     check_is_tensor(name, tensor)
     if expected is not None:
         fits = len(tensor.shape) == len(expected)
-        for size, wanted in zip(tensor.shape, expected, strict=False):
-            if size != wanted and not isinstance(wanted, str):
+        for size, expected_size in zip(tensor.shape, expected, strict=False):
+            if size != expected_size and not isinstance(expected_size, str):
                 fits = False
         if not fits:
             shape = ", ".join(str(size) for size in expected)
@@ -149,12 +150,17 @@ def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> N
 
 def scale_strides(**scales: torch.Tensor | None) -> dict[str, int]:
     """Return kernel arguments `stride_<scale>_<axis>` for block, slot and head; 0 if the scale has no such axis."""
-    found: dict[str, int] = {}
+    strides: dict[str, int] = {}
     for name, scale in scales.items():
-        steps = (0,) if scale is None or scale.dim() == 0 or scale.shape == (1,) else scale.stride()
-        axes = ("block", "slot", "head")
-        found |= dict(zip((f"stride_{name}_{axis}" for axis in axes), (*(0,) * (3 - len(steps)), *steps), strict=True))
-    return found
+        block_step, slot_step, head_step = 0, 0, 0
+        if scale is not None and scale.dim() == 3:
+            block_step, slot_step, head_step = scale.stride()
+        elif scale is not None and scale.numel() > 1:
+            head_step = scale.stride(0)
+        strides[f"stride_{name}_block"] = block_step
+        strides[f"stride_{name}_slot"] = slot_step
+        strides[f"stride_{name}_head"] = head_step
+    return strides
 
 
 def check_eps(eps: float) -> float:

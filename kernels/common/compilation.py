@@ -22,7 +22,7 @@ _CHOICES = ("allow", "warn", "error")
 # Of this thread or task alone: another one may be serving.
 _IS_WARMING_UP = ContextVar("_IS_WARMING_UP", default=False)
 _IS_COLLECTING = ContextVar("_IS_COLLECTING", default=False)
-# collecting(): whether launches are left out, and their kernels compiled.
+# collecting(): whether launches are skipped, and their kernels compiled.
 collecting = _IS_COLLECTING.get
 # Threads, as Python's lock was free for 84 % of the time that 8 kernels took for sm_90 (passes, LLVM, ptxas of Triton
 # 3.7.1); more than 6 wait for one another. On AMD LLVM may abort where it compiles several.
@@ -39,16 +39,20 @@ class _Watch:
         self._before = before
         self.warned: set[str] = set()
 
-    def __call__(self, **given: Any) -> Any:
-        fn, is_ours = given["fn"], given["fn"].module.startswith("paged.")
-        choice = _choice() if is_ours and not (given["is_manual_warmup"] or _IS_WARMING_UP.get()) else "allow"
-        message = f"{fn.name} is compiled while serving, for {given['repr']}"
-        if choice == "error":
-            raise UnsupportedError(f"PAGED_JIT=error: {message}")
-        if choice == "warn" and fn.name not in self.warned:
-            self.warned.add(fn.name)
-            logging.getLogger(__name__).warning("PAGED_JIT=warn: %s", message)
-        return None if self._before is None else self._before(**given)
+    def __call__(self, **compilation: Any) -> Any:
+        kernel = compilation["fn"]
+        is_expected = compilation["is_manual_warmup"] or _IS_WARMING_UP.get()
+        if kernel.module.startswith("paged.") and not is_expected:
+            choice = _choice()
+            message = f"{kernel.name} is compiled while serving, for {compilation['repr']}"
+            if choice == "error":
+                raise UnsupportedError(f"PAGED_JIT=error: {message}")
+            if choice == "warn" and kernel.name not in self.warned:
+                self.warned.add(kernel.name)
+                logging.getLogger(__name__).warning("PAGED_JIT=warn: %s", message)
+        if self._before is None:
+            return None
+        return self._before(**compilation)
 
 
 def serving_begins() -> None:
@@ -81,8 +85,8 @@ def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Ite
 def compile_all(run: Callable[[], object], track: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> None:
     """Compile every kernel that `run` launches, several at once.
 
-    run: called with its launches left out, so it must not wait for results of kernels. An error in a kernel is raised
-    by its launch. track: iterates over the kernels, and may show progress.
+    run: called without its launches, so it must not wait for results of kernels. A kernel that does not compile raises
+    when it is launched. track: iterates over the kernels, and may show progress.
     """
 
     def collect() -> None:

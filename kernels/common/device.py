@@ -21,12 +21,12 @@ from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 LARGE_SHARED_MEMORY = ("sm_90", "sm_100", "sm_103", "cpu")
 # Consumer chips, whose programs may take 99 KB, and for which ptxas keeps to fewer registers where it can.
 SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
-# What numba's loops compute with.
+# Dtypes of numba kernels.
 LOOP_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Backend(NamedTuple):
-    """What operations choose by besides their tensors.
+    """The settings by which operations choose an implementation.
 
     Attributes:
         name: PAGED_BACKEND, "" if it is not set.
@@ -62,7 +62,9 @@ class Device:
 
 def default_device() -> torch.device:
     """Return where models and caches are made if the caller names no device: CUDA if there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("cpu")
 
 
 @functools.cache
@@ -71,10 +73,9 @@ def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device("cpu", 8)
     properties = torch.cuda.get_device_properties(device)
+    arch = f"sm_{properties.major}{properties.minor}"
     if torch.version.hip is not None:
         arch = str(properties.gcnArchName).split(":")[0]
-    else:
-        arch = f"sm_{properties.major}{properties.minor}"
     return Device(arch, properties.multi_processor_count, properties.name)
 
 
@@ -88,7 +89,7 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
         InvalidInputError: PAGED_BACKEND holds another word.
         UnsupportedError: Triton is required but cannot run here, or the tensor has no memory ("meta").
     """
-    device = place if isinstance(place, torch.device) else place.device
+    device = place.device if isinstance(place, torch.Tensor) else place
     if device.type == "meta":
         raise UnsupportedError("tensors on meta have no values to compute with")
     choice = backend().name
@@ -101,7 +102,9 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
     if runnable:
         return True
     if choice == "triton" or on_gpu:
-        reason = "triton is not installed" if not HAS_TRITON else "CPU tensors need TRITON_INTERPRET=1"
+        reason = "CPU tensors need TRITON_INTERPRET=1"
+        if not HAS_TRITON:
+            reason = "triton is not installed"
         raise UnsupportedError(f"the Triton backend cannot run on device {device}: {reason}")
     return False
 
@@ -167,9 +170,17 @@ def loops_of(module: str, *tensors: torch.Tensor | None, weights: Sequence[torch
         return None
     if not has_numba():
         raise UnsupportedError("the numba backend cannot run: numba is not installed, or PyTorch has no GNU OpenMP")
-    given = [tensor for tensor in tensors if tensor is not None]
-    dtype = given[0].dtype
-    is_one = dtype in LOOP_DTYPES and all(tensor.dtype == dtype and tensor.is_cpu for tensor in given)
-    if not is_one or any(weight is not None and weight.dtype not in (dtype, torch.float32) for weight in weights):
+    dtype = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if dtype is None:
+            dtype = tensor.dtype
+        if tensor.dtype != dtype or not tensor.is_cpu:
+            return None
+    if dtype not in LOOP_DTYPES:
         return None
+    for weight in weights:
+        if weight is not None and weight.dtype not in (dtype, torch.float32):
+            return None
     return importlib.import_module(f"paged.kernels.{module}")

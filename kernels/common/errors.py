@@ -29,7 +29,12 @@ def arguments_named(**names: str) -> Iterator[None]:
     try:
         yield
     except (InvalidInputError, UnsupportedError) as error:
-        head, colon, rest = str(error).partition(":")
-        head = re.sub(r"\w+", lambda word: names.get(word[0], word[0]) if colon else word[0], head)
-        rest = re.sub(r"\w+_\w+", lambda word: names.get(word[0], word[0]), rest)
-        raise type(error)(head + colon + rest) from error
+        head, colon, message = str(error).partition(":")
+
+        def renamed(word: re.Match[str]) -> str:
+            return names.get(word[0], word[0])
+
+        if colon:
+            head = re.sub(r"\w+", renamed, head)
+        message = re.sub(r"\w+_\w+", renamed, message)
+        raise type(error)(head + colon + message) from error

@@ -21,7 +21,7 @@ from paged.kernels.common.launch import launch
 _INT64_MIN = -(2**63)
 # Ids a program; a batch of 256 decodes over tables of 1,024 blocks is 256 programs of one step.
 LANES = 1024
-# Of each checked operation the arguments that hold ids, in the order that the kernels number them.
+# Arguments that hold ids, by operation, in the order in which the kernels number them.
 _ARGUMENTS = {
     "paged_attention": ("cu_seqlens_q", "cu_seqlens_q", "max_seqlen_q", "seq_lens", "block_table"),
     "reshape_and_cache": ("slot_mapping",),
@@ -33,7 +33,7 @@ _ARGUMENTS = {
     "add_lora": ("rows", "slots", "ranks"),
 }
 _OPERATIONS = ("", *_ARGUMENTS)
-# Of `Sequences` what a kernel takes by the same name.
+# Fields of `Sequences` that are arguments of the kernel.
 _NUMBERS = ("num_tokens", "num_blocks", "block_size", "max_seqlen_q", "left", "chunk_size")
 
 
@@ -80,7 +80,9 @@ def check_ids_on_host(name: str, ids: torch.Tensor, low: int | None, high: int) 
     lowest, highest = ids.aminmax()
     if int(highest) <= high and (low is None or int(lowest) >= low):
         return
-    is_wrong = (ids > high) if low is None else (ids < low) | (ids > high)
+    is_wrong = ids > high
+    if low is not None:
+        is_wrong |= ids < low
     index = is_wrong.nonzero()[0].tolist()
     _refuse(name, index, int(ids[tuple(index)]), low, high)
 
@@ -89,12 +91,13 @@ def check_ids_on_device(operation: str, *arrays: Ids) -> None:
     """Launch one check of up to three arrays; first raise the error of an earlier check if it is recorded."""
     arguments: dict[str, torch.Tensor | int | None] = {}
     for index in range(3):
-        _, ids, low, high = arrays[index] if index < len(arrays) else ("", None, 0, 0)
-        arguments[f"ids_{index}_ptr"] = None if ids is None else ids.reshape(-1)
-        arguments[f"num_{index}"] = 0 if ids is None else ids.numel()
-        arguments[f"low_{index}"] = _INT64_MIN if low is None else low
-        arguments[f"high_{index}"] = high
-    longest = max(each.ids.numel() for each in arrays)
+        arguments |= {f"ids_{index}_ptr": None, f"num_{index}": 0, f"low_{index}": 0, f"high_{index}": 0}
+    for index, array in enumerate(arrays):
+        arguments[f"ids_{index}_ptr"] = array.ids.reshape(-1)
+        arguments[f"num_{index}"] = array.ids.numel()
+        arguments[f"low_{index}"] = _INT64_MIN if array.low is None else array.low
+        arguments[f"high_{index}"] = array.high
+    longest = max(array.ids.numel() for array in arrays)
     _look(_check_ids_kernel, triton.cdiv(longest, LANES), arrays[0].ids.device, operation, **arguments)
 
 
@@ -144,7 +147,8 @@ def check_sequences_on_host(sequences: Sequences) -> None:
     """
     # NumPy looks at a step's few numbers faster than PyTorch's dispatcher.
     table, offsets, lengths = (ids.cpu().numpy() for ids in sequences[:3])
-    _, _, _, num_tokens, num_blocks, block_size, max_seqlen_q, left, keys_at_once, chunk_size = sequences
+    num_tokens, num_blocks, block_size = sequences.num_tokens, sequences.num_blocks, sequences.block_size
+    max_seqlen_q, chunk_size, keys_at_once = sequences.max_seqlen_q, sequences.chunk_size, sequences.keys_at_once
     if offsets.min() < 0 or offsets.max() > num_tokens:
         check_ids_on_host("cu_seqlens_q", sequences.cu_seqlens_q, 0, num_tokens)
     if offsets[0]:
@@ -164,7 +168,7 @@ def check_sequences_on_host(sequences: Sequences) -> None:
     if not table.size or (table.min() >= 0 and table.max() < num_blocks):
         return
     first_queries = (lengths - q_lens).clip(min=0)
-    first_keys = (first_queries // chunk_size * chunk_size).clip(min=first_queries - left)
+    first_keys = (first_queries // chunk_size * chunk_size).clip(min=first_queries - sequences.left)
     first_keys = first_keys // keys_at_once * keys_at_once
     columns = torch.arange(width).numpy()
     is_read = (columns >= (first_keys // block_size)[:, None]) & (columns * block_size < lengths[:, None])
@@ -235,7 +239,7 @@ class _Recorded:
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             failure = error
-        operation, *found = self.record.tolist()
+        operation, *fault = self.record.tolist()
         if not operation:
             if failure is not None:
                 raise failure
@@ -244,7 +248,7 @@ class _Recorded:
             self.ticket.zero_()
         self.record.zero_()
         try:
-            _raise_recorded(_OPERATIONS[operation], *found)
+            _raise_recorded(_OPERATIONS[operation], *fault)
         except InvalidInputError as error:
             raise error from failure
 
@@ -254,8 +258,11 @@ def _raise_recorded(operation: str, argument: int, row: int, column: int, value:
     if operation == "paged_attention" and argument == TOO_LONG.value:
         error = _too_short(value, low, column)
         raise InvalidInputError(f"{error} (found on the device, in {operation})")
-    index = [column] if row < 0 else [row, column]
-    _refuse(name, index, value, None if low == _INT64_MIN else low, high, f" (found on the device, in {operation})")
+    index = [row, column]
+    if row < 0:
+        index = [column]
+    lowest = None if low == _INT64_MIN else low
+    _refuse(name, index, value, lowest, high, f" (found on the device, in {operation})")
 
 
 def _too_short(max_seqlen_q: int, longest: int, seq: int) -> InvalidInputError:
@@ -265,11 +272,15 @@ def _too_short(max_seqlen_q: int, longest: int, seq: int) -> InvalidInputError:
 
 
 def _refuse(name: str, index: list[int], value: int, low: int | None, high: int, where: str = "") -> NoReturn:
-    position = f"[{', '.join(map(str, index))}]" if index else ""
-    if high < (0 if low is None else low):
+    position = ""
+    if index:
+        position = f"[{', '.join(map(str, index))}]"
+    if high < (low or 0):
         expected = "there is none"
+    elif low is None:
+        expected = f"{high} at most"
     else:
-        expected = f"{high} at most" if low is None else f"{low} to {high}"
+        expected = f"{low} to {high}"
     raise InvalidInputError(f"{name}{position}: {value}, expected {expected}{where}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,9 @@ from paged.kernels.common.compat import TensorDescriptor, triton
 from paged.kernels.common.compilation import collecting
 
 Compute = Callable[[dict[str, Any]], Any]
-"""What an operation runs once it is bound, of its tensors by the names of the kernel's arguments: a `Launch`, a
-`LoopLaunch` or a function of PyTorch."""
-# Numbers of rows that between them lead to every tile of rows, which holds a power of two of them, 1,024 at most.
+"""Computes a bound operation; takes its tensors by the names of the kernel's arguments. A `Launch`, a `LoopLaunch` or
+a function of PyTorch."""
+# Numbers of rows that select every tile of rows. Tiles hold a power of two of them, 1,024 at most.
 ROW_COUNTS = tuple(1 << exponent for exponent in range(11))
 
 
@@ -38,7 +37,9 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 2 and x.is_contiguous():
         return x
     rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return rows
 
 
 def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
@@ -46,11 +47,15 @@ def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
 
     strides("token head", key=key) is {"stride_key_token": key.stride(0), "stride_key_head": key.stride(1)}.
     """
-    return {
-        f"stride_{name}_{axis}": step
-        for name, tensor in tensors.items()
-        for axis, step in zip(axes.split(), repeat(0) if tensor is None else tensor.stride(), strict=False)
-    }
+    axis_names = axes.split()
+    arguments: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        steps = (0,) * len(axis_names)
+        if tensor is not None:
+            steps = tensor.stride()
+        for axis, step in zip(axis_names, steps, strict=False):
+            arguments[f"stride_{name}_{axis}"] = step
+    return arguments
 
 
 def nothing(_tensors: object) -> None:
@@ -116,9 +121,9 @@ class Launch:
         on = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
         described = {name: box.describe(arguments[name]) for name, box in self.boxes.items()}
         with torch.cuda.device(on.device) if on.is_cuda else nullcontext():
-            is_left_out = collecting()
-            compiled = self._kernel.run(**arguments | described, **self._options, grid=self._grid, warmup=is_left_out)
-            if compiled is None or is_left_out:  # the interpreter has nothing to keep
+            is_skipped = collecting()
+            compiled = self._kernel.run(**arguments | described, **self._options, grid=self._grid, warmup=is_skipped)
+            if compiled is None or is_skipped:  # the interpreter has nothing to keep
                 return
             run = compiled.__getitem__(self._grid)  # [] would not find what another thread compiles ahead
         self._device = on.get_device()

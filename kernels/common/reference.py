@@ -105,14 +105,14 @@ def dequantize(
     middle = 8.0 if w.dtype in (torch.int32, torch.uint8) and not is_e2m1 else 0.0
     factors = 2.0 ** (scale.cpu().view(torch.uint8).double() - 127) if is_e8m0 else f64(scale)
 
-    def of_each(given: torch.Tensor) -> torch.Tensor:
-        if given.dim() < 2:
-            return given.reshape(-1, 1)
-        height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // given.shape[1])
+    def of_each(factors: torch.Tensor) -> torch.Tensor:
+        if factors.dim() < 2:
+            return factors.reshape(-1, 1)
+        height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // factors.shape[1])
         if is_e2m1:
             width = 32 if is_e8m0 else 16
         rows, columns = torch.arange(values.shape[0]) // height, torch.arange(values.shape[1]) // width
-        return given[rows][:, columns]
+        return factors[rows][:, columns]
 
     numbers = (values - (middle if zeros is None else of_each(f64(zeros)))) * of_each(factors)
     return numbers if tensor_scale is None else numbers * f64(tensor_scale)

@@ -25,7 +25,7 @@ def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) 
     Raises:
         InvalidInputError: it is no integer (bools and floats are none), or out of range.
     """
-    number: int | None = value if type(value) is int else as_index(value)
+    number = as_index(value)
     if number is None or (low is not None and number < low) or (high is not None and number > high):
         raise InvalidInputError(f"{name}: {shown(value)}, expected an integer{_range(low, high)}")
     return number
@@ -38,7 +38,9 @@ def as_index(value: Any) -> int | None:
         return value  # type: ignore[no-any-return]
     try:
         value = _plain(value)
-        return None if isinstance(value, bool) else operator.index(value)
+        if isinstance(value, bool):
+            return None
+        return operator.index(value)
     except MemoryError:
         raise
     except Exception:  # of a class of the caller's
@@ -56,13 +58,18 @@ def as_float(name: str, value: Any, low: float = -_FLOAT32_MAX, high: float = _F
     else:
         try:
             plain = _plain(value)
-            number = math.nan if isinstance(plain, bool | str | bytes | bytearray) else float(plain)
+            number = math.nan
+            if not isinstance(plain, bool | str | bytes | bytearray):
+                number = float(plain)
         except Exception:  # of a class of the caller's
             number = math.nan
     if not low <= number <= high:
-        is_finite = high == _FLOAT32_MAX
-        span = _range(low if low > -high else None, None if is_finite else high)
-        raise InvalidInputError(f"{name}: {shown(value)}, expected a {'finite ' if is_finite else ''}number{span}")
+        lowest = low if low > -high else None
+        if high == _FLOAT32_MAX:
+            expected = f"a finite number{_range(lowest, None)}"
+        else:
+            expected = f"a number{_range(lowest, high)}"
+        raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}")
     return number if abs(number) >= _FLOAT32_TINY else 0.0
 
 
@@ -102,4 +109,6 @@ def _range(low: float | None, high: float | None) -> str:
         return ""
     if low is None:
         return f" of at most {high}"
-    return f" of at least {low}" if high is None else f" in {low}..{high}"
+    if high is None:
+        return f" of at least {low}"
+    return f" in {low}..{high}"

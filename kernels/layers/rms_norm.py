@@ -80,7 +80,7 @@ def rms_norm(
     return run
 
 
-@operation(mutates=("x", "residual"), finish=lambda given, _: (given["x"], given["residual"]))
+@operation(mutates=("x", "residual"), finish=lambda arguments, _: (arguments["x"], arguments["residual"]))
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> Run[tuple[torch.Tensor, torch.Tensor]]:

@@ -55,7 +55,7 @@ def _rotary_embedding_kernel(
         )  # fmt: skip
 
 
-@operation(mutates=("query", "key"), finish=lambda given, _: (given["query"], given["key"]))
+@operation(mutates=("query", "key"), finish=lambda arguments, _: (arguments["query"], arguments["key"]))
 def rotary_embedding(
     positions: torch.Tensor,
     query: torch.Tensor,

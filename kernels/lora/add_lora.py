@@ -140,7 +140,9 @@ def _lora_expand_kernel(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@operation(mutates=("out",), **in_fields(weights=LoraWeights, batch=LoraBatch), finish=lambda given, _: given["out"])
+@operation(
+    mutates=("out",), **in_fields(weights=LoraWeights, batch=LoraBatch), finish=lambda arguments, _: arguments["out"]
+)
 def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> Run[torch.Tensor]:
     """Add each row's adapter, in place: out[row] += scale * B (A x[row]).
 

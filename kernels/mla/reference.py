@@ -79,15 +79,15 @@ def index_scores(
     else:
         wide = f64(keys)
     q, weights, offsets, table = f64(q), f64(weights), cu_seqlens_q.tolist(), block_table.tolist()
-    found = [torch.zeros(0, dtype=torch.float64)] * len(q)
+    keys_of_token = [torch.zeros(0, dtype=torch.float64)] * len(q)
     for seq, seq_len in enumerate(seq_lens.tolist()):
         for row in range(offsets[seq], offsets[seq + 1]):
             end = seq_len - offsets[seq + 1] + row + 1
             seen = [wide[table[seq][key // block_size], key % block_size] for key in range(end)]
-            found[row] = torch.tensor(
+            keys_of_token[row] = torch.tensor(
                 [float(weights[row] @ (q[row] @ key).clamp(min=0)) for key in seen], dtype=torch.float64
             )
-    return found
+    return keys_of_token
 
 
 def choose_keys(

@@ -60,8 +60,8 @@ def this_cpu() -> Cpu:
     oneDNN may be told to use older instructions (ONEDNN_MAX_CPU_ISA), whose sums of two products saturate at 16 bits:
     so one product of the largest codes is compared.
     """
-    found: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    names = {name for name, value in found.items() if value is True}
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    names = {name for name, value in capabilities.items() if value is True}
     has_int8 = not names.isdisjoint(("avx512_vnni", "avx_vnni", "amx_int8")) and _HAS_INT8 and _is_int8_exact()
     has_bf16 = not names.isdisjoint(("avx512_bf16", "amx_bf16")) and MULTIPLIES_BF16
     return Cpu(torch.backends.cpu.get_cpu_capability(), has_int8, has_bf16, "amx_int8" in names)
@@ -252,8 +252,8 @@ def _int8_blocks(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | No
         return None
     memory: Any = (ctypes.c_int8 * expected.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
     memory.packed = packed  # whose memory this is
-    found = torch.frombuffer(memory, dtype=torch.int8)
-    return found if torch.equal(found, expected) else None
+    weight_bytes = torch.frombuffer(memory, dtype=torch.int8)
+    return weight_bytes if torch.equal(weight_bytes, expected) else None
 
 
 def _int4_group(group: tuple[int, int], columns: int) -> int:
@@ -283,9 +283,9 @@ def _int4_rows(packed: torch.Tensor, columns: int) -> torch.Tensor:
     high bits. The rows after the last whole block stand in pairs.
     """
     block = _INT4_BLOCKS[this_cpu().capability]
-    whole = len(packed) // block * block
-    octets = packed[:whole].reshape(-1, columns, block // 2)
-    first = torch.cat([octets & 15, octets >> 4], -1).mT.reshape(whole, columns)
-    rest = packed[whole:].reshape(columns, -1)
-    last = torch.stack([rest & 15, rest >> 4], -1).flatten(1).T
+    num_full = len(packed) // block * block
+    octets = packed[:num_full].reshape(-1, columns, block // 2)
+    first = torch.cat([octets & 15, octets >> 4], -1).mT.reshape(num_full, columns)
+    remainder = packed[num_full:].reshape(columns, -1)
+    last = torch.stack([remainder & 15, remainder >> 4], -1).flatten(1).T
     return torch.cat([first, last])

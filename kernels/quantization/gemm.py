@@ -14,13 +14,13 @@ from paged.kernels.quantization.gemm_kernel import SUM_COLUMNS, _quantized_linea
 from paged.kernels.quantization.weight import QuantizedWeight
 
 
-def row_counts(most: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
+def row_counts(max_rows: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
     """Return the least number of contiguous rows of `dtype`, 1 to `most`, for each tile, rising.
 
     The choice changes from a multiple of 16 to the next row.
     """
     counts: dict[object, int] = {}
-    for count in range(1, most + 1, 16):
+    for count in range(1, max_rows + 1, 16):
         # Activations have 8 bits where they are quantised and the chip multiplies such.
         tiles = (_tile(count, size, weight.in_features * size % 16 == 0, weight) for size in {1, dtype.itemsize})
         counts.setdefault(tuple(tiles), count)

@@ -128,7 +128,7 @@ def from_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) 
     check_tensor("scales", scales, ("groups", 8 * words), FLOAT_DTYPES, qweight.device)
     check_tensor("qzeros", qzeros, (scales.shape[0], words), (torch.int32,), qweight.device)
     places = [_AWQ_ORDER.index(column) for column in range(8)]
-    codes, zeros = (_unpack(each, 4).unflatten(-1, (-1, 8))[..., places].flatten(-2) for each in (qweight, qzeros))
+    codes, zeros = (_unpack(words, 4).unflatten(-1, (-1, 8))[..., places].flatten(-2) for words in (qweight, qzeros))
     return _from_codes(codes.T, scales.T, zeros.T, None, 4)
 
 
@@ -183,8 +183,8 @@ def from_nvfp4(
     codes, columns = _e2m1_codes("weight", weight)
     expected = (len(codes), columns // NVFP4_GROUP)
     check_tensor("weight_scale", weight_scale, expected, (torch.float8_e4m3fn,), codes.device)
-    given = {"weight_global_scale": weight_global_scale, "weight_scale_2": weight_scale_2}
-    scales = [(name, scale) for name, scale in given.items() if scale is not None]
+    global_scales = {"weight_global_scale": weight_global_scale, "weight_scale_2": weight_scale_2}
+    scales = [(name, scale) for name, scale in global_scales.items() if scale is not None]
     if len(scales) != 1:
         raise InvalidInputError("weight_global_scale, weight_scale_2: expected one of them")
     ((name, scale),) = scales

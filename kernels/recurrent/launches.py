@@ -96,10 +96,10 @@ def bind_scan(
         options = chunk_options(mixed.dtype, arch, key_dim, is_corrected=is_corrected)
         compute = _launches(fixed, options, has_scans)
     else:
-        given = [gates[name] for name in ("gate_ptr", "b_ptr") if name in gates]
+        gate_tensors = [gates[name] for name in ("gate_ptr", "b_ptr") if name in gates]
         loops = None
         if not has_scans and rings.state.dtype == torch.float32:
-            loops = loops_of("recurrent.numba_ops.scan", mixed, *given)
+            loops = loops_of("recurrent.numba_ops.scan", mixed, *gate_tensors)
         if loops is None:
             return None
         compute = loops.prepare(mixed.dtype, {**fixed, "L": rings.k.shape[1]})

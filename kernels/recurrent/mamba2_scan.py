@@ -56,16 +56,18 @@ def mamba2_scan(
         UnsupportedError: an argument requires a gradient.
     """
     num_groups = as_int("num_groups", num_groups, 1)
+    dt_min, dt_max = 0.0, math.inf
     try:
-        least, most = (0.0, math.inf) if dt_limits is None else dt_limits
+        if dt_limits is not None:
+            dt_min, dt_max = dt_limits
     except (TypeError, ValueError):
         raise InvalidInputError(f"dt_limits: {shown(dt_limits)}, expected two numbers") from None
-    least = as_float("dt_limits[0]", least, 0.0)
-    most = as_float("dt_limits[1]", most, least, math.inf)
+    dt_min = as_float("dt_limits[0]", dt_min, 0.0)
+    dt_max = as_float("dt_limits[1]", dt_max, dt_min, math.inf)
     rings = check_scan(mixed, {"dt": dt}, state, batch, num_groups)
     check_weights(mixed.device, (dt.shape[1],), A_log=A_log, dt_bias=dt_bias, D=D)
 
-    numbers = {"beta_scale": 0.0, "least": least, "most": most, "eps": 0.0, "scale": 1.0}
+    numbers = {"beta_scale": 0.0, "least": dt_min, "most": dt_max, "eps": 0.0, "scale": 1.0}
     bound = bind_scan(mixed, {"gate_ptr": dt}, rings, batch, numbers)
 
     def run(
@@ -82,6 +84,6 @@ def mamba2_scan(
             weights = {"A_log_ptr": A_log, "dt_bias_ptr": dt_bias, "D_ptr": D}
             return bound(mixed, state, batch, {"gate_ptr": dt}, weights)
         rings = state.rings()
-        return torch_op.mamba2_scan(mixed, dt, A_log, dt_bias, D, rings, batch, dt_limits=(least, most))
+        return torch_op.mamba2_scan(mixed, dt, A_log, dt_bias, D, rings, batch, dt_limits=(dt_min, dt_max))
 
     return run

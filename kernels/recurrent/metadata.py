@@ -105,9 +105,9 @@ class RecurrentBatch:
     def rows(self) -> Iterator[Row]:
         """Return the sequences that have tokens; waits for the device."""
         offsets, *columns = (tensor.tolist() for tensor in self.tensors().values())
-        for first, end, *others in zip(offsets, offsets[1:], *columns, strict=False):
+        for first, end, *row_values in zip(offsets, offsets[1:], *columns, strict=False):
             if end > first:
-                yield Row(first, end - first, *others)
+                yield Row(first, end - first, *row_values)
 
     def check(self, num_tokens: int, num_slots: int, ring_len: int) -> None:
         """Raise InvalidInputError for a row that does not fit a layer; values on a GPU are trusted, not read."""
@@ -115,7 +115,7 @@ class RecurrentBatch:
             raise InvalidInputError(f"max_append: {self.max_append}, expected at most {ring_len}, entries of the ring")
         if not self.starts.is_cpu:
             return
-        offsets, *columns = (each.tolist() for each in self.tensors().values())
+        offsets, *columns = (tensor.tolist() for tensor in self.tensors().values())
         if offsets[0] != 0:
             raise InvalidInputError(f"cu_seqlens_q[0]: {offsets[0]}, expected 0")
         written: set[int] = set()
@@ -147,11 +147,11 @@ class RecurrentBatch:
             for name, value, is_right, expected in rules:
                 if not is_right:
                     raise InvalidInputError(f"{name}[{at}]: {value}, expected {expected}")
-            for each in (write, snapshot):
-                if each in written:
-                    raise InvalidInputError(f"write_slots: slot {each} is written twice, expected once at most")
-                if each > 0:
-                    written.add(each)
+            for slot_id in (write, snapshot):
+                if slot_id in written:
+                    raise InvalidInputError(f"write_slots: slot {slot_id} is written twice, expected once at most")
+                if slot_id > 0:
+                    written.add(slot_id)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,8 +213,8 @@ def check_weights(device: torch.device, shape: tuple[int, ...], **weights: torch
 def check_step(state: RecurrentState, batch: RecurrentBatch, x: torch.Tensor) -> None:
     """Raise InvalidInputError unless these are a state of tensors and a batch on the device of x."""
     if not (isinstance(state, RecurrentState) and isinstance(batch, RecurrentBatch)):
-        given = f"{shown(state)}, {shown(batch)}"
-        raise InvalidInputError(f"state, batch: {given}, expected RecurrentState and RecurrentBatch")
+        arguments = f"{shown(state)}, {shown(batch)}"
+        raise InvalidInputError(f"state, batch: {arguments}, expected RecurrentState and RecurrentBatch")
     check_is_tensor("x", x)
     for name, tensor in vars(state).items():
         if tensor is not None:

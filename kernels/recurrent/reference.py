@@ -82,8 +82,8 @@ def gated_delta_rule(
     def step(S: torch.Tensor, token: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         q, k, v = rows[token, :q_end], rows[token, q_end:k_end], rows[token, k_end:]
         key_head = head // (num_heads // num_k_heads)
-        q, k = (each.view(num_k_heads, key_dim)[key_head] for each in (q, k))
-        q, k = (each / math.sqrt(float(each @ each) + eps) for each in (q, k))
+        q, k = (heads.view(num_k_heads, key_dim)[key_head] for heads in (q, k))
+        q, k = (vector / math.sqrt(float(vector @ vector) + eps) for vector in (q, k))
         q, v = q / math.sqrt(key_dim), v.view(num_heads, value_dim)[head]
         beta = beta_scale / (1 + _exp(-float(b[token, head])))
         g = -_exp(float(A_log[head])) * _softplus(float(a[token, head]) + float(dt_bias[head]))
@@ -108,12 +108,12 @@ def mamba2_scan(
     """S <- exp(dt A) S + (dt x) B^T; out = S C + D x, with A = -exp(A_log), per head (Dao and Gu, 2024)."""
     num_heads, value_dim, key_dim, _, _ = _sizes(state, num_groups)
     rows, dt, x_end = f64(mixed), f64(dt), num_heads * value_dim
-    least, most = dt_limits or (0.0, math.inf)
+    dt_min, dt_max = dt_limits or (0.0, math.inf)
 
     def step(S: torch.Tensor, token: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         x = rows[token, :x_end].view(num_heads, value_dim)[head]
         B, C = rows[token, x_end:].view(2, num_groups, key_dim)[:, head // (num_heads // num_groups)]
-        delta = min(max(_softplus(float(dt[token, head]) + float(dt_bias[head])), least), most)
+        delta = min(max(_softplus(float(dt[token, head]) + float(dt_bias[head])), dt_min), dt_max)
         g = -delta * _exp(float(A_log[head]))
         return (_exp(g) * S + torch.outer(delta * x, B)) @ C + float(D[head]) * x, B, delta * x, g
 
@@ -134,13 +134,14 @@ def _softplus(x: float) -> float:
     return x if x > 40 else math.log1p(_exp(x))
 
 
-def _run(step: Step, given: RecurrentState, batch: RecurrentBatch, num_k_heads: int, num_tokens: int) -> Written:
-    assert given.state is not None
-    assert given.ring_k is not None
-    assert given.ring_u is not None
-    assert given.ring_g is not None
+def _run(step: Step, layer_state: RecurrentState, batch: RecurrentBatch, num_k_heads: int, num_tokens: int) -> Written:
+    assert layer_state.state is not None
+    assert layer_state.ring_k is not None
+    assert layer_state.ring_u is not None
+    assert layer_state.ring_g is not None
     conv, state, ring_k, ring_u, ring_g = (
-        f64(each).clone() for each in (given.conv, given.state, given.ring_k, given.ring_u, given.ring_g)
+        f64(tensor).clone()
+        for tensor in (layer_state.conv, layer_state.state, layer_state.ring_k, layer_state.ring_u, layer_state.ring_g)
     )
     _, num_heads, value_dim, _ = state.shape
     out = torch.zeros(num_tokens, num_heads, value_dim, dtype=torch.float64)

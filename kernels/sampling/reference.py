@@ -52,12 +52,12 @@ def _lowbias32(x: int) -> int:
 def penalised(values: list[float], counts: list[int], seen: list[bool], weights: list[float]) -> list[float]:
     """Return the logits of a row after repetition, presence and frequency penalties, within float32's range."""
     repetition, presence, frequency = weights
-    most, result = torch.finfo(torch.float32).max, []
+    largest, result = torch.finfo(torch.float32).max, []
     for value, count, was_seen in zip(values, counts, seen, strict=True):
         if was_seen:
             value = value / repetition if value > 0 else value * repetition
-        value -= max(-most, min(most, frequency * count)) + presence * (count > 0)
-        result.append(value if math.isnan(value) else min(value, most))
+        value -= max(-largest, min(largest, frequency * count)) + presence * (count > 0)
+        result.append(value if math.isnan(value) else min(value, largest))
     return result
 
 
@@ -103,7 +103,9 @@ def sample_tokens(
 ) -> torch.Tensor:
     """The token of every row with the largest sum of score and noise, -1 where there is none; int64 [num_rows]."""
     chosen = []
-    filters = [[None] * len(logits) if each is None else each.tolist() for each in (top_k, top_p, min_p)]
+    filters = []
+    for limits in (top_k, top_p, min_p):
+        filters.append([None] * len(logits) if limits is None else limits.tolist())
     for row, values in enumerate(f64(logits).tolist()):
         if penalties is not None and (table := int(penalties.rows[row])) >= 0:
             tables = (penalties.counts[table].tolist(), penalties.seen[table].tolist())
@@ -111,7 +113,7 @@ def sample_tokens(
         scores: list[float] | None = [-math.inf if math.isnan(value) else value for value in values]
         if temperature[row] > 0:
             low, high = keys[row].tolist()
-            scores = kept_scores(values, float(temperature[row]), *(each[row] for each in filters))
+            scores = kept_scores(values, float(temperature[row]), *(limits[row] for limits in filters))
             scores = scores and [score + gumbel((low, high), token) for token, score in enumerate(scores)]
         best = max(scores) if scores else -math.inf
         chosen.append(scores.index(best) if scores and best > -math.inf else -1)

@@ -218,8 +218,8 @@ def _launch(
         }
 
     def run(kernel: Any, grid: tuple[int, ...], block: int, **more: int) -> None:
-        given = tensors | more
-        arguments = {name: given.get(name) for name in kernel.arg_names}
+        named_tensors = tensors | more
+        arguments = {name: named_tensors.get(name) for name in kernel.arg_names}
         launch(kernel, grid, **arguments, num_warps=num_warps(block))
 
     run(passes._best_of_chunk_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)

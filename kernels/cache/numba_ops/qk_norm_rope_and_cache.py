@@ -15,21 +15,21 @@ from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, mul
 @nb.device_function
 def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
     """Rotate one head, possibly in place: vectors of pairs in registers, then the remaining pairs."""
-    whole, second, step = half // LANES * LANES, half, 1
+    num_vector, second, step = half // LANES * LANES, half, 1
     if interleaved:
-        whole, second, step = 0, 1, 2
+        num_vector, second, step = 0, 1, 2
     zero, minus_one = fill(np.float32(0)), fill(np.float32(-1))
-    for i in range(0, whole, LANES):
+    for i in range(0, num_vector, LANES):
         a, b = load_vector(x, start + i), load_vector(x, start + half + i)
         cos, sin = load_vector(cos_sin, angles + i), load_vector(cos_sin, angles + half + i)
         minus_sin = multiply_add(sin, minus_one, zero)
         store_vector(out, to + i, multiply_add(a, cos, multiply_add(b, minus_sin, zero)))
         store_vector(out, to + half + i, multiply_add(b, cos, multiply_add(a, sin, zero)))
-    for i in range(whole, half):
+    for i in range(num_vector, half):
         first, c, s = i * step, cos_sin[angles + i], cos_sin[angles + half + i]
-        one, other = nb.load(x, start + first), nb.load(x, start + first + second)
-        nb.store(out, to + first, one * c - other * s)
-        nb.store(out, to + first + second, other * c + one * s)
+        a, b = nb.load(x, start + first), nb.load(x, start + first + second)
+        nb.store(out, to + first, a * c - b * s)
+        nb.store(out, to + first + second, b * c + a * s)
     for i in range(2 * half, size):
         nb.store(out, to + i, nb.load(x, start + i))
 

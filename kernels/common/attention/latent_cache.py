@@ -112,7 +112,7 @@ def check_index_cache(key_cache: torch.Tensor, head_dim: int, dtype: torch.dtype
     check_last_dim_contiguous("key_cache", key_cache)
     if key_cache.shape[1] == 0:
         raise InvalidInputError("key_cache: block_size 0, expected at least 1")
-    is_aligned = not any(each % 4 for each in (key_cache.data_ptr(), head_dim, *key_cache.stride()[:2]))
+    is_aligned = not any(number % 4 for number in (key_cache.data_ptr(), head_dim, *key_cache.stride()[:2]))
     if key_cache.dtype == torch.uint8 and not is_aligned:
         raise InvalidInputError(f"key_cache: strides {key_cache.stride()}, expected multiples of 4 bytes")
 

@@ -275,9 +275,11 @@ def check_plan(
     if not isinstance(plan, AttentionPlan):
         raise InvalidInputError(f"plan: {shown(plan)}, expected an AttentionPlan")
     lengths = {"cu_seqlens_q": (plan.cu_seqlens_q, cu_seqlens_q), "seq_lens": (plan.seq_lens, seq_lens)}
-    for name, (planned, given) in lengths.items():
-        is_same = planned.shape == given.shape and planned.device == given.device
-        if planned is not given and not (is_same and (given.device.type != "cpu" or torch.equal(planned, given))):
+    for name, (planned, tensor) in lengths.items():
+        is_same = planned.shape == tensor.shape and planned.device == tensor.device
+        if is_same and planned is not tensor and tensor.device.type == "cpu":
+            is_same = torch.equal(planned, tensor)
+        if not is_same:
             raise InvalidInputError(f"plan: made for other {name}, of shape {list(planned.shape)} on {planned.device}")
     if plan.max_seqlen_q < max_seqlen_q:
         raise InvalidInputError(f"plan: made for max_seqlen_q {plan.max_seqlen_q}, expected at least {max_seqlen_q}")

@@ -42,7 +42,7 @@ inlined = numba.njit(fastmath=FASTMATH, error_model="numpy", inline="always")
 @cache
 def _sources(folder: Path) -> str:
     """Return a hash of the files that a folder's kernels use: its own, and those beside this file."""
-    paths = [path for each in (folder, Path(__file__).parent) for path in sorted(each.glob("*.py"))]
+    paths = [path for source_folder in (folder, Path(__file__).parent) for path in sorted(source_folder.glob("*.py"))]
     return f"{zlib.crc32(b''.join(path.read_bytes() for path in paths)):08x}"
 
 
@@ -173,12 +173,12 @@ def exp2(x):
     c5, c4, c3, c2, c1, c0 = EXP2_COEFFICIENTS
     x = np.float32(low) if x < np.float32(low) else x
     x = np.float32(high) if x > np.float32(high) else x
-    whole = np.floor(x)
-    part = x - whole
+    floor = np.floor(x)
+    fraction = x - floor
     result = np.float32(c5)
-    result = result * part + np.float32(c4)
-    result = result * part + np.float32(c3)
-    result = result * part + np.float32(c2)
-    result = result * part + np.float32(c1)
-    result = result * part + np.float32(c0)
-    return result * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+    result = result * fraction + np.float32(c4)
+    result = result * fraction + np.float32(c3)
+    result = result * fraction + np.float32(c2)
+    result = result * fraction + np.float32(c1)
+    result = result * fraction + np.float32(c0)
+    return result * np.int32((np.int32(floor) + np.int32(127)) << np.int32(23)).view(np.float32)

@@ -64,13 +64,13 @@ def _multiply(x, w, out, rows, ends, has_rows, sizes):
 def _linear(arguments):
     values = nb.unpack(arguments, 14)
     is_bf16, is_rounded, x, w, out, rows, ends = values[1:8]
-    rest = nb.int64s(rows), nb.int32s(ends), rows != 0, values[8:]
+    indices_and_sizes = nb.int64s(rows), nb.int32s(ends), rows != 0, values[8:]
     if is_rounded:
-        _multiply(nb.bfloats(x), nb.bfloats(w), nb.bfloats(out), *rest)
+        _multiply(nb.bfloats(x), nb.bfloats(w), nb.bfloats(out), *indices_and_sizes)
     elif is_bf16:
-        _multiply(nb.bfloats(x), nb.bfloats(w), nb.floats(out), *rest)
+        _multiply(nb.bfloats(x), nb.bfloats(w), nb.floats(out), *indices_and_sizes)
     else:
-        _multiply(nb.floats(x), nb.floats(w), nb.floats(out), *rest)
+        _multiply(nb.floats(x), nb.floats(w), nb.floats(out), *indices_and_sizes)
 
 
 # Largest average number of rows per group for these kernels, if no tiles are used. On 2 cores of a Xeon with AMX, 16,

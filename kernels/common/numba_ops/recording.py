@@ -85,7 +85,7 @@ class Recording:
             self.add(partial(_run, operation, args, kwargs))
         elif operation in _INTO:
             self.add(partial(_run, _INTO[operation], args, {**kwargs, "out": result}))
-        elif all(isinstance(each, torch.Tensor) for each in results):
+        elif all(isinstance(tensor, torch.Tensor) for tensor in results):
             self.add(partial(_write, results, operation, args, kwargs))
         else:
             self._stop_at(name)
@@ -96,7 +96,7 @@ class Recording:
 
 def _is_unsteady(operation: Any, args: Any) -> bool:
     if operation is torch.ops.aten.index.Tensor:  # with a mask, the result's size depends on values
-        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return not _UNSTEADY.isdisjoint(operation.tags)
 
 

@@ -59,16 +59,16 @@ def _set_sums(scratch, bias, output, is_pair):
     """Set the sums of 32 outputs to the bias; only if there are rows in the second tile, set theirs."""
     for i in range(_BLOCK):
         to = i // TILE_ROWS * 2 * TILE_WORDS + i % TILE_ROWS * LANES
-        own = nb.load(bias, output + i)
-        store_vector(scratch, to, fill(own))
-        store_vector(scratch, to + TILE_WORDS, fill(own if is_pair else np.float32(0)))
+        bias_of_row = nb.load(bias, output + i)
+        store_vector(scratch, to, fill(bias_of_row))
+        store_vector(scratch, to + TILE_WORDS, fill(bias_of_row if is_pair else np.float32(0)))
 
 
 @nb.device_function
 def _add_tile(scratch, to, other):
-    one = fill(np.float32(1))
+    ones = fill(np.float32(1))
     for i in range(0, TILE_WORDS, LANES):
-        total = multiply_add(one, load_vector(scratch, other + i), load_vector(scratch, to + i))
+        total = multiply_add(ones, load_vector(scratch, other + i), load_vector(scratch, to + i))
         store_vector(scratch, to + i, total)
 
 
@@ -98,12 +98,12 @@ def _multiply_vectors(w, starts, row_step, scratch, packed, steps, has_bias, is_
     for first in range(0, steps * LANES, _PART):
         count = min(steps * LANES - first, _PART)
         for row in range(0, _BLOCK, OUTER_ROWS):
-            half, own = row // TILE_ROWS, row % TILE_ROWS
-            start = (starts[1] if half else starts[0]) + own * row_step + first
-            following = (starts[3] if half else starts[2]) + first * TILE_ROWS + own * count
+            half, row_in_half = row // TILE_ROWS, row % TILE_ROWS
+            start = (starts[1] if half else starts[0]) + row_in_half * row_step + first
+            following = (starts[3] if half else starts[2]) + first * TILE_ROWS + row_in_half * count
             add_outer_products(
                 w, start, row_step, np.int64(1), scratch, packed + first * _BLOCK, count, scratch,
-                half * 2 * TILE_WORDS + own * LANES, first == 0 and not has_bias, following,
+                half * 2 * TILE_WORDS + row_in_half * LANES, first == 0 and not has_bias, following,
             )  # fmt: skip
 
 
@@ -192,8 +192,8 @@ _by_vectors = _multiply_by(_multiply_vectors, LANES, True)
 def _places(values):
     """Return this thread's scratch memory, and the part for the offsets of rows."""
     scratch, scratch_size = values[8:10]
-    own = scratch + nb.thread_index() * scratch_size * 4
-    return nb.floats(own), nb.int64s(own + (scratch_size - 2 * _BLOCK) * 4)
+    thread_scratch = scratch + nb.thread_index() * scratch_size * 4
+    return nb.floats(thread_scratch), nb.int64s(thread_scratch + (scratch_size - 2 * _BLOCK) * 4)
 
 
 @nb.Kernel

@@ -44,7 +44,7 @@ def has_tiles() -> bool:
     features = cpu_features()
     needed = ("amx-tile", "amx-bf16", "avx512bf16", "avx512bw")
     allow = getattr(torch.cpu, "_init_amx", None)  # Linux requires a request
-    return all(features.get(each, False) for each in needed) and allow is not None and bool(allow())
+    return all(features.get(feature, False) for feature in needed) and allow is not None and bool(allow())
 
 
 def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
@@ -111,10 +111,11 @@ def add_products(builder, w, first, second, next_first, next_second, w_stride, p
     `next_first` and `next_second` on are prefetched unless these are None: weights that are used once then arrive at 16
     GB/s instead of 8.
     """
-    starts = [builder.gep(w, [each]) for each in (first, second)]
-    following = [builder.gep(w, [each]) for each in (next_first, next_second) if is_number(each)]
-    own = builder.gep(packed, [begin])
-    tiles = [own, builder.gep(own, [x_stride])] if is_number(x_stride) else [own]
+    starts = [builder.gep(w, [first]), builder.gep(w, [second])]
+    following = [builder.gep(w, [index]) for index in (next_first, next_second) if is_number(index)]
+    tiles = [builder.gep(packed, [begin])]
+    if is_number(x_stride):
+        tiles.append(builder.gep(tiles[0], [x_stride]))
     w_bytes = builder.mul(w_stride, _number(2))
 
     def add(step: ir.Value, sums: Sequence[int]) -> None:
@@ -148,7 +149,7 @@ def _transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Valu
     vectors = list(rows)
     for size in (8, 4, 2, 1):
         low = [i + (i // size % 2) * (LANES - size) for i in range(LANES)]
-        high = [each + size for each in low]
+        high = [offset + size for offset in low]
         masks = [ir.Constant(WORDS, mask) for mask in (low, high)]
         for i in range(LANES):
             if i // size % 2 == 0:
@@ -183,7 +184,7 @@ def store_rows(builder, sums, first, second, out, offsets, index, column):
     """Store two tiles of sums, at `first` and `second`, as 32 columns of 16 rows of out from `column` on, in float32 or
     rounded to bfloat16; if second is None, one tile as 16. `offsets` holds the rows' offsets from `index` on."""
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
-    rows = [_load_tile(builder, sums, each) for each in (first, second) if is_number(each)]
+    rows = [_load_tile(builder, sums, place) for place in (first, second) if is_number(place)]
     if out.type.pointee == VECTOR.element:
         for number, tile in enumerate(rows):
             for start, vector in zip(starts, _transposed(builder, tile), strict=True):
@@ -214,7 +215,7 @@ def pack_columns(builder, x, offsets, index, column, count, packed, to):
 @emitted()
 def store_part_of_rows(builder, sums, first, out, offsets, index, column, count):
     """Store the first `count` of a tile's 16 columns, or all; see `store_rows`."""
-    vectors = [builder.bitcast(each, WORDS) for each in _load_tile(builder, sums, first)]
+    vectors = [builder.bitcast(row, WORDS) for row in _load_tile(builder, sums, first)]
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
     for start, vector in zip(starts, _transposed(builder, vectors), strict=True):
         store_part.emit(builder, out, start, builder.bitcast(vector, VECTOR), count)

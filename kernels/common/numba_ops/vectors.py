@@ -60,20 +60,27 @@ def emitted(result: types.Type = types.void) -> Callable[[Callable[..., Any]], A
     are int64, numbers float32."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
-        def function(_typing_context: Any, *given: types.Type) -> Any:
+        def function(_typing_context: Any, *argument_types: types.Type) -> Any:
             def generate(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> ir.Value:
                 value = emit(builder, *args)
-                return context.get_dummy_value() if result == types.void else value
+                if result == types.void:
+                    value = context.get_dummy_value()
+                return value
 
-            wide = {types.Integer: types.int64, types.Float: types.float32}
-            kinds = (next((wide[each] for each in wide if isinstance(kind, each)), kind) for kind in given)
+            kinds = []
+            for kind in argument_types:
+                if isinstance(kind, types.Integer):
+                    kind = types.int64
+                elif isinstance(kind, types.Float):
+                    kind = types.float32
+                kinds.append(kind)
             return result(*kinds), generate
 
         function.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
         function.__name__ = emit.__name__
-        made = intrinsic(function)
-        made.emit = emit
-        return made
+        emitter = intrinsic(function)
+        emitter.emit = emit
+        return emitter
 
     return decorate
 
@@ -85,7 +92,7 @@ def is_number(argument: ir.Value) -> bool:
 
 def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
     """Call a function of LLVM."""
-    kind = ir.FunctionType(result, [each.type for each in args])
+    kind = ir.FunctionType(result, [argument.type for argument in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), args)
 
 
@@ -140,10 +147,10 @@ def load_part(builder, pointer, index, count):
     if HAS_WIDE_VECTORS:
         return _widened(builder, call(builder, f"masked.load.{name}", kind, *args))
     loaded = cgutils.alloca_once(builder, VECTOR)
-    with builder.if_else(_is_whole(builder, count)) as (whole, part):
-        with whole:
+    with builder.if_else(_is_whole(builder, count)) as (if_full, if_part):
+        with if_full:
             builder.store(load_vector.emit(builder, pointer, index), loaded)
-        with part:
+        with if_part:
             builder.store(_widened(builder, call(builder, f"masked.load.{name}", kind, *args)), loaded)
     return builder.load(loaded)
 
@@ -177,8 +184,8 @@ def store_part(builder, pointer, index, vector, count):
     if HAS_WIDE_VECTORS:
         call(builder, name, ir.VoidType(), *args)
         return
-    with builder.if_else(_is_whole(builder, count)) as (whole, part):
-        with whole:
+    with builder.if_else(_is_whole(builder, count)) as (if_full, part):
+        with if_full:
             builder.store(value, args[1], align=2)
         with part:
             call(builder, name, ir.VoidType(), *args)
@@ -211,8 +218,8 @@ def sum_from_zero(builder: ir.IRBuilder) -> ir.Value:
 @contextmanager
 def steps(builder: ir.IRBuilder, size: ir.Value, step: int) -> Iterator[ir.Value]:
     """Emit a loop from 0 to below `size`."""
-    zero, by = (ir.Constant(size.type, each) for each in (0, step))
-    with cgutils.for_range_slice(builder, zero, size, by, size.type) as (i, _):
+    zero, increment = ir.Constant(size.type, 0), ir.Constant(size.type, step)
+    with cgutils.for_range_slice(builder, zero, size, increment, size.type) as (i, _):
         yield i
 
 
@@ -224,8 +231,9 @@ def _part(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int])
 def _fold(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: _Combine) -> ir.Value:
     """Combine the halves of a vector repeatedly until it has `count` lanes."""
     while (half := vector.type.count // 2) >= count:
-        lanes = range(half), range(half, 2 * half)
-        vector = combine(builder, *(_part(builder, vector, vector, each) for each in lanes))
+        low = _part(builder, vector, vector, range(half))
+        high = _part(builder, vector, vector, range(half, 2 * half))
+        vector = combine(builder, low, high)
     return vector
 
 
@@ -262,15 +270,15 @@ def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vecto
 def store_products(builder, row, first, rows, start, stride, size, out, to):
     """Store the products of a row of float32, from `first` on, with 16 rows of `size` elements, a multiple of 16. The
     rows begin at `start`, `stride` apart."""
-    own, starts = builder.gep(row, [first]), [start]
+    row_pointer, starts = builder.gep(row, [first]), [start]
     while len(starts) < LANES:
         starts.append(builder.add(starts[-1], stride))
     totals = [sum_from_zero(builder) for _ in starts]
     with steps(builder, size, LANES) as i:
-        factor = builder.load(at(builder, own, i, _FLOAT), align=4)
-        for each, total in zip(starts, totals, strict=True):
-            other = load_vector.emit(builder, rows, builder.add(each, i))
-            builder.store(multiply_add.emit(builder, factor, other, builder.load(total)), total)
+        factor = builder.load(at(builder, row_pointer, i, _FLOAT), align=4)
+        for row_start, total in zip(starts, totals, strict=True):
+            vector = load_vector.emit(builder, rows, builder.add(row_start, i))
+            builder.store(multiply_add.emit(builder, factor, vector, builder.load(total)), total)
     _store_sums(builder, out, to, [builder.load(total) for total in totals])
 
 
@@ -282,9 +290,9 @@ def exp2_of(builder, x):
         return ir.Constant(VECTOR, [value] * LANES)
 
     def in_one(name: str, *operands: ir.Value) -> ir.Value:
-        rest = ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.IntType(16), -1), ir.Constant(_INT, 4)
-        # For all elements, with the current rounding.
-        return call(builder, f"x86.avx512.mask.{name}.ps.512", VECTOR, *operands, *rest)
+        unused, all_lanes = ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.IntType(16), -1)
+        current_rounding = ir.Constant(_INT, 4)
+        return call(builder, f"x86.avx512.mask.{name}.ps.512", VECTOR, *operands, unused, all_lanes, current_rounding)
 
     def polynomial(part: ir.Value) -> ir.Value:
         result = constant(EXP2_COEFFICIENTS[0])
@@ -297,9 +305,9 @@ def exp2_of(builder, x):
         return in_one("scalef", polynomial(in_one("reduce", x, down)), x)
     for word, bound in (("<", EXP2_RANGE[0]), (">", EXP2_RANGE[1])):
         x = builder.select(builder.fcmp_ordered(word, x, constant(bound)), constant(bound), x)
-    whole = call(builder, f"floor.v{LANES}f32", VECTOR, x)
-    result = polynomial(builder.fsub(x, whole, flags=_FLAGS))
-    exponent = builder.add(builder.fptosi(whole, WORDS), ir.Constant(WORDS, [127] * LANES))
+    floor = call(builder, f"floor.v{LANES}f32", VECTOR, x)
+    result = polynomial(builder.fsub(x, floor, flags=_FLAGS))
+    exponent = builder.add(builder.fptosi(floor, WORDS), ir.Constant(WORDS, [127] * LANES))
     power = builder.bitcast(builder.shl(exponent, ir.Constant(WORDS, [23] * LANES)), VECTOR)
     return builder.fmul(result, power, flags=_FLAGS)
 
@@ -307,16 +315,17 @@ def exp2_of(builder, x):
 @emitted(_vector)
 def silu(builder, gate, up):
     """Return gate / (1 + e^-gate) * up."""
-    minus_log2_e, one = (ir.Constant(VECTOR, [value] * LANES) for value in (-LOG2_E, 1.0))
+    minus_log2_e, ones = ir.Constant(VECTOR, [-LOG2_E] * LANES), ir.Constant(VECTOR, [1.0] * LANES)
     power = exp2_of.emit(builder, builder.fmul(gate, minus_log2_e, flags=_FLAGS))
-    quotient = builder.fdiv(gate, _sum(builder, one, power), flags=_FLAGS)
+    quotient = builder.fdiv(gate, _sum(builder, ones, power), flags=_FLAGS)
     return builder.fmul(quotient, up, flags=_FLAGS)
 
 
 def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> None:
     """Prefetch a line of 64 bytes, if the memory exists, to the L2 cache, or with locality 3 to the L1 cache."""
     address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-    call(builder, "prefetch.p0", ir.VoidType(), address, *(ir.Constant(_INT, each) for each in (0, locality, 1)))
+    read, data = ir.Constant(_INT, 0), ir.Constant(_INT, 1)
+    call(builder, "prefetch.p0", ir.VoidType(), address, read, ir.Constant(_INT, locality), data)
 
 
 @emitted()
@@ -333,16 +342,19 @@ def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
         return multiply_add.emit(builder, a, b, total)
     if HAS_BF16_PRODUCTS:
         return call(builder, "x86.avx512bf16.dpbf16ps.512", VECTOR, total, a, b)
-    sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (16, -1 << 16))
-    for halves in ([builder.shl(each, sixteen) for each in (a, b)], [builder.and_(each, upper) for each in (a, b)]):
-        own, other = (builder.bitcast(half, VECTOR) for half in halves)
-        total = multiply_add.emit(builder, own, other, total)
-    return total
+    sixteen, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [-1 << 16] * LANES)
+    low_a = builder.bitcast(builder.shl(a, sixteen), VECTOR)
+    low_b = builder.bitcast(builder.shl(b, sixteen), VECTOR)
+    high_a = builder.bitcast(builder.and_(a, upper), VECTOR)
+    high_b = builder.bitcast(builder.and_(b, upper), VECTOR)
+    total = multiply_add.emit(builder, low_a, low_b, total)
+    return multiply_add.emit(builder, high_a, high_b, total)
 
 
 def round_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """Return words of two bfloat16 each: from a in the low bits, from b in the high bits."""
-    low, high = (builder.zext(_rounded(builder, each), WORDS) for each in (a, b))
+    low = builder.zext(_rounded(builder, a), WORDS)
+    high = builder.zext(_rounded(builder, b), WORDS)
     return builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
 
 
@@ -372,9 +384,9 @@ def product_tile(num_rows: int) -> Any:
             for column in columns:  # prefetch the next tile: weights used once then arrive at 12 to 16 GB/s, not 9
                 prefetch(builder, builder.gep(column, [builder.add(i, ahead)]))
             for row, sums in zip(rows, totals, strict=True):
-                own = operand(row, i)
+                elements = operand(row, i)
                 for factor, total in zip(factors, sums, strict=True):
-                    builder.store(_add_products(builder, own, factor, builder.load(total)), total)
+                    builder.store(_add_products(builder, elements, factor, builder.load(total)), total)
         for sums in totals:
             _store_sums(builder, out, to, [builder.load(total) for total in sums])
             to = builder.add(to, stride)
@@ -393,7 +405,8 @@ def store_pairs(builder, pointer, index, a, b):
     """Store pairs of bfloat16 as words, from a in the low bits and from b in the high bits, from an index of float32
     on. Rounds to nearest, ties away from 0, in half the time of `round_pairs`; NaN may become infinite."""
     half, sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (1 << 15, 16, -1 << 16))
-    low, high = (builder.add(builder.bitcast(each, WORDS), half) for each in (a, b))
+    low = builder.add(builder.bitcast(a, WORDS), half)
+    high = builder.add(builder.bitcast(b, WORDS), half)
     pairs = builder.or_(builder.lshr(low, sixteen), builder.and_(high, upper))
     builder.store(pairs, at(builder, pointer, index, _INT), align=4)
 
@@ -402,9 +415,10 @@ def store_pairs(builder, pointer, index, a, b):
 def within(builder, vector, position, bounds, first, end):
     """Return the elements of a vector whose bounds contain a position: first <= it < end, with 16 bounds from each of
     two indices on. The others become -inf."""
-    first, end = (builder.load(at(builder, bounds, each, _INT), align=4) for each in (first, end))
+    firsts = builder.load(at(builder, bounds, first, _INT), align=4)
+    ends = builder.load(at(builder, bounds, end, _INT), align=4)
     words = splat(builder, builder.trunc(position, _INT), WORDS)
-    is_within = builder.and_(builder.icmp_signed("<=", first, words), builder.icmp_signed("<", words, end))
+    is_within = builder.and_(builder.icmp_signed("<=", firsts, words), builder.icmp_signed("<", words, ends))
     return builder.select(is_within, vector, ir.Constant(VECTOR, [-float("inf")] * LANES))
 
 
@@ -417,21 +431,25 @@ def add_outer_products(builder, a, first, row_step, column_step, b, begin, count
     then take 0.75 of the time.
     """
     index = to.type
-    ahead = builder.gep(a, [following]) if is_number(following) else None
+    ahead = None
+    if is_number(following):
+        ahead = builder.gep(a, [following])
     tile, lanes = ir.Constant(index, LANES * LANES), ir.Constant(index, LANES)
     rows, places = [builder.gep(a, [first])], [to]
     while len(rows) < OUTER_ROWS:
         rows.append(builder.gep(rows[-1], [row_step]))
         places.append(builder.add(places[-1], lanes))
-    places = [each for place in places for each in (place, builder.add(place, tile))]
-    pointers = [at(builder, out, place, _FLOAT) for place in places]
+    pointers = []
+    for place in places:
+        pointers.append(at(builder, out, place, _FLOAT))
+        pointers.append(at(builder, out, builder.add(place, tile), _FLOAT))
     totals = [cgutils.alloca_once(builder, VECTOR) for _ in pointers]
     for pointer, total in zip(pointers, totals, strict=True):
         builder.store(ir.Constant(VECTOR, [0.0] * LANES), total)
         with builder.if_then(builder.not_(is_first)):
             builder.store(builder.load(pointer, align=4), total)
-    rest = builder.and_(count, ir.Constant(index, -_OUTER_COLUMNS))
-    for low, high, columns in ((ir.Constant(index, 0), rest, _OUTER_COLUMNS), (rest, count, 1)):
+    num_unrolled = builder.and_(count, ir.Constant(index, -_OUTER_COLUMNS))
+    for low, high, columns in ((ir.Constant(index, 0), num_unrolled, _OUTER_COLUMNS), (num_unrolled, count, 1)):
         with cgutils.for_range_slice(builder, low, high, ir.Constant(index, columns), index) as (i, _):
             start = builder.add(begin, builder.mul(i, lanes))
             start = builder.add(start, builder.mul(builder.lshr(i, ir.Constant(index, 4)), tile))
@@ -442,12 +460,13 @@ def add_outer_products(builder, a, first, row_step, column_step, b, begin, count
                     prefetch(builder, builder.gep(ahead, [builder.add(lines, ir.Constant(index, line))]))
             for _ in range(columns):
                 factors = [
-                    builder.load(at(builder, b, each, _FLOAT), align=4) for each in (start, builder.add(start, tile))
+                    builder.load(at(builder, b, start, _FLOAT), align=4),
+                    builder.load(at(builder, b, builder.add(start, tile), _FLOAT), align=4),
                 ]
                 for number, row in enumerate(rows):
-                    own = splat(builder, builder.load(builder.gep(row, [column])))
+                    element = splat(builder, builder.load(builder.gep(row, [column])))
                     for factor, total in zip(factors, totals[2 * number :], strict=False):
-                        builder.store(multiply_add.emit(builder, own, factor, builder.load(total)), total)
+                        builder.store(multiply_add.emit(builder, element, factor, builder.load(total)), total)
                 start, column = builder.add(start, lanes), builder.add(column, column_step)
     for pointer, total in zip(pointers, totals, strict=True):
         builder.store(builder.load(total), pointer, align=4)

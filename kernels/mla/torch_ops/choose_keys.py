@@ -17,8 +17,8 @@ def best_keys(scores: torch.Tensor, count: int) -> torch.Tensor:
 
     Ascending, because attention to the same keys in another order has other bits.
     """
-    found, indices = scores.topk(count, sorted=False)
-    return torch.where(found > float("-inf"), indices, -1).to(torch.int32).sort().values
+    best_scores, indices = scores.topk(count, sorted=False)
+    return torch.where(best_scores > float("-inf"), indices, -1).to(torch.int32).sort().values
 
 
 def choose_keys_twin(

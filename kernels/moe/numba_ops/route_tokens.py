@@ -80,9 +80,9 @@ def _route(logits, bias, weights, ids, scores, choice, flags, sizes, factor):
 def _route_tokens(arguments):
     values = unpack(arguments, 16)
     is_bf16, logits, bias, weights, ids, scratch, is_sigmoid, renormalizes, factor_bits = values[1:10]
-    own = scratch + thread_index() * 2 * values[11] * 4
+    scratch_of_thread = scratch + thread_index() * 2 * values[11] * 4
     flags, factor = (bias != 0, is_sigmoid != 0, renormalizes != 0), as_float(factor_bits)
-    scores, choice = floats(own), floats(own + values[11] * 4)
+    scores, choice = floats(scratch_of_thread), floats(scratch_of_thread + values[11] * 4)
     if is_bf16:
         _route(bfloats(logits), floats(bias), floats(weights), int32s(ids), scores, choice, flags, values[10:], factor)
     else:

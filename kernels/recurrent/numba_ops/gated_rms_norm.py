@@ -14,7 +14,7 @@ from paged.kernels.common.numba_ops.vectors import LOG2_E
 def _normalise(x, z, weight, out, sizes, eps, norm_first, has_silu):
     """This thread's groups. The weight's place in a group is contiguous."""
     num_groups, group, of_token, weight_size, x_stride, z_stride = sizes
-    one = np.float32(1)
+    one_float = np.float32(1)
     first, end = nb.share(num_groups)
     for index in range(first, end):
         token, place = index // of_token, index % of_token * group
@@ -22,14 +22,14 @@ def _normalise(x, z, weight, out, sizes, eps, norm_first, has_silu):
         total = np.float32(0)
         for i in range(group):
             value, gate = nb.load(x, x_at + i), nb.load(z, z_at + i)
-            sigmoid = one / (one + nb.exp2(np.float32(-LOG2_E) * gate))
+            sigmoid = one_float / (one_float + nb.exp2(np.float32(-LOG2_E) * gate))
             gated = value * (gate * sigmoid if has_silu else sigmoid)
             value = value if norm_first else gated
             total += value * value
-        inverse = one / np.sqrt(total / np.float32(group) + eps)
+        inverse = one_float / np.sqrt(total / np.float32(group) + eps)
         for i in range(group):
             gate = nb.load(z, z_at + i)
-            sigmoid = one / (one + nb.exp2(np.float32(-LOG2_E) * gate))
+            sigmoid = one_float / (one_float + nb.exp2(np.float32(-LOG2_E) * gate))
             factor = inverse * nb.load(weight, w_at + i) * (gate * sigmoid if has_silu else sigmoid)
             nb.store(out, to + i, nb.load(x, x_at + i) * factor)
 
@@ -38,13 +38,13 @@ def _normalise(x, z, weight, out, sizes, eps, norm_first, has_silu):
 def _gated_rms_norm(arguments):
     values = nb.unpack(arguments, 16)
     is_bf16, has_bf16_weight, x, z, weight, out = values[1:7]
-    rest = values[7:13], nb.as_float(values[13]), values[14] != 0, values[15] != 0
+    options = values[7:13], nb.as_float(values[13]), values[14] != 0, values[15] != 0
     if not is_bf16:
-        _normalise(nb.floats(x), nb.floats(z), nb.floats(weight), nb.floats(out), *rest)
+        _normalise(nb.floats(x), nb.floats(z), nb.floats(weight), nb.floats(out), *options)
     elif has_bf16_weight:
-        _normalise(nb.bfloats(x), nb.bfloats(z), nb.bfloats(weight), nb.bfloats(out), *rest)
+        _normalise(nb.bfloats(x), nb.bfloats(z), nb.bfloats(weight), nb.bfloats(out), *options)
     else:
-        _normalise(nb.bfloats(x), nb.bfloats(z), nb.floats(weight), nb.bfloats(out), *rest)
+        _normalise(nb.bfloats(x), nb.bfloats(z), nb.floats(weight), nb.bfloats(out), *options)
 
 
 def prepare(
@@ -52,7 +52,7 @@ def prepare(
 ) -> LoopLaunch | None:
     """Return a launch; None unless a token's elements follow each other and groups do not divide the weight's rows."""
     num_tokens, heads, size = x.shape
-    is_dense = all(each.stride(2) == 1 and each.stride(1) == size for each in (x, z))
+    is_dense = all(tensor.stride(2) == 1 and tensor.stride(1) == size for tensor in (x, z))
     if not is_dense or weight.numel() % group:
         return None
     dtypes = x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16

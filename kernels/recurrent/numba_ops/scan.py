@@ -36,23 +36,25 @@ def _gates(gates, weights, at, head, limits):
     gate, b = gates
     A_log, dt_bias = weights
     gate_at, b_at = at
-    beta_scale, least, most, is_corrected = limits
+    beta_scale, dt_min, dt_max, is_corrected = limits
     raw, beta = nb.load(gate, gate_at) + dt_bias[head], np.float32(0)
     dt = raw if raw > np.float32(20) else np.log1p(np.exp(raw))
-    dt = least if dt < least else dt
-    dt = most if dt > most else dt
+    if dt < dt_min:
+        dt = dt_min
+    if dt > dt_max:
+        dt = dt_max
     if is_corrected:
         beta = beta_scale / (np.float32(1) + np.exp(-nb.load(b, b_at)))
     return dt, -dt * np.exp(A_log[head]), beta
 
 
 @nb.device_function
-def _move(state, source, to, u, u_first, u_step, keys, memory, factors, cursor, whole, K, V):
+def _move(state, source, to, u, u_first, u_step, keys, memory, factors, cursor, state_decay, K, V):
     """Write S after the ring's entries to another slot, or 0 where none is read."""
     for v in range(V):
         row = to + v * K
         for i in range(K):
-            state[row + i] = state[source + v * K + i] * whole if source >= 0 else np.float32(0)
+            state[row + i] = state[source + v * K + i] * state_decay if source >= 0 else np.float32(0)
         for entry in range(cursor):
             factor = memory[factors + entry] * u[u_first + entry * u_step + v]
             for i in range(K):
@@ -72,7 +74,7 @@ def _append(mixed, gates, weights, D, out, slots, memory, ids, sizes, strides, n
     keys = nb.thread_index() * _scratch_size(ring, K, V)
     q, k = keys + ring * K, keys + (ring + 1) * K
     factors = k + K
-    of_k, of_q, seen, given = factors + ring, factors + 2 * ring, factors + 3 * ring, factors + 3 * ring + V
+    of_k, of_q, seen, from_state = factors + ring, factors + 2 * ring, factors + 3 * ring, factors + 3 * ring + V
     for item in range(begin, end):
         seq, head = item // HV, item % HV
         key_head, first = head // (HV // HK), np.int64(offsets[seq])
@@ -80,17 +82,17 @@ def _append(mixed, gates, weights, D, out, slots, memory, ids, sizes, strides, n
         if length == 0:
             continue
         read, write, cursor = np.int64(read_slots[seq]), np.int64(write_slots[seq]), np.int64(cursors[seq])
-        whole = np.float32(1)
+        state_decay = np.float32(1)
         for other in range(cursor - 1, -1, -1):
             _widen(ring_k, read * k_step + (other * HK + key_head) * K, memory, keys + other * K, K, np.float32(1))
-            memory[factors + other] = whole
-            whole *= np.exp(ring_g[read * g_step + other * HV + head])
+            memory[factors + other] = state_decay
+            state_decay *= np.exp(ring_g[read * g_step + other * HV + head])
         S = write * state_step + head * V * K
         if read != write:
             source = read * state_step + head * V * K if read >= 0 else -1
             u_first = read * u_step + head * V
-            _move(state, source, S, ring_u, u_first, HV * V, keys, memory, factors, cursor, whole, K, V)
-            cursor, whole = np.int64(0), np.float32(1)
+            _move(state, source, S, ring_u, u_first, HV * V, keys, memory, factors, cursor, state_decay, K, V)
+            cursor, state_decay = np.int64(0), np.float32(1)
         us = write * u_step + head * V
         for index in range(length):
             token, entry = first + index, cursor + index
@@ -108,30 +110,32 @@ def _append(mixed, gates, weights, D, out, slots, memory, ids, sizes, strides, n
                 memory[q + i] *= q_scale
                 memory[k + i] *= k_scale
                 memory[own_key + i] = memory[k + i]
-            whole *= decay
+            state_decay *= decay
             for other in range(entry):
                 memory[factors + other] *= decay
                 factor = memory[factors + other]
                 memory[of_k + other] = factor * _product(memory, keys + other * K, memory, k, K)
                 memory[of_q + other] = factor * _product(memory, keys + other * K, memory, q, K)
             memory[factors + entry] = np.float32(1)
-            own = _product(memory, q, memory, k, K)
+            own_product = _product(memory, q, memory, k, K)
             for v in range(V):
-                memory[given + v] = whole * _product(state, S + v * K, memory, q, K)
-                memory[seen + v] = whole * _product(state, S + v * K, memory, k, K) if is_corrected else np.float32(0)
+                memory[from_state + v] = state_decay * _product(state, S + v * K, memory, q, K)
+                memory[seen + v] = np.float32(0)
+                if is_corrected:
+                    memory[seen + v] = state_decay * _product(state, S + v * K, memory, k, K)
             for other in range(entry):
                 u_row, by_k, by_q = us + other * HV * V, memory[of_k + other], memory[of_q + other]
                 for v in range(V):
                     u = ring_u[u_row + v]
                     memory[seen + v] += by_k * u
-                    memory[given + v] += by_q * u
+                    memory[from_state + v] += by_q * u
             to, u_row = (token * HV + head) * V, us + entry * HV * V
             of_x = D[head] if has_D else np.float32(0)
             for v in range(V):
                 x = nb.load(mixed, row + v_first + head * V + v)
                 u = beta * (x - memory[seen + v]) if is_corrected else dt * x
                 ring_u[u_row + v] = u
-                nb.store(out, to + v, memory[given + v] + own * u + of_x * x)
+                nb.store(out, to + v, memory[from_state + v] + own_product * u + of_x * x)
             ring_g[write * g_step + entry * HV + head] = g
             if head % (HV // HK) == 0:
                 _widen(memory, k, ring_k, write * k_step + (entry * HK + key_head) * K, K, np.float32(1))
@@ -155,13 +159,13 @@ def _scan(arguments):
     numbers = nb.as_float(values[35]), nb.as_float(values[36]), D != 0
     limits = nb.as_float(values[37]), nb.as_float(values[38]), nb.as_float(values[39]), b != 0
     weights = nb.floats(A_log), nb.floats(dt_bias)
-    rest = slots, memory, ids, sizes, strides, numbers, limits
+    shared = slots, memory, ids, sizes, strides, numbers, limits
     if is_bf16:
         gates = nb.bfloats(gate), nb.bfloats(b)
-        _append(nb.bfloats(mixed), gates, weights, nb.floats(D), nb.bfloats(out), *rest)
+        _append(nb.bfloats(mixed), gates, weights, nb.floats(D), nb.bfloats(out), *shared)
     else:
         gates = nb.floats(gate), nb.floats(b)
-        _append(nb.floats(mixed), gates, weights, nb.floats(D), nb.floats(out), *rest)
+        _append(nb.floats(mixed), gates, weights, nb.floats(D), nb.floats(out), *shared)
 
 
 def prepare(dtype: torch.dtype, fixed: Mapping[str, Any]) -> LoopLaunch:

@@ -23,7 +23,7 @@ def gated_delta_rule(
     """PyTorch implementation of `kernels.recurrent.gated_delta_rule`."""
     key_heads, key_dim = rings.k.shape[2:]
     q, k, v = mixed.float().split([key_heads * key_dim, key_heads * key_dim, rings.u[0, 0].numel()], 1)
-    q, k = (_normalised(each.unflatten(1, (key_heads, key_dim)), eps) for each in (q, k))
+    q, k = (_normalised(part.unflatten(1, (key_heads, key_dim)), eps) for part in (q, k))
     g = -A_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
     v = v.unflatten(1, rings.u.shape[2:])
     return _run(q * key_dim**-0.5, k, v, g, beta_scale * b.float().sigmoid(), rings, batch).to(mixed.dtype)
@@ -43,7 +43,7 @@ def mamba2_scan(
     """PyTorch implementation of `kernels.recurrent.mamba2_scan`."""
     groups, key_dim = rings.k.shape[2:]
     x, B, C = mixed.float().split([rings.u[0, 0].numel(), groups * key_dim, groups * key_dim], 1)
-    B, C = (each.unflatten(1, (groups, key_dim)) for each in (B, C))
+    B, C = (part.unflatten(1, (groups, key_dim)) for part in (B, C))
     x = x.unflatten(1, rings.u.shape[2:])
     delta = functional.softplus(dt.float() + dt_bias.float()).clamp(*dt_limits)
     out = _run(C, B, delta.unsqueeze(-1) * x, -delta * A_log.float().exp(), None, rings, batch)
@@ -116,7 +116,7 @@ def _chunk(
     q, keys = _of_value_heads(q, v), _of_value_heads(k, v)
     exact = g.double().cumsum(0)  # in float32, differences of sums of -1,000 would be off by 6e-5
     between = (exact.T[:, :, None] - exact.T[:, None, :]).tril()  # of later tokens it could overflow
-    decay, rest, sums = between.float().exp().tril(), (exact[-1] - exact).float(), exact.float()
+    decay, decay_to_end, sums = between.float().exp().tril(), (exact[-1] - exact).float(), exact.float()
     u = v
     if beta is not None:
         scaled = beta.T[:, :, None] * decay * torch.einsum("ihk,jhk->hij", keys, keys)
@@ -125,5 +125,5 @@ def _chunk(
         u = torch.linalg.solve_triangular(scaled, rows, upper=False, unitriangular=True).transpose(0, 1)
     inside = torch.einsum("hij,jhv->ihv", decay * torch.einsum("ihk,jhk->hij", q, keys), u)
     out = torch.einsum("hvk,thk->thv", S, q) * sums.exp().unsqueeze(-1) + inside
-    S = S * sums[-1].exp()[:, None, None] + _outer(u * rest.exp().unsqueeze(-1), k)
+    S = S * sums[-1].exp()[:, None, None] + _outer(u * decay_to_end.exp().unsqueeze(-1), k)
     return S, out, u

@@ -26,8 +26,9 @@ def greedy_argmax(
 
 def _largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first of the largest values of each row and that value; NaN is larger than all."""
-    if rest := -values.shape[1] % _GROUP:
-        values = torch.nn.functional.pad(values, (0, rest), value=-torch.inf)
+    num_missing = -values.shape[1] % _GROUP
+    if num_missing:
+        values = torch.nn.functional.pad(values, (0, num_missing), value=-torch.inf)
     groups = values.unflatten(1, (-1, _GROUP))
     group = groups.amax(-1).argmax(-1)  # the first of equals
     best, within = groups[torch.arange(len(groups), device=groups.device), group].max(-1)

@@ -34,7 +34,10 @@ def sample_tokens(
     tokens = greedy_argmax(logits)
     if is_drawn.any():
         (rows,) = is_drawn.nonzero(as_tuple=True)
-        filters = [None if each is None else each[rows] for each in (top_k, top_p, log_min_p)]
+        filters: list[torch.Tensor | None] = [top_k, top_p, log_min_p]
+        for index, limits in enumerate(filters):
+            if limits is not None:
+                filters[index] = limits[rows]
         tokens[rows] = sample_tokens(logits[rows], keys[rows], temperature[rows], *filters)
     return tokens
 
@@ -63,9 +66,9 @@ def apply_penalties(
     logits = torch.where(seen, repeated, logits)
     # Products and sums of finite penalties may leave float32: then a token is favoured, or not, as far as it reaches,
     # where infinities of both signs would be NaN.
-    most = torch.finfo(logits.dtype).max
-    logits = logits - (frequency * counts).clamp_(-most, most) - presence * (counts > 0)
-    return logits.clamp_(max=most)
+    largest = torch.finfo(logits.dtype).max
+    logits = logits - (frequency * counts).clamp_(-largest, largest) - presence * (counts > 0)
+    return logits.clamp_(max=largest)
 
 
 def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -103,9 +106,9 @@ def lowest_kept(
 def _draw(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Draw one token a row from softmax(scores), which are overwritten; -1 if that is undefined."""
     num_tokens = scores.shape[1]
-    left = (scores > -torch.inf).flatten()
-    if int(left.sum()) < _FEW * left.numel():
-        (places,) = left.nonzero(as_tuple=True)
+    is_allowed = (scores > -torch.inf).flatten()
+    if int(is_allowed.sum()) < _FEW * is_allowed.numel():
+        (places,) = is_allowed.nonzero(as_tuple=True)
         rows = places // num_tokens
         flat = scores.view(-1)
         flat[places] -= exponential(keys[rows], places - rows * num_tokens).log_()

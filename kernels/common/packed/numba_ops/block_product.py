@@ -24,29 +24,29 @@ _CHUNK, _SUMS = 32, 4 * BLOCK
 
 def _multiply_by(tiles: tuple[Any, Any, Any]) -> Any:
     """Return a function that multiplies `count` rows with a block. A row has `row_bytes`, the last four its scale."""
-    one, two, four = tiles
+    one_row, two_rows, four_rows = tiles
 
     @exact
     def multiply(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs):
         done = np.int64(0)
         while done < count:
-            at_once, own = count - done, nb.floats(rows + done * row_bytes)
-            if at_once >= 4:
-                at_once = np.int64(4)
-                four(own, *block, nb.floats(sums))
-            elif at_once >= 2:
-                at_once = np.int64(2)
-                two(own, *block, nb.floats(sums))
+            num_rows, first_row = count - done, nb.floats(rows + done * row_bytes)
+            if num_rows >= 4:
+                num_rows = np.int64(4)
+                four_rows(first_row, *block, nb.floats(sums))
+            elif num_rows >= 2:
+                num_rows = np.int64(2)
+                two_rows(first_row, *block, nb.floats(sums))
             else:
-                one(own, *block, nb.floats(sums))
-            for i in range(at_once):
+                one_row(first_row, *block, nb.floats(sums))
+            for i in range(num_rows):
                 row = done + i
                 scale = nb.floats(rows + (row + 1) * row_bytes - 4)[0]
                 scale_row(
                     nb.floats(sums), i * BLOCK, scale, nb.floats(bias), output, bias != 0, out, to + row * num_outputs,
                     BLOCK,
                 )  # fmt: skip
-            done += at_once
+            done += num_rows
 
     return multiply
 

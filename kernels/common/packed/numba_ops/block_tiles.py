@@ -58,23 +58,23 @@ def int8_tile(num_rows: int) -> Any:
         rows = _pointers(builder, builder.bitcast(codes, _BYTE.as_pointer()), step, num_rows)
         firsts = _vectors(builder, start, _INT)
         totals = [[cgutils.alloca_once(builder, WORDS) for _ in firsts] for _ in rows]
-        for own in totals:
-            for total, first in zip(own, firsts, strict=True):
+        for row_totals in totals:
+            for total, first in zip(row_totals, firsts, strict=True):
                 builder.store(first, total)
         with steps(builder, width, _QUAD) as i:
             source = builder.gep(w, [builder.mul(i, ir.Constant(i.type, BLOCK))])
             for line in range(0, _QUAD * BLOCK, 64):
                 prefetch(builder, _at(builder, source, _AHEAD + line))
             weights = _vectors(builder, builder.bitcast(source, _INT.as_pointer()), _INT)
-            for row, own in zip(rows, totals, strict=True):
+            for row, row_totals in zip(rows, totals, strict=True):
                 word = builder.load(builder.bitcast(builder.gep(row, [i]), _INT.as_pointer()), align=1)
                 factor = splat(builder, word, WORDS)
-                for weight, total in zip(weights, own, strict=True):
+                for weight, total in zip(weights, row_totals, strict=True):
                     args = builder.load(total), factor, weight
                     builder.store(call(builder, "x86.avx512.vpdpbusd.512", WORDS, *args), total)
         scales = _vectors(builder, scale, _FLOAT)
-        for number, own in enumerate(totals):
-            for i, (factor, total) in enumerate(zip(scales, own, strict=True)):
+        for number, row_totals in enumerate(totals):
+            for i, (factor, total) in enumerate(zip(scales, row_totals, strict=True)):
                 to = at(builder, sums, ir.Constant(_INT, number * BLOCK + i * LANES), _FLOAT)
                 builder.store(builder.fmul(builder.sitofp(builder.load(total), VECTOR), factor), to, align=4)
 
@@ -103,7 +103,7 @@ def int4_tile(num_rows: int) -> Any:
         table = ir.Constant(VECTOR, [float(code - 8) for code in range(LANES)])
         four, sixteen, upper = (ir.Constant(WORDS, [number] * LANES) for number in (4, 16, -1 << 16))
         with steps(builder, num_groups, 1) as number:
-            totals = [[sum_from_zero(builder) for _ in own] for own in places]
+            totals = [[sum_from_zero(builder) for _ in row_places] for row_places in places]
             begin = builder.mul(number, group)
             with steps(builder, group, 2) as i:
                 column = builder.add(begin, i)
@@ -113,17 +113,17 @@ def int4_tile(num_rows: int) -> Any:
                     bytes_of = _vectors(builder, _at(builder, source, odd * BLOCK // 2), _BYTE, 2)
                     low = [builder.zext(half, WORDS) for half in bytes_of]
                     codes = [*low, *(builder.lshr(half, four) for half in low)]
-                    weights = [call(builder, "x86.avx512.permvar.sf.512", VECTOR, table, each) for each in codes]
-                    for row, own in zip(rows, totals, strict=True):
+                    weights = [call(builder, "x86.avx512.permvar.sf.512", VECTOR, table, indices) for indices in codes]
+                    for row, row_totals in zip(rows, totals, strict=True):
                         factor = splat(builder, builder.load(_at(builder, builder.gep(row, [column]), odd), align=4))
-                        for weight, total in zip(weights, own, strict=True):
+                        for weight, total in zip(weights, row_totals, strict=True):
                             builder.store(multiply_add.emit(builder, factor, weight, builder.load(total)), total)
             words = _vectors(builder, builder.gep(pairs, [builder.mul(number, num_outputs)]), _INT)
-            scales = [builder.bitcast(builder.shl(each, sixteen), VECTOR) for each in words]
-            zeros = [builder.bitcast(builder.and_(each, upper), VECTOR) for each in words]
-            for own_sums, own, to in zip(sums_of, totals, places, strict=True):
-                of_x = splat(builder, builder.load(builder.gep(own_sums, [number]), align=4))
-                for scale, zero, total, place in zip(scales, zeros, own, to, strict=True):
+            scales = [builder.bitcast(builder.shl(word, sixteen), VECTOR) for word in words]
+            zeros = [builder.bitcast(builder.and_(word, upper), VECTOR) for word in words]
+            for group_sums, row_totals, to in zip(sums_of, totals, places, strict=True):
+                of_x = splat(builder, builder.load(builder.gep(group_sums, [number]), align=4))
+                for scale, zero, total, place in zip(scales, zeros, row_totals, to, strict=True):
                     value = multiply_add.emit(builder, zero, of_x, builder.load(place, align=4))
                     value = multiply_add.emit(builder, scale, builder.load(total), value)
                     builder.store(value, place, align=4)

@@ -141,7 +141,7 @@ def scale_rows(
     product: contiguous, float32 or `dtype`.
     """
     out = torch.empty(product.shape, dtype=dtype)
-    kinds = (one is not None and one.dtype == torch.bfloat16 for one in (out, product, bias))
+    kinds = (tensor is not None and tensor.dtype == torch.bfloat16 for tensor in (out, product, bias))
     _scale_launch(*kinds, *out.shape)({"product": product, "scales": scales, "bias": bias, "out": out})
     return out
 
