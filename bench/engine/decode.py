@@ -7,13 +7,12 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
 from unittest import mock
 
 import torch
 
 from paged import Engine, EngineConfig, SamplingParams
-from paged.bench.benchmark import benchmark_dtype
+from paged.bench.benchmark import Json, Setting
 from paged.bench.engine.cost import weights
 from paged.bench.engine.models import MODELS, random_executor, warm_up
 from paged.bench.limits import Cost, at_least, speed
@@ -30,7 +29,7 @@ def timed_replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]
     events, replay = [], torch.cuda.CUDAGraph.replay
 
     def replay_timed(graph: torch.cuda.CUDAGraph) -> None:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         replay(graph)
         end.record()
@@ -40,16 +39,14 @@ def timed_replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]
         yield events
 
 
-def decode(
-    model: str, device: torch.device, repeats: int, *, batch: int = 64, context: int = 4096, goal: float | None = None
-) -> dict[str, Any]:
+def decode(model: str, setting: Setting, *, batch: int = 64, context: int = 4096, goal: float | None = None) -> Json:
     """Tokens a second of `batch` sequences that decode behind `context` tokens; fewer where the cache holds no more.
 
     percent: of the least time in which the weights and the cache can be read. Of experts those count that so many
     tokens reach when they are spread evenly, of the embeddings the rows of the batch. replay_us: device time of the
     graph of a step; gap_us: the rest of the step, sampling and the host.
     """
-    config = MODELS[model]
+    config, device, repeats = MODELS[model], setting.device, setting.repeats
     # The first to decode go on while the last ones' prompts run, a chunk a step.
     per_sequence = context + repeats + 2 * batch
     executor = random_executor(config, device, batch * per_sequence)
@@ -59,7 +56,7 @@ def decode(
     batch = min(batch, executor.kv_capacity() // per_sequence)
     with timed_replays() as replays:
         warm_up(executor)
-    limits = ceilings(device, benchmark_dtype(device), _CEILING_REPEATS)
+    limits = ceilings(device, setting.dtype, _CEILING_REPEATS)
 
     engine = Engine(executor, EngineConfig(token_budget=max(8192, batch)), eos_token_ids=())
     rng = random.Random(0)
@@ -84,17 +81,20 @@ def decode(
     read = weights(executor, config, batch)
     multiplied, weight_bytes = read.layer_products + read.head_products, read.layer_bytes + read.head_bytes
     kv_bytes = num_tokens * manager.stats().bytes_per_block // manager.config.block_size
-    found = speed(steps, Cost(2 * batch * multiplied, weight_bytes + kv_bytes), limits)
+    times = speed(steps, Cost(2 * batch * multiplied, weight_bytes + kv_bytes), limits)
+    replay_us = 0.0
     if replays:
         torch.cuda.synchronize(device)
-    replay_us = statistics.median([start.elapsed_time(end) * 1e3 for start, end in replays] or [0.0])
+        replay_us = statistics.median(start.elapsed_time(end) * 1e3 for start, end in replays)
     detail = {
         "sequences": batch,
         "graph_replays": len(replays),
         "replay_us": replay_us,
-        "gap_us": found["median_us"] - replay_us,
+        "gap_us": times["median_us"] - replay_us,
         "prefill_tokens_per_second": batch * context / prefill_seconds,
     }
-    goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found["percent"], goal)]
-    row = {"name": f"decode.{model}", "value": batch / found["median_us"] * 1e6, "unit": "tokens/s", "goals": goals}
-    return {**row, "late_kernels": ", ".join(late), "detail": detail, **found, "cold": True}
+    goals = []
+    if goal is not None:
+        goals.append(at_least(f"{goal:g} % of the bound", times["percent"], goal))
+    row = {"name": f"decode.{model}", "value": batch / times["median_us"] * 1e6, "unit": "tokens/s", "goals": goals}
+    return {**row, "late_kernels": ", ".join(late), "detail": detail, **times, "cold": True}

