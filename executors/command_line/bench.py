@@ -30,7 +30,7 @@ PRESETS = {
         "kernels.run", "every kernel at small sizes, a minute", ("--small", "--repeats", "5", "--budget", "60")
     ),
     "kernels": Preset("kernels.run", "every kernel against its hardware limit"),
-    "micro": Preset("test_micro", "kernels and cache through pytest-benchmark, whose options it takes"),
+    "micro": Preset("micro.test_micro", "kernels and cache through pytest-benchmark, whose options it takes"),
     "attention": Preset("attention.run", "attention against other packages"),
     "moe": Preset("moe.run", "mixture of experts against other packages"),
     "cache": Preset("cache.run", "host time of the KV cache against vLLM's"),

@@ -20,7 +20,7 @@ Entry = str | tuple[str, str]
 Row = list[Entry]
 # One line of what a folder holds.
 HOLDS = {
-    "bench": "timing, pytest-benchmark, GPU run",
+    "bench": "timing, contests, GPU run",
     "bench/attention": "rows, peers, tuning",
     "bench/cache": "the cache without a model",
     "bench/compilation": "machine code without a GPU",
@@ -28,6 +28,7 @@ HOLDS = {
     "bench/engine": "throughput of whole models",
     "bench/kernels": "every other kernel's rows",
     "bench/mla": "latent attention's rows",
+    "bench/micro": "rows by pytest-benchmark",
     "bench/moe": "rows, peers, tuned tables",
     "bench/report": "results as one page",
     "bench/verification": "paged verify",
