@@ -29,7 +29,11 @@ paged.merge_attn_states = wrong
 def _run(folder: Path, keyword: str, *options: str) -> tuple[int, str, dict[str, Any]]:
     """Exit code, output, and the results by name."""
     path = folder / "results.json"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {}
+    for name, value in os.environ.items():
+        # pytest-benchmark times nothing in a worker of pytest-xdist.
+        if name != "TRITON_INTERPRET" and not name.startswith("PYTEST_"):
+            environment[name] = value
     environment |= {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "OMP_NUM_THREADS": "1"}
     environment |= {"PAGED_BACKEND": "torch"}
     command = [sys.executable, "-m", "paged", "bench", "micro", "-k", keyword, "--benchmark-json", str(path), *options]
