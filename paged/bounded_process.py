@@ -58,16 +58,16 @@ class Branch:
         Raises:
             ProcessEndedError: it has ended.
         """
-        own, other = socket.socketpair()
-        own_life, other_life = socket.socketpair()
-        with other, other_life:
+        here, there = socket.socketpair()
+        life_here, life_there = socket.socketpair()
+        with there, life_there:
             try:
-                socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [other.fileno(), other_life.fileno()])
+                socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [there.fileno(), life_there.fileno()])
             except OSError as error:
-                own.close()
-                own_life.close()
+                here.close()
+                life_here.close()
                 raise ProcessEndedError("the process has ended") from error
-        return Branch(own, own_life)
+        return Branch(here, life_here)
 
     def send(self, message: bytes, *, cpu_s: float, seconds: float) -> None:
         """Send a request. The process ends if it takes more CPU time than `cpu_s`, or more time than `seconds`.
@@ -158,14 +158,14 @@ class Root:
     def _start(self) -> Branch:
         if not hasattr(os, "fork"):
             raise UnsupportedError("processes with limits of time and memory need a system with fork")
-        own, other = socket.socketpair()
+        here, there = socket.socketpair()
         paths = [os.path.abspath(path) for path in sys.path]
         # One thread: a fork copies no other.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, *self._arguments, *paths],
-                stdin=other.fileno(),
+                stdin=there.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
@@ -174,11 +174,11 @@ class Root:
                 process_group=0,
             )
         except (OSError, ValueError) as error:
-            own.close()
+            here.close()
             raise UnsupportedError(f"a process with limits of time and memory cannot start: {error}") from error
         finally:
-            other.close()
-        branch = Branch(own)
+            there.close()
+        branch = Branch(here)
         weakref.finalize(branch, _end, process, os.getpid())
         return branch
 

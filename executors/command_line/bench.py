@@ -98,10 +98,10 @@ def _run_all(arguments: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, help="samples a case")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    given = ["--repeats", str(options.repeats)] if options.repeats else []
+    repeats = ["--repeats", str(options.repeats)] if options.repeats else []
     code = 0
     for name in tracked(_ALL, desc="benchmarks", unit="benchmark"):
-        code = max(code, _call(name, "--json", str(options.out / f"{name}.json"), *given))
+        code = max(code, _call(name, "--json", str(options.out / f"{name}.json"), *repeats))
     written = [str(path) for name in _ALL if (path := options.out / f"{name}.json").is_file()]
     return max(code, _call("report", *written, "--out", str(options.out))) if written else code
 

@@ -110,7 +110,7 @@ def summarize(
         "kv_cache_dtype": _name(cache_dtype),
         "sliding_layers": sum(window is not None for window in config.windows),
         "unknown_keys": list(config.unknown_keys),
-        "num_experts": next((one.num_experts for one in config.moe if one is not None), None),
+        "num_experts": next((moe.num_experts for moe in config.moe if moe is not None), None),
         "max_seq_len": config.max_position_embeddings,
         "ranks": [_rank(network_class, config, dtype, share, needs) for share in spreads],
     }
@@ -119,14 +119,14 @@ def summarize(
 def _rank(
     network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share, needs: Callable[[Share], Needs]
 ) -> dict[str, Any]:
-    found = {"tensor_parallel_size": share.size, "reason": None, **dict.fromkeys(_NEEDS), "sent_bytes": None}
+    rank = {"tensor_parallel_size": share.size, "reason": None, **dict.fromkeys(_NEEDS), "sent_bytes": None}
     try:
-        found |= zip(_NEEDS, needs(share), strict=True)
+        rank |= zip(_NEEDS, needs(share), strict=True)
     except PagedError as error:
-        return found | {"reason": str(error)}
+        return rank | {"reason": str(error)}
     num_sums, counts = network_class.num_sums(config), {"last_sums": 0, "num_tokens": 1, "num_rows": 1}
     sent = step_bytes(config, num_sums=num_sums, size=share.size, itemsize=dtype.itemsize, **counts)
-    return found | {"sent_bytes": round(ring_bytes(sent, share.size))}
+    return rank | {"sent_bytes": round(ring_bytes(sent, share.size))}
 
 
 def _needs(
@@ -160,14 +160,14 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
     fields = ("attention", "moe", "intermediate_size", "recurrent", "attends")
     nothing: dict[str, Any] = dict.fromkeys(fields, ())
     none = replace(config, **nothing)
-    rest = num_parameters, num_bytes = _size(network_class, none, dtype, share)
+    base_parameters, base_bytes = _size(network_class, none, dtype, share)
+    num_parameters, num_bytes = base_parameters, base_bytes
     layers = Counter(zip(*(getattr(config, name) for name in fields), strict=True))
     for values, count in layers.items():
-        own: dict[str, Any] = {name: (value,) for name, value in zip(fields, values, strict=True)}
-        layer = replace(config, **own)
-        one = _size(network_class, layer, dtype, share)
-        num_parameters += count * (one[0] - rest[0])
-        num_bytes += count * (one[1] - rest[1])
+        one_layer: dict[str, Any] = {name: (value,) for name, value in zip(fields, values, strict=True)}
+        parameters, size = _size(network_class, replace(config, **one_layer), dtype, share)
+        num_parameters += count * (parameters - base_parameters)
+        num_bytes += count * (size - base_bytes)
     return num_parameters, num_bytes
 
 

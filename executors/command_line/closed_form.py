@@ -28,10 +28,10 @@ def _one_hot_attention(config: PagedExecutorConfig, tokens: Sequence[int]) -> li
     attention = []
     for head in range(config.num_heads):
         first = head // group * config.head_dim
-        own = range(first, first + config.head_dim)
-        heavy = indices[-1] if indices[-1] in own else None
+        of_head = range(first, first + config.head_dim)
+        heavy = indices[-1] if indices[-1] in of_head else None
         weights = [math.exp(1 / math.sqrt(config.head_dim)) if index == heavy else 1.0 for index in indices]
-        for i in own:
+        for i in of_head:
             hits = sum(weight for weight, index in zip(weights, indices, strict=True) if index == i)
             attention.append(hits / sum(weights))
     return attention

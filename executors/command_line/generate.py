@@ -93,16 +93,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompts.add_argument("--count", type=int, default=16, help="number of recall prompts if none are given")
 
-    sampling, said = parser.add_argument_group("sampling"), "default: from generation_config.json"
+    sampling = parser.add_argument_group("sampling")
+    default = "default: from generation_config.json"
     sampling.add_argument("-n", type=int, default=1, help="answers a prompt")
     sampling.add_argument(
         "--max-new-tokens", type=int, default=32, metavar="N", dest="max_tokens", help="of each answer; %(default)s"
     )
-    sampling.add_argument("--temperature", type=float, help=f"0 takes the most probable token; {said}, else 0")
-    sampling.add_argument("--top-k", type=int, help=f"0 keeps all tokens; {said}, else 0")
-    sampling.add_argument("--top-p", type=float, help=f"{said}, else 1")
-    sampling.add_argument("--min-p", type=float, help=f"fraction of the highest probability; {said}, else 0")
-    sampling.add_argument("--repetition-penalty", type=float, help=f"{said}, else 1")
+    sampling.add_argument("--temperature", type=float, help=f"0 takes the most probable token; {default}, else 0")
+    sampling.add_argument("--top-k", type=int, help=f"0 keeps all tokens; {default}, else 0")
+    sampling.add_argument("--top-p", type=float, help=f"{default}, else 1")
+    sampling.add_argument("--min-p", type=float, help=f"fraction of the highest probability; {default}, else 0")
+    sampling.add_argument("--repetition-penalty", type=float, help=f"{default}, else 1")
     sampling.add_argument("--presence-penalty", type=float, default=0.0)
     sampling.add_argument("--frequency-penalty", type=float, default=0.0)
     sampling.add_argument("--seed", type=int, default=0, help="seed of sampling and of the recall prompts")
@@ -280,7 +281,8 @@ def _encode(
     vision = VisionModel.from_folder(folder, tokenizer, dtype=args.dtype, device=args.device)
     parts = [{"type": "image"} for _ in images]
     contents = [[*parts, {"type": "text", "text": prompt.text}] for prompt in prompts]
-    return [vision.encode_chat([*system, {"role": "user", "content": one}], images, **options) for one in contents]
+    chats = [[*system, {"role": "user", "content": content}] for content in contents]
+    return [vision.encode_chat(messages, images, **options) for messages in chats]
 
 
 def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
@@ -289,13 +291,17 @@ def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
     from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
 
     file = "generation_config.json"
-    said = sampling_defaults(HfConfig.read(folder, file, may_lack=True))
-    names = vars(args).keys() & {one.name for one in fields(SamplingParams)}
-    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
-    params = SamplingParams(**{"temperature": 0.0} | said | given)
+    of_checkpoint = sampling_defaults(HfConfig.read(folder, file, may_lack=True))
+    names = vars(args).keys() & {field.name for field in fields(SamplingParams)}
+    of_command = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    params = SamplingParams(**{"temperature": 0.0} | of_checkpoint | of_command)
     if args.verbose:
         for name in CHECKPOINT_PARAMS:
-            source = "command line" if name in given else file if name in said else "default"
+            source = "default"
+            if name in of_command:
+                source = "command line"
+            elif name in of_checkpoint:
+                source = file
             print(f"{name:20} {getattr(params, name)!s:>16}  {source}", file=sys.stderr)
         print(f"{'end tokens':20} {', '.join(map(str, read_eos_token_ids(folder))):>16}  checkpoint", file=sys.stderr)
     return params
@@ -369,13 +375,13 @@ def _answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> l
             "prompt": prompt.text,
             "prompt_tokens": len(output.prompt_token_ids),
             "adapter": adapter,
-            "text": one.text,
-            "new_tokens": len(one.token_ids),
-            "finish_reason": one.finish_reason,
+            "text": completion.text,
+            "new_tokens": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
             "expected": prompt.expected,
-            "correct": None if prompt.expected is None else one.text.strip() == prompt.expected,
+            "correct": None if prompt.expected is None else completion.text.strip() == prompt.expected,
         }
-        for one in output.outputs
+        for completion in output.outputs
     ]
 
 

@@ -74,7 +74,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
     from paged.kernels.common.device import device_of
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "type": device.type,
         "host": f"{platform.system()} {platform.machine()}",
         "cpu_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
@@ -83,7 +83,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         known = device_of(device)
         free, total = torch.cuda.mem_get_info(device)
-        found |= {
+        facts |= {
             "count": torch.cuda.device_count(),
             "name": torch.cuda.get_device_name(device),
             "arch": known.arch,
@@ -92,7 +92,7 @@ def _device(device: torch.device) -> dict[str, Any]:
             "free_bytes": free,
             "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
         }
-    return found
+    return facts
 
 
 def backend_of(device: torch.device) -> tuple[str, str]:

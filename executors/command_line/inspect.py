@@ -91,19 +91,24 @@ def run(args: argparse.Namespace) -> int:
     from paged.models.parallel.share import Share
 
     folder = checkpoint_folder(args.model, is_run=False)
-    given = _bytes("--device-memory", args.device_memory) if args.device_memory else None
+    device_bytes = _bytes("--device-memory", args.device_memory) if args.device_memory else None
     spreads = []
     if args.tensor_parallel is not None:
         parallel = ParallelConfig(args.tensor_parallel, args.expert_parallel)
         sizes = sorted({*_SIZES, parallel.tensor_parallel_size} - {1})
         spreads = [Share(0, size, args.expert_parallel) for size in sizes]
-    if given is None and torch.cuda.is_available():
-        given = torch.cuda.mem_get_info()[1]
+    if device_bytes is None and torch.cuda.is_available():
+        device_bytes = torch.cuda.mem_get_info()[1]
     dtype = as_dtype("--dtype", args.dtype)
     cache_dtype = as_dtype("--kv-cache-dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
     block_size = args.block_size or default_block_size(device_of(as_device("device", None)).arch)
     summary = summarize(
-        folder, device_bytes=given, dtype=dtype, kv_cache_dtype=cache_dtype, block_size=block_size, spreads=spreads
+        folder,
+        device_bytes=device_bytes,
+        dtype=dtype,
+        kv_cache_dtype=cache_dtype,
+        block_size=block_size,
+        spreads=spreads,
     )
     if args.json:
         print_json(summary)

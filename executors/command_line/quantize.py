@@ -79,14 +79,14 @@ def perplexity(folder: Path, ids: list[int]) -> float:
         part = ids[start : start + window]
         logits = executor.model.forward_verify("perplexity", part)
         executor.release_cache("perplexity")
-        wanted = torch.tensor(part[1:], device=logits.device)
-        total += torch.nn.functional.cross_entropy(logits[: len(wanted)].float(), wanted, reduction="sum").item()
-        count += len(wanted)
+        targets = torch.tensor(part[1:], device=logits.device)
+        total += torch.nn.functional.cross_entropy(logits[: len(targets)].float(), targets, reduction="sum").item()
+        count += len(targets)
     executor.shutdown()
     return math.exp(min(total / max(count, 1), 700.0))
 
 
-def _token_ids(folder: Path, file: Path, most: int) -> list[int]:
+def _token_ids(folder: Path, file: Path, limit: int) -> list[int]:
     from paged.executors.text.chat_tokenizer import ChatTokenizer
 
     try:
@@ -94,7 +94,7 @@ def _token_ids(folder: Path, file: Path, most: int) -> list[int]:
     except OSError as error:
         raise InvalidInputError(f"--perplexity {file}: {error.strerror or error}") from error
     with native_stderr_dropped():
-        ids = ChatTokenizer.from_folder(folder).encode(text)[:most]
+        ids = ChatTokenizer.from_folder(folder).encode(text)[:limit]
     if len(ids) < 2:
         raise InvalidInputError(f"--perplexity {file}: {len(ids)} tokens, expected at least 2")
     return ids

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     vision = vision_of(folder, tokenizer, args)  # before the executor, whose cache takes what memory is left
     engine = make_engine(folder, args, MarkedTokenizer(tokenizer), max_waiting=args.max_waiting)
     info, manager = engine.executor.info(), engine.executor.kv_manager
-    config = ServeConfig(**{one.name: getattr(args, one.name) for one in fields(ServeConfig)})
+    config = ServeConfig(**{option.name: getattr(args, option.name) for option in fields(ServeConfig)})
     key = config.api_key or os.environ.get("PAGED_API_KEY") or None
     config = replace(config, api_key=key, model_name=config.model_name or info.model_id)
     defaults = SamplingParams(**sampling_defaults(HfConfig.read(folder, "generation_config.json", may_lack=True)))

@@ -143,27 +143,27 @@ class AnswerReader:
 
     def _elements(self) -> _Reading[None]:
         """Pass on an element for each argument as a JSON object; what is none is content."""
-        before, rest = "{", ""
+        before, unread = "{", ""
         while True:
             yield from self._while(str.isspace)
             if not (yield from self._comes(_PARAMETER)):
                 yield from self._comes(_FUNCTION_END)
                 break
             name = yield from self._while(lambda letter: not letter.isspace() and letter != ">")
-            rest = f"{_PARAMETER}{name}"
+            unread = f"{_PARAMETER}{name}"
             if not (name and (yield from self._comes(">"))):
                 break
             pieces: list[str] = []
             is_whole = yield from self._up_to(_PARAMETER_END, pieces.append)
             value = "".join(pieces)
             if not is_whole:
-                rest += f">{value}"
+                unread += f">{value}"
                 break
             value = value.removeprefix("\n").removesuffix("\n")
             self._put("arguments", f"{before}{json.dumps(name)}: {_as_json(value)}")
-            before, rest = ", ", ""
+            before, unread = ", ", ""
         self._put("arguments", "{}" if before == "{" else "}")
-        self._content(rest)
+        self._content(unread)
 
     # What all parts are made of: each looks at a character once.
 

@@ -73,8 +73,8 @@ class Form:
         pieces = self.service.pieces(self.request, prompts, params, **options)
         if self.is_streamed:
             return _EventStream(self, pieces)
-        found = sorted([piece async for piece in pieces], key=lambda piece: piece.choice)
-        return await self.service.in_thread(lambda: reply(self.whole(found)), sum(map(_work, found)))
+        by_choice = sorted([piece async for piece in pieces], key=lambda piece: piece.choice)
+        return await self.service.in_thread(lambda: reply(self.whole(by_choice)), sum(map(_work, by_choice)))
 
 
 class _EventStream(Response):

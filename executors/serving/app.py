@@ -62,9 +62,8 @@ def _endpoint(
         service = service_of(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(400, "content-type: expected application/json")
-        left = service.seconds_left(request)
         try:
-            async with asyncio.timeout(max(left, _LEAST_SECONDS)):
+            async with asyncio.timeout(max(service.seconds_left(request), _LEAST_SECONDS)):
                 data = await request.body()
                 body = await service.in_thread(lambda: schemas.read_body(kind, data), len(data))
                 request.state.names = body.names
@@ -77,11 +76,11 @@ def _endpoint(
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    found = as_api_error(error, getattr(request.state, "names", None))
-    request.state.record.end = found.message
-    if found.status == 500:
+    api_error = as_api_error(error, getattr(request.state, "names", None))
+    request.state.record.end = api_error.message
+    if api_error.status == 500:
         LOG.error("request %s failed", request.state.record.id, exc_info=error)
-    return found.response()
+    return api_error.response()
 
 
 async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
@@ -104,9 +103,11 @@ async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
         tokens, _ = await service.encode_chat((await read_again(request)).messages, variables, longest=longest)
 
     def answer() -> Response:
-        texts = [service.tokenizer.tokenizer.id_to_token(one) for one in tokens] if body.return_token_strs else None
-        found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.longest, "token_strs": texts}
-        return reply(found)
+        texts = None
+        if body.return_token_strs:
+            texts = [service.tokenizer.tokenizer.id_to_token(token) for token in tokens]
+        counts = {"count": len(tokens), "max_model_len": service.longest}
+        return reply({"tokens": tokens, **counts, "token_strs": texts})
 
     return await service.in_thread(answer, len(tokens))
 
@@ -171,12 +172,13 @@ async def metrics(request: Request) -> Response:
 async def blocks(request: Request) -> Response:
     """Answer with the counts of the cache and the queue, a letter for each block, and who holds it."""
     engine = service_of(request).engine
-    found = {**vars(await engine.status()), "generated_tokens": engine.engine.metrics.generated_tokens}
-    if (manager := engine.engine.executor.kv_manager) is not None:
+    state = {**vars(await engine.status()), "generated_tokens": engine.engine.metrics.generated_tokens}
+    manager = engine.engine.executor.kv_manager
+    if manager is not None:
         letters, sequences = _blocks(manager, engine.engine.sequence_names())
-        found |= {"cache": vars(manager.stats()), "blocks": letters, "block_size": manager.config.block_size}
-        found["sequences"] = sequences
-    return reply({**found, "time": time.time()})
+        state |= {"cache": vars(manager.stats()), "blocks": letters, "block_size": manager.config.block_size}
+        state["sequences"] = sequences
+    return reply({**state, "time": time.time()})
 
 
 def _blocks(manager: PagedKvCacheManager, names: Mapping[SeqId, str]) -> tuple[str, list[dict[str, Any]]]:
@@ -190,8 +192,17 @@ def _blocks(manager: PagedKvCacheManager, names: Mapping[SeqId, str]) -> tuple[s
         sequences.append({"request_id": name, "num_tokens": handle.num_tokens, "blocks": ids})
     cached = set(manager.cached_blocks())
     blocks = range(1, min(manager.config.num_blocks, _MOST_CELLS) + 1)
-    letters = "".join("s" if held[one] > 1 else "o" if held[one] else "c" if one in cached else "f" for one in blocks)
-    return letters, sequences
+    letters = []
+    for block in blocks:
+        if held[block] > 1:
+            letters.append("s")
+        elif held[block] == 1:
+            letters.append("o")
+        elif block in cached:
+            letters.append("c")
+        else:
+            letters.append("f")
+    return "".join(letters), sequences
 
 
 async def page() -> Response:

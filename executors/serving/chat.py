@@ -70,13 +70,15 @@ class Conversation(Form):
         """Encode the messages, check the limits, and answer; body: what it says of model, stream and form."""
         service, options = self.service, await self.service.options(body)
         functions = () if tools.choice == "none" else tools.functions
-        forced = [one for one in functions if tools.name in (None, one["name"])] if tools.choice == "required" else []
+        forced = []
+        if tools.choice == "required":
+            forced = [function for function in functions if tools.name in (None, function["name"])]
         if tools.choice == "required" and not forced:
             raise ApiError(400, f"tool_choice: {tools.name!r} is none of the tools", "tool_choice")
         if forced and "constraint" in options:
             param = options["constraint"]
             raise ApiError(400, f"{param}: not beside a tool_choice that forces a call", param)
-        listed = [{"type": "function", "function": one} for one in functions] or None
+        listed = [{"type": "function", "function": function} for function in functions] or None
         prompt, embeds = await service.encode_chat(messages, {"tools": listed, **(variables or {})})
         if embeds is not None:
             options["prompt_embeds"] = embeds
@@ -86,7 +88,7 @@ class Conversation(Form):
         if functions:
             self._tools = service.tool_format
         if forced:
-            schemas = {one["name"]: one.get("parameters") or {"type": "object"} for one in forced}
+            schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in forced}
             self._tools = self._tools or TOOL_FORMATS["llama3"]
             grammar = self._tools.grammar(schemas, is_one=tools.is_one, thinks=self._thinks)
             options["token_mask"] = await service.compiled(Grammar("tools", "structural_tag", grammar))
@@ -99,9 +101,12 @@ async def read_again(request: Request) -> Untyped:
     data = await request.body()
 
     def read() -> Untyped:
-        found = msgspec.json.decode(data, type=Untyped)
-        found.messages = as_template(found.messages or (found.input if isinstance(found.input, list) else []))
-        return found
+        untyped = msgspec.json.decode(data, type=Untyped)
+        messages = untyped.messages
+        if not messages and isinstance(untyped.input, list):
+            messages = untyped.input
+        untyped.messages = as_template(messages)
+        return untyped
 
     return await service_of(request).in_thread(read, len(data))
 
@@ -109,11 +114,11 @@ async def read_again(request: Request) -> Untyped:
 def as_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as templates read them: arguments of calls as values; text as one, unless there are images."""
     functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
-    texts = [one["arguments"] for one in functions if isinstance(one.get("arguments"), str)]
+    texts = [arguments for function in functions if isinstance(arguments := function.get("arguments"), str)]
     if (excess := excess_of(",".join(texts).encode(), ChatBody.max_values)) is not None:
         raise ApiError(400, f"messages: arguments of calls with {excess}", "messages")
-    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    for message in found:
+    messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    for message in messages:
         message["role"] = "system" if message["role"] == "developer" else message["role"]
         parts = message.get("content")
         if isinstance(parts, list) and any(part["type"] == "image_url" for part in parts):
@@ -126,12 +131,13 @@ def as_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             message["content"] = text_of(parts)
     for function in functions:
-        given = function.get("arguments")
+        if not isinstance(function.get("arguments"), str):
+            continue
         try:
-            function["arguments"] = json.loads(given) if isinstance(given, str) else given
+            function["arguments"] = json.loads(function["arguments"])
         except (ValueError, RecursionError):
             raise ApiError(400, "messages: the arguments of a tool call are no JSON", "messages") from None
-    return found
+    return messages
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None) -> str:
@@ -139,11 +145,13 @@ def text_of(content: str | Sequence[dict[str, Any]] | None) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
-def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def template_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Check and return what a body has for the chat template."""
-    if taken := sorted(_OWN_VARIABLES & (given or {}).keys()):
+    if variables is None:
+        return {}
+    if taken := sorted(_OWN_VARIABLES & variables.keys()):
         raise ApiError(400, f"chat_template_kwargs: {', '.join(taken)} cannot be set", "chat_template_kwargs")
-    return given or {}
+    return variables
 
 
 async def chat(body: ChatBody, request: Request) -> Response:
@@ -160,13 +168,13 @@ async def chat(body: ChatBody, request: Request) -> Response:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service_of(request).params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
     variables = template_variables(body.chat_template_kwargs)
-    given = await read_again(request)
-    tools = Tools([tool["function"] for tool in given.tools or ()], is_one=body.parallel_tool_calls is False)
+    untyped = await read_again(request)
+    tools = Tools([tool["function"] for tool in untyped.tools or ()], is_one=body.parallel_tool_calls is False)
     if isinstance(body.tool_choice, Tool):
         tools = tools._replace(choice="required", name=body.tool_choice.function.name, is_one=True)
     elif body.tool_choice is not None:
         tools = tools._replace(choice=body.tool_choice)
-    return await _Chat(request, body).converse(body, given.messages, params, tools, variables)
+    return await _Chat(request, body).converse(body, untyped.messages, params, tools, variables)
 
 
 class _Chat(Conversation):
@@ -180,7 +188,7 @@ class _Chat(Conversation):
     def events(self, piece: Piece) -> Iterator[Event]:
         entries: list[Event] = [] if piece.choice in self._readers else [{"role": "assistant", "content": ""}]
         deltas, reason = self.read(piece)
-        index = self._readers[piece.choice].num_calls - sum(one.kind == "call" for one in deltas) - 1
+        index = self._readers[piece.choice].num_calls - sum(delta.kind == "call" for delta in deltas) - 1
         for kind, text in deltas:
             index += kind == "call"
             if kind in ("call", "arguments"):

@@ -31,19 +31,22 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     ids = [await service.encoded(prompt) for prompt in prompts]
     params = service.check_prompts(ids, params)
     num_echoed = n * sum(map(len, ids)) if body.echo else 0
-    if num_echoed > (most := service.config.max_new_tokens):
-        raise ApiError(400, f"echo: {num_echoed} tokens of prompts in all, expected at most {most}", "echo")
+    limit = service.config.max_new_tokens
+    if num_echoed > limit:
+        raise ApiError(400, f"echo: {num_echoed} tokens of prompts in all, expected at most {limit}", "echo")
     return await _Completion(request, body, prompts).answer(ids, params, options)
 
 
-def _several(name: str, given: str | list[Any]) -> list[str] | list[list[int]]:
+def _several(name: str, prompts: str | list[Any]) -> list[str] | list[list[int]]:
     """Return texts, or lists of token ids, of which a request may have one without a list around it."""
-    if isinstance(given, str):
-        return [given]
-    kinds = set(map(type, given))
+    if isinstance(prompts, str):
+        return [prompts]
+    kinds = set(map(type, prompts))
     if len(kinds) > 1:
         raise ApiError(400, f"{name}: expected a text, token ids, or a list of either", name)
-    return given if kinds <= {str, list} and kinds else [given]
+    if kinds in ({str}, {list}):
+        return prompts
+    return [prompts]
 
 
 class _Columns(NamedTuple):
@@ -97,15 +100,15 @@ class _Completion(Form):
     def _echo(self, index: int, output: RequestOutput) -> tuple[str, _Columns]:
         """Return the text of a prompt and the log probabilities of its tokens, the same for all of its choices."""
         if index not in self._echoes:
-            given, rows = self._prompts[index], output.prompt_logprobs
-            text = given if isinstance(given, str) else self.service.tokenizer.decode(given)
+            prompt, rows = self._prompts[index], output.prompt_logprobs
+            text = prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
             columns = _Columns([], [], [], [])
             if rows is not None:
                 read = self.service.token_reader().read_tokens(list(output.prompt), rows, is_last=True)
                 columns = self._columns(read)
                 offsets = columns.text_offset
-                if isinstance(given, str):
-                    offsets = self.service.token_texts.offsets(given, output.prompt) or offsets
+                if isinstance(prompt, str):
+                    offsets = self.service.token_texts.offsets(prompt, output.prompt) or offsets
                 columns = columns._replace(text_offset=[min(offset, len(text)) for offset in offsets])
             self._echoes[index] = text, columns
         return self._echoes[index]
@@ -132,9 +135,9 @@ async def embed(body: EmbeddingsBody, request: Request) -> Response:
     service = service_of(request)
     if await service.adapter(body.model) is not None:
         raise ApiError(400, "model: embeddings take no adapter", "model")
-    given = _several("input", body.input)
-    service.check_choices(len(given), 1)
-    prompts = [await service.encoded(one) for one in given]
+    texts = _several("input", body.input)
+    service.check_choices(len(texts), 1)
+    prompts = [await service.encoded(text) for text in texts]
     if not all(prompts):
         raise ApiError(400, "input: expected at least 1 token each", "input")
     count = request.state.record.prompt_tokens = sum(map(len, prompts))

@@ -101,12 +101,13 @@ class ServeConfig:
     @classmethod
     def arguments(cls) -> dict[str, dict[str, Any]]:
         """Return the arguments of `add_argument` by flag."""
-        found = {}
-        for one in fields(cls):
-            given = dict(one.metadata)
-            if not given.keys() & {"type", "choices", "action"}:
-                given["type"] = float if isinstance(one.default, float) else str if "str" in str(one.type) else int
-            if one.default not in (None, "", False):
-                given["help"] += "; %(default)s"
-            found[f"--{one.name.replace('_', '-')}"] = {"default": one.default, **given}
-        return found
+        arguments = {}
+        for option in fields(cls):
+            keywords = {"default": option.default, **option.metadata}
+            if not keywords.keys() & {"type", "choices", "action"}:
+                kind = str(option.type).partition(" ")[0]
+                keywords["type"] = {"float": float, "int": int}.get(kind, str)
+            if option.default not in (None, "", False):
+                keywords["help"] += "; %(default)s"
+            arguments[f"--{option.name.replace('_', '-')}"] = keywords
+        return arguments

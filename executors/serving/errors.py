@@ -58,25 +58,24 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
     Args:
         names: the client's arguments, by those of the engine that are made of them.
     """
-    message = str(error)
+    message, names = str(error), names or {}
     if isinstance(error, ApiError):
-        found = error
+        api_error = error
     elif isinstance(error, HTTPException):
-        found = ApiError(error.status_code, str(error.detail))
+        api_error = ApiError(error.status_code, str(error.detail))
     elif isinstance(error, QueueFullError):
-        found = ApiError(429, message)
+        api_error = ApiError(429, message)
     elif isinstance(error, EngineStoppedError):
-        found = ApiError(503, message)
+        api_error = ApiError(503, message)
     elif isinstance(error, SequenceTooLongError):
-        found = ApiError(400, message, code="context_length_exceeded")
+        api_error = ApiError(400, message, code="context_length_exceeded")
     elif isinstance(error, InvalidInputError | UnsupportedError):
-        found = ApiError(400, message)
+        api_error = ApiError(400, message)
     else:
         return ApiError(500, "the server failed; its log says more")
-    begin = _ARGUMENT.match(found.message)
-    if found.status == 400 and begin is not None:
-        found.param = found.param or begin[1]
-        name = (names or {}).get(begin[1], begin[1])
-        found.message = name + found.message[begin.end(1) :]
-    found.param = (names or {}).get(found.param or "", found.param)
-    return found
+    begin = _ARGUMENT.match(api_error.message)
+    if api_error.status == 400 and begin is not None:
+        api_error.param = api_error.param or begin[1]
+        api_error.message = names.get(begin[1], begin[1]) + api_error.message[begin.end(1) :]
+    api_error.param = names.get(api_error.param or "", api_error.param)
+    return api_error

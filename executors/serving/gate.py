@@ -67,8 +67,8 @@ class Gate:
         record = Record(f"req-{secrets.token_hex(12)}", scope["method"], scope["path"])
         state = scope.setdefault("state", {})
         connection = state.get("connection")  # None behind other servers than ours
-        begun = time.perf_counter()
-        state |= {"record": record, "began": time.time(), "arrived": begun}
+        arrived = time.perf_counter()
+        state |= {"record": record, "began": time.time(), "arrived": arrived}
 
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -103,7 +103,7 @@ class Gate:
                 record.end = "error"
                 LOG.exception("request %s failed", record.id)
         finally:
-            record.seconds = time.perf_counter() - begun
+            record.seconds = time.perf_counter() - arrived
             self._on_end(record)
             LOG.info("%s", record.line(self.config.log_format))
 
@@ -132,23 +132,23 @@ class Gate:
         if self.config.api_key is None or scope["path"] == "/health":
             return
         headers = Headers(scope=scope)
-        kind, _, given = headers.get("authorization", "").partition(" ")
+        kind, _, key = headers.get("authorization", "").partition(" ")
         if kind.lower() == "basic":
             try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2].decode("latin-1")
+                key = base64.b64decode(key, validate=True).partition(b":")[2].decode("latin-1")
             except binascii.Error:
-                given = ""
-        given = headers.get("x-api-key", given)
+                key = ""
+        key = headers.get("x-api-key", key)
         # Bytes of latin-1, as headers are.
-        if not hmac.compare_digest(given.encode("latin-1", "replace"), self.config.api_key.encode()):
+        if not hmac.compare_digest(key.encode("latin-1", "replace"), self.config.api_key.encode()):
             error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
             error.headers["www-authenticate"] = 'Basic realm="paged", Bearer'
             raise error
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        most, body = self.config.max_body_bytes, bytearray()
+        limit, body = self.config.max_body_bytes, bytearray()
         length = Headers(scope=scope).get("content-length", "0")
-        is_too_long, is_whole = not length.isdecimal() or int(length[:20]) > most, False
+        is_too_long, is_whole = not length.isdecimal() or int(length[:20]) > limit, False
         try:
             async with asyncio.timeout(self.config.idle_seconds):
                 while not (is_too_long or is_whole):
@@ -156,11 +156,11 @@ class Gate:
                     if message["type"] == "http.disconnect":
                         raise ConnectionError
                     body += message.get("body", b"")
-                    is_too_long, is_whole = len(body) > most, not message.get("more_body", False)
+                    is_too_long, is_whole = len(body) > limit, not message.get("more_body", False)
         except TimeoutError:
             raise ApiError(408, f"no whole body within {self.config.idle_seconds} s") from None
         if is_too_long:
-            raise ApiError(413, f"the body is longer than {most} bytes")
+            raise ApiError(413, f"the body is longer than {limit} bytes")
         return bytes(body)
 
 

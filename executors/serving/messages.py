@@ -44,8 +44,11 @@ async def answer_messages(body: MessagesBody, request: Request) -> Response:
         raise ApiError(400, "tool_choice: only with tools", "tool_choice")
     if choice is not None and (choice.name is None) == (choice.type == "tool"):
         raise ApiError(400, "tool_choice.name: expected with the type tool, and no other", "tool_choice.name")
-    system = [{"role": "system", "content": _text_of(body.system)}] if body.system else []
-    messages = [*system, *(one for message in body.messages for one in _as_template(message))]
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text_of(body.system)})
+    for message in body.messages:
+        messages += _as_template(message)
     functions: list[dict[str, Any]] = [
         {"name": tool.name, "parameters": tool.input_schema} for tool in body.tools or ()
     ]
@@ -64,19 +67,23 @@ def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
     """Return a message as templates read it: results of tools are messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    found: list[dict[str, Any]] = []
-    said: dict[str, Any] = {"role": message.role, "content": ""}
+    messages: list[dict[str, Any]] = []  # results of tools, then what remains of the message
+    calls: list[dict[str, Any]] = []
     texts: list[str] = []
     for block in message.content:
         if isinstance(block, Text):
             texts.append(block.text)
         elif isinstance(block, ToolUse):
-            call = {"name": block.name, "arguments": block.input}
-            said.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": call})
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
         else:
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text_of(block.content)})
-    said["content"] = "".join(texts)
-    return [*found, said] if said["content"] or "tool_calls" in said or not found else found
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text_of(block.content)})
+    text = "".join(texts)
+    if text or calls or not messages:
+        messages.append({"role": message.role, "content": text})
+    if calls:
+        messages[-1]["tool_calls"] = calls
+    return messages
 
 
 def _text_of(content: str | Sequence[Text] | None) -> str:

@@ -82,8 +82,8 @@ class ServerMetrics:
         for reason, count in counts.finished.items():
             ended.add_metric([*labels, reason], count)
         yield ended
-        for name, one in histograms.items():
-            histogram = HistogramMetricFamily(f"vllm:{name}", name, labels=names)
-            buckets = zip([*map(str, one.bounds), "+Inf"], accumulate(one.counts), strict=True)
-            histogram.add_metric(labels, list(buckets), one.total)
-            yield histogram
+        for name, histogram in histograms.items():
+            of_buckets = HistogramMetricFamily(f"vllm:{name}", name, labels=names)
+            buckets = zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True)
+            of_buckets.add_metric(labels, list(buckets), histogram.total)
+            yield of_buckets

@@ -335,8 +335,8 @@ def excess_of(text: bytes, max_values: int) -> str | None:
     num_lists = outside.count(b"[") + outside.count(b"{")
     num_values, num_keys = num_lists + outside.count(b","), outside.count(b":")
     if num_values > max_values or num_lists > _MAX_LISTS or num_keys > _MAX_KEYS:
-        found = f"{num_values} values, {num_lists} lists and objects, {num_keys} keys"
-        return f"{found}, expected at most {max_values}, {_MAX_LISTS} and {_MAX_KEYS}"
+        counts = f"{num_values} values, {num_lists} lists and objects, {num_keys} keys"
+        return f"{counts}, expected at most {max_values}, {_MAX_LISTS} and {_MAX_KEYS}"
     if b"0" * _MAX_DIGITS in outside.translate(_AS_ZEROS):
         return f"a number of more than {_MAX_DIGITS} digits"
     return None

@@ -120,8 +120,11 @@ class Service:
             variables: of the chat template.
             longest: most tokens; None for the longest prompt.
         """
-        contents = [content for one in messages if isinstance(content := one.get("content"), list)]
-        urls = [part.pop("url") for content in contents for part in content if part["type"] == "image"]
+        urls = []
+        for message in messages:
+            if not isinstance(message.get("content"), list):
+                continue
+            urls += [part.pop("url") for part in message["content"] if part["type"] == "image"]
         longest = longest or self.longest_prompt
         vision = self._vision
         if vision is None:
@@ -159,9 +162,9 @@ class Service:
             return model
         raise ApiError(404, f"model: {model!r} is not served here, see /v1/models", "model", "model_not_found")
 
-    def params(self, body: Sampling, max_tokens: int | None, **given: Any) -> SamplingParams:
+    def params(self, body: Sampling, max_tokens: int | None, **renamed: Any) -> SamplingParams:
         """Return the parameters of a request: what it says, else the checkpoint, else the defaults."""
-        values = {name: getattr(body, name, None) for name in _SAME_NAME} | given
+        values = {name: getattr(body, name, None) for name in _SAME_NAME} | renamed
         named = {name: value for name, value in values.items() if value is not None}
         params = replace(self.defaults, max_tokens=max_tokens, **named)
         for name in _WITH_IDS:
@@ -173,15 +176,16 @@ class Service:
 
     def check_choices(self, num_prompts: int, n: int) -> int:
         """Check and return the number of choices that a request asks for."""
-        if num_prompts * n > (most := self.config.max_choices):
-            raise ApiError(400, f"n: {num_prompts} x {n} choices, expected at most {most} in all", "n")
+        limit = self.config.max_choices
+        if num_prompts * n > limit:
+            raise ApiError(400, f"n: {num_prompts} x {n} choices, expected at most {limit} in all", "n")
         return num_prompts * n
 
     def check_new_tokens(self, num_prompts: int, params: SamplingParams) -> int:
         """Check the number of new tokens that a request asks for; return the number of its choices."""
-        choices, most = self.check_choices(num_prompts, params.n), self.config.max_new_tokens
-        if params.max_tokens is not None and choices * params.max_tokens > most:
-            message = f"max_tokens: {choices} x {params.max_tokens}, expected at most {most} in all"
+        choices, limit = self.check_choices(num_prompts, params.n), self.config.max_new_tokens
+        if params.max_tokens is not None and choices * params.max_tokens > limit:
+            message = f"max_tokens: {choices} x {params.max_tokens}, expected at most {limit} in all"
             raise ApiError(400, message, "max_tokens")
         return choices
 
@@ -247,33 +251,31 @@ class Service:
         if constraint is None:
             changed = (name for name in _LEAVES_NONE if getattr(params, name) != getattr(self.defaults, name))
             constraint = next(changed, None)
-        own: list[dict[str, Any]] = []
-        for number in range(len(prompts)):  # with the id of the answer's header and of the log
-            request_id = record.id if len(prompts) == 1 else f"{record.id}-{number}"
-            own.append({**options, "request_id": request_id, "token_mask": mask and mask.fork()})
-        runs: list[Any] = [
-            self.engine.generate(prompt, params, **one) for prompt, one in zip(prompts, own, strict=True)
-        ]
+        runs: list[Any] = []
+        for number, prompt in enumerate(prompts):
+            options["request_id"] = record.id  # that of the answer's header and of the log
+            if len(prompts) > 1:
+                options["request_id"] = f"{record.id}-{number}"
+            runs.append(self.engine.generate(prompt, params, token_mask=mask and mask.fork(), **options))
         try:
-            async with aclosing(_merged(runs) if len(runs) > 1 else runs[0]) as outputs:
-                async for given in outputs:
-                    prompt, output = given if isinstance(given, tuple) else (0, given)
-                    last[prompt], now = output, time.perf_counter()
-                    if prompt in times:
-                        self.metrics.between_tokens.observe(now - times[prompt])
-                    times[prompt] = now
+            async with aclosing(_merged(runs)) as outputs:
+                async for number, output in outputs:
+                    last[number], now = output, time.perf_counter()
+                    if number in times:
+                        self.metrics.between_tokens.observe(now - times[number])
+                    times[number] = now
                     if not (options["deltas"] or output.finished):
                         continue
-                    for one in output.outputs:
-                        choice, reason = prompt * params.n + one.index, one.finish_reason
-                        if choice in ended or (reason is None and one.mark == one.begin):
+                    for part in output.outputs:
+                        choice, reason = number * params.n + part.index, part.finish_reason
+                        if choice in ended or (reason is None and part.mark == part.begin):
                             continue
                         if reason is not None:
                             ended[choice] = reason
                             self._check_end(reason, output, constraint)
-                        yield Piece(choice, output, one)
+                        yield Piece(choice, output, part)
         finally:
-            lengths = [one.mark.token_ids for output in last.values() for one in output.outputs]
+            lengths = [part.mark.token_ids for output in last.values() for part in output.outputs]
             record.new_tokens, record.most_tokens = sum(lengths), max(lengths, default=0)
             record.cached_tokens = sum(output.num_cached_tokens for output in last.values())
             for known in (output.metrics for output in last.values() if output.finished):
@@ -282,9 +284,10 @@ class Service:
 
     def _check_end(self, reason: str, output: RequestOutput, constraint: str | None) -> None:
         if reason == "error" and constraint is not None and "no token" in str(output.error):
-            is_grammar = constraint not in _LEAVES_NONE
-            found = "the vocabulary has no token that continues this grammar" if is_grammar else output.error
-            raise ApiError(400, f"{constraint}: {found}", constraint)
+            message = output.error
+            if constraint not in _LEAVES_NONE:
+                message = "the vocabulary has no token that continues this grammar"
+            raise ApiError(400, f"{constraint}: {message}", constraint)
         if reason == "error" and GrammarLimitError.__name__ in str(output.error):
             raise ApiError(400, f"{output.error}", constraint)
         if reason == "timeout":
@@ -295,6 +298,11 @@ class Service:
 
 async def _merged(runs: Sequence[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield what any of several generators yields, with its number."""
+    if len(runs) == 1:  # without a task for each output
+        async with aclosing(runs[0]) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
     waiting = {asyncio.ensure_future(anext(run, None)): number for number, run in enumerate(runs)}
     try:
         while waiting:

@@ -61,9 +61,9 @@ class ToolFormat:
                     "type": "tag",
                     "begin": before.replace("NAME", name),
                     "end": after,
-                    "content": content | {"json_schema": one},
+                    "content": content | {"json_schema": schema},
                 }
-                for name, one in parameters.items()
+                for name, schema in parameters.items()
             ],
             "separator": self.separator or "",
             "at_least_one": True,

@@ -104,11 +104,11 @@ class ChatTemplate:
             values = json.loads(written)
         except Exception as error:  # a value's own methods may raise anything
             raise InvalidInputError(f"messages: {one_line(error, 200)}, expected JSON values") from error
-        found = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
-        if found.error is None:
-            return found.text
-        reason = one_line(found.error)
-        if found.is_syntax:
+        rendered = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
+        if rendered.error is None:
+            return rendered.text
+        reason = one_line(rendered.error)
+        if rendered.is_syntax:
             raise CheckpointError(f"{self._source}: chat template {name!r}, {reason}")
         raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
 

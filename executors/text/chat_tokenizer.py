@@ -120,14 +120,14 @@ class ChatTokenizer:
             return list(encoding.ids)
         names = [name for name in ("tools", "documents") if options.get(name) is not None]
         # Copies, as the template had them.
-        given = json.loads(json.dumps([list(messages), *(options[name] for name in names)]))
+        values = json.loads(json.dumps([list(messages), *(options[name] for name in names)]))
 
         def render(change: Callable[[Any], Any]) -> str:
-            changed = change(given)
+            changed = change(values)
             return expand(self.render(changed[0], **options | dict(zip(names, changed[1:], strict=True))))
 
         literals = self.template.literals()
-        return _named(lambda: self._special.encode_rendered(text, encoding, given, render, literals), "messages")
+        return _named(lambda: self._special.encode_rendered(text, encoding, values, render, literals), "messages")
 
     def _encoded(self, text: str, *, add_special_tokens: bool, longest: int | None) -> Encoding:
         if not isinstance(text, str):
@@ -156,11 +156,11 @@ class ChatTokenizer:
         return _named(lambda: SpecialTokens(self.tokenizer), "text")
 
 
-def _named(call: Callable[[], T], what: str, named: type[PagedError] = InvalidInputError) -> T:
+def _named(call: Callable[[], T], name: str, kind: type[PagedError] = InvalidInputError) -> T:
     """Call the tokenizer and return the result.
 
     Raises:
-        `named`: the tokenizer raises or panics.
+        `kind`: the tokenizer raises or panics.
     """
     try:
         return call()
@@ -169,7 +169,7 @@ def _named(call: Callable[[], T], what: str, named: type[PagedError] = InvalidIn
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a Rust panic is no Exception
-        raise named(f"{what}: the tokenizer fails ({type(error).__name__}: {one_line(error, 500)})") from error
+        raise kind(f"{name}: the tokenizer fails ({type(error).__name__}: {one_line(error, 500)})") from error
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

@@ -125,7 +125,7 @@ class SpecialTokens:
         self,
         text: str,
         encoding: Encoding,
-        given: Any,
+        values: Any,
         render: Callable[[Callable[[Any], Any]], str],
         literals: Iterable[str],
     ) -> list[int]:
@@ -134,7 +134,7 @@ class SpecialTokens:
         If users' texts hold none, the common case, these are the ids of `encoding`, which is of the complete text.
 
         Args:
-            given: the users' texts, a JSON value.
+            values: the users' texts, a JSON value.
             render: renders the conversation with a function applied to the users' texts.
             literals: texts that the template may search for in them.
         """
@@ -143,15 +143,16 @@ class SpecialTokens:
             return list(encoding.ids)
         characters = {
             *map(chr, range(32)),
-            *_characters(json.dumps(given, ensure_ascii=False)),
+            *_characters(json.dumps(values, ensure_ascii=False)),
         }  # JSON escapes these 32
         literals = list(literals)
         # Special tokens made of word characters: escape single letters if the template does not mind.
-        words = {content for _, _, one in spans if not any(map(_is_sign, content := self._contents[one]))}
+        contents = {self._contents[token_id] for _, _, token_id in spans}
+        words = {content for content in contents if not any(map(_is_sign, content))}
         for letters in [{char for word in words for char in word if not char.isspace()}, set[str]()][not words :]:
             pattern = self._pattern(characters, literals, letters)
             escapes = CharacterEscapes(pattern, characters | _characters(text), literals if letters else ())
-            if escapes.escape(given) == given:
+            if escapes.escape(values) == values:
                 return list(encoding.ids)
             try:
                 other = escapes.undo_json(render(escapes.escape))
@@ -198,12 +199,12 @@ class SpecialTokens:
         if self._normalizes and (normalizer := self._tokenizer.normalizer) is not None:
             # Characters that the tokenizer normalizes to one of these.
             signs |= {char for char in characters if signs & set(normalizer.normalize_str(char))}
-        wanted = {
+        spared = {
             text
             for text in (*self._others, *literals)
             if text and not any(_touch(text, content) for content in self._contents.values())
         }
-        kept = "|".join(re.escape(text) for text in sorted(wanted, key=len, reverse=True)) or "(?!)"
+        kept = "|".join(re.escape(text) for text in sorted(spared, key=len, reverse=True)) or "(?!)"
         parts = [f"(?i:{re.escape(word)})" for word in sorted(words, key=len, reverse=True)]
         parts += [f"[{''.join(map(re.escape, sorted(signs)))}]"] if signs else []
         return re.compile(f"(?P<kept>{kept})|{'|'.join(parts) or '(?!)'}")
@@ -211,10 +212,10 @@ class SpecialTokens:
 
 def _characters(text: str) -> set[str]:
     """Return the characters of a text. `set(text)` holds Python's lock for 0.1 s if there are 4 million."""
-    found: set[str] = set()
+    characters: set[str] = set()
     for begin in range(0, len(text), _SLICE):
-        found.update(text[begin : begin + _SLICE])
-    return found
+        characters.update(text[begin : begin + _SLICE])
+    return characters
 
 
 def _touch(text: str, special: str) -> bool:

@@ -29,11 +29,14 @@ class StopReader:
         if self._firsts.isdisjoint(text):
             return text, None
         if may_stop:
-            starts = ((text.find(one, max(0, before + 1 - len(one))), one) for one in self._strings)
-            ends = [(start + len(one), -len(one), one) for start, one in starts if start >= 0]
+            ends = []
+            for string in self._strings:
+                start = text.find(string, max(0, before + 1 - len(string)))
+                if start >= 0:
+                    ends.append((start + len(string), -len(string), string))
             if ends:
-                end, _, found = min(ends)
-                return text[: end - len(found)], found
+                end, _, string = min(ends)
+                return text[: end - len(string)], string
         shown = next((start for start in range(len(text)) if self._begins(text, start)), len(text))
         self.held = text[shown:]
         return text[:shown], None
@@ -43,4 +46,4 @@ class StopReader:
         if text[start] not in self._firsts:
             return False
         end = text[start:]
-        return any(len(one) > len(end) and one.startswith(end) for one in self._strings)
+        return any(len(string) > len(end) and string.startswith(end) for string in self._strings)

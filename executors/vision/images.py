@@ -96,8 +96,8 @@ class ImageRules:
             images.append(self._opened(self._data(url)))
             num_bytes += _BYTES_PER_PIXEL * images[-1].width * images[-1].height
             if num_bytes > self.max_decoded_bytes:
-                most = f"{self.max_decoded_bytes} bytes of pixels in all, {_BYTES_PER_PIXEL} a pixel"
-                raise InvalidInputError(f"image_url: the images are too large, expected at most {most}")
+                limit = f"{self.max_decoded_bytes} bytes of pixels in all, {_BYTES_PER_PIXEL} a pixel"
+                raise InvalidInputError(f"image_url: the images are too large, expected at most {limit}")
         with budget.held(num_bytes):
             try:
                 for index, image in enumerate(images):

@@ -135,10 +135,10 @@ class VisionModel:
         """
         # Some templates read nothing but parts.
         messages = [
-            {**one, "content": [{"type": "text", "text": one["content"]}]}
-            if isinstance(one.get("content"), str)
-            else one
-            for one in messages
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message.get("content"), str)
+            else message
+            for message in messages
         ]
         if not images:
             return self._tokenizer.encode_chat(messages, longest=longest, **options), None
@@ -148,8 +148,8 @@ class VisionModel:
         def expand(text: str) -> str:
             pieces = text.split(self._token)
             if len(pieces) != len(texts) + 1:
-                found = f"{len(pieces) - 1} times {self._token!r} in the rendered messages"
-                raise InvalidInputError(f"messages: {found}, expected {len(texts)}, once for each image")
+                count = f"{len(pieces) - 1} times {self._token!r} in the rendered messages"
+                raise InvalidInputError(f"messages: {count}, expected {len(texts)}, once for each image")
             return "".join(piece + more for piece, more in zip(pieces, [*texts, ""], strict=True))
 
         ids = self._tokenizer.encode_chat(messages, expand=expand, longest=longest, **options)
@@ -159,15 +159,15 @@ class VisionModel:
         """Return the tower's inputs, and the text that stands for each image."""
         with self._lock:
             if self._family.has_grid:
-                found = self._processor(images=list(images), return_tensors="pt")
-                counts = found["image_grid_thw"].prod(-1) // self._merge_size**2
-                return dict(found), [self._token * count for count in counts.tolist()]
+                inputs = self._processor(images=list(images), return_tensors="pt")
+                counts = inputs["image_grid_thw"].prod(-1) // self._merge_size**2
+                return dict(inputs), [self._token * count for count in counts.tolist()]
             placeholders = [self._token * len(images)]
-            found = self._processor(
+            inputs = self._processor(
                 text=placeholders, images=list(images), return_tensors="pt", return_text_replacement_offsets=True
             )
-            texts = [one["replacement"] for one in found["text_replacement_offsets"][0]]
-            return {name: value for name, value in found.items() if name not in _OF_TEXT}, texts
+            texts = [replaced["replacement"] for replaced in inputs["text_replacement_offsets"][0]]
+            return {name: value for name, value in inputs.items() if name not in _OF_TEXT}, texts
 
     @property
     def _merge_size(self) -> int:
@@ -179,11 +179,11 @@ class VisionModel:
         on_device = {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
         on_device["pixel_values"] = on_device["pixel_values"].to(self._model.dtype)
         with self._lock, torch.no_grad():
-            found = self._model.get_image_features(**on_device)
-        rows = torch.cat(list(found.pooler_output))
+            features = self._model.get_image_features(**on_device)
+        rows = torch.cat(list(features.pooler_output))
         if len(rows) != len(positions):
             raise CheckpointError(f"images: {len(rows)} rows for {len(positions)} tokens {self._row_id} of the prompt")
-        layers = getattr(found, "deepstack_features", None)
+        layers = getattr(features, "deepstack_features", None)
         rope = None
         if self._family.has_grid:
             grids = inputs["image_grid_thw"].tolist()
@@ -208,14 +208,14 @@ def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _named(what: str, kind: type[PagedError]) -> Iterator[None]:
+def _named(name: str, kind: type[PagedError]) -> Iterator[None]:
     """Raise errors of transformers as errors of `kind`."""
     try:
         yield
     except (PagedError, MemoryError):
         raise
     except Exception as error:
-        raise kind(f"{what}: transformers fails ({type(error).__name__}: {one_line(error, 300)})") from error
+        raise kind(f"{name}: transformers fails ({type(error).__name__}: {one_line(error, 300)})") from error
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Arguments(dict[str, Any]):
     name the key; `names` maps it to the caller's own name.
     """
 
-    def __init__(self, function: str, given: Mapping[str, Any]) -> None:
+    def __init__(self, function: str, arguments: Mapping[str, Any]) -> None:
         """Read arguments by the caller's names.
 
         Raises:
@@ -84,9 +84,9 @@ class Arguments(dict[str, Any]):
         self.adds_keys = function == "flash_attn_with_kvcache"
         self.names: dict[str, str] = {}
         honoured = _CACHED_ATTENTION if self.adds_keys else _ATTENTION
-        for name, value in given.items():
+        for name, value in arguments.items():
             key = honoured.get(name)
-            if key is None or (key == "num_heads_q" and "qkv" not in given):
+            if key is None or (key == "num_heads_q" and "qkv" not in arguments):
                 off = _OFF.get(name, 0)
                 is_number = isinstance(value, Real) and not isinstance(value, bool)
                 if name not in _HINTS and value is not None and value is not False and not (is_number and value == off):
@@ -141,11 +141,11 @@ class Arguments(dict[str, Any]):
 
     def window(self) -> tuple[int | None, int | None]:
         """Return (left, right) as given, None for no limit."""
-        given = self.get("window_size", (None, None))
+        window = self.get("window_size", (None, None))
         try:
-            left, right = given
+            left, right = window
         except Exception as error:
-            raise InvalidInputError(f"window_size: {shown(given)}, expected two integers, (left, right)") from error
+            raise InvalidInputError(f"window_size: {shown(window)}, expected two integers, (left, right)") from error
         edges = [None if edge is None else as_int("window_size", edge, None) for edge in (left, right)]
         return edges[0], edges[1]
 
@@ -162,13 +162,13 @@ def takes(needed: str, options: Callable[..., None]) -> Callable[[Callable[[dict
         @wraps(function)
         def call(*args: Any, **named: Any) -> R:
             placed = dict(zip(order, args, strict=False))
-            given = {**defaults, **placed, **named}
-            if len(args) > len(order) or placed.keys() & named.keys() or not given.keys() >= set(first):
+            arguments = {**defaults, **placed, **named}
+            if len(args) > len(order) or placed.keys() & named.keys() or not arguments.keys() >= set(first):
                 table.bind(*args, **named)  # raises TypeError with the reason
             for name in first:
-                if given[name] is None:
+                if arguments[name] is None:
                     raise InvalidInputError(f"{name}: None, but {function.__name__} needs it")
-            return function(given)
+            return function(arguments)
 
         call.__signature__ = table  # type: ignore[attr-defined]
         return call

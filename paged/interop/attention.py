@@ -35,9 +35,9 @@ _ROUNDED_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 
 def attend(
-    function: str, given: Mapping[str, Any], *, has_negative_edges: bool = False
+    function: str, arguments: Mapping[str, Any], *, has_negative_edges: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a FlashAttention function of any version; `given` has the caller's names.
+    """Run a FlashAttention function of any version; `arguments` has the caller's names.
 
     has_negative_edges: whether negative numbers in window_size are edges, as in version 4, instead of no limit.
 
@@ -45,7 +45,7 @@ def attend(
         out: like q with the values' head_dim; bfloat16 if q has 8 bits. lse: float32 [num_q_heads, total_q] or [batch,
             num_q_heads, seqlen_q]; None unless the caller asks for it.
     """
-    args = Arguments(function, given)
+    args = Arguments(function, arguments)
     try:
         return _attend(args, has_negative_edges)
     except (InvalidInputError, UnsupportedError):
@@ -116,15 +116,15 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
 
 def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the caller's `out`, and memory for the rows: the same memory if `paged_attention` can address its rows."""
-    given, v_head_dim = args.optional_tensor("out"), batch.v_cache.shape[3]
-    if given is not None:
-        check_tensor("out", given, (*args.tensor("q").shape[:-1], v_head_dim), (dtype,), batch.q.device)
-        if any(size > 1 and step == 0 for size, step in zip(given.shape, given.stride(), strict=True)):
-            raise InvalidInputError(f"out: strides {given.stride()}, expected memory for every element")
-        rows = given if "cu_seqlens_q" in args else given.flatten(0, 1)
-        if rows.data_ptr() == given.data_ptr() and rows.stride(-1) == 1:
-            return given, rows
-    return given, torch.empty(*batch.q.shape[:2], v_head_dim, dtype=dtype, device=batch.q.device)
+    out, v_head_dim = args.optional_tensor("out"), batch.v_cache.shape[3]
+    if out is not None:
+        check_tensor("out", out, (*args.tensor("q").shape[:-1], v_head_dim), (dtype,), batch.q.device)
+        if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
+            raise InvalidInputError(f"out: strides {out.stride()}, expected memory for every element")
+        rows = out if "cu_seqlens_q" in args else out.flatten(0, 1)
+        if rows.data_ptr() == out.data_ptr() and rows.stride(-1) == 1:
+            return out, rows
+    return out, torch.empty(*batch.q.shape[:2], v_head_dim, dtype=dtype, device=batch.q.device)
 
 
 def _edges(args: Arguments, has_negative: bool) -> tuple[int | None, int | None]:
@@ -185,12 +185,12 @@ def _fill(out: torch.Tensor, batch: Batch, rows: Rows, options: dict[str, Any], 
     out.zero_()
     lse = torch.full(batch.q.shape[1::-1], -torch.inf, dtype=torch.float32, device=out.device)
     for seq, (start, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
-        one = slice(seq, seq + 1)
+        row = slice(seq, seq + 1)
         its_own = batch._replace(
             q=batch.q[start:end],
-            block_table=batch.block_table[one],
+            block_table=batch.block_table[row],
             cu_seqlens_q=batch.cu_seqlens_q[seq : seq + 2] - start,
-            seq_lens=batch.seq_lens[one],
+            seq_lens=batch.seq_lens[row],
             max_seqlen_q=end - start,
         )
         its_rows = {name: row[seq] if _is_by_sequence(row) else row for name, row in rows.items()}

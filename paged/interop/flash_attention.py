@@ -29,7 +29,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, 
 
 
 @_takes("q k v")
-def flash_attn_func(given: dict[str, Any]) -> Result:
+def flash_attn_func(arguments: dict[str, Any]) -> Result:
     """Attention of sequences of equal length, as `flash_attn.flash_attn_func`.
 
     Args:
@@ -39,19 +39,19 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
     The other arguments, the result and the errors are those of `flash_attn_varlen_func`; the log-sum-exp is [batch,
     num_q_heads, seqlen_q].
     """
-    return _attend("flash_attn_func", given)
+    return _attend("flash_attn_func", arguments)
 
 
 @_takes("q kv")
-def flash_attn_kvpacked_func(given: dict[str, Any]) -> Result:
+def flash_attn_kvpacked_func(arguments: dict[str, Any]) -> Result:
     """`flash_attn_func` with kv [batch, seqlen_k, 2, num_kv_heads, head_dim]."""
-    return _attend("flash_attn_kvpacked_func", given)
+    return _attend("flash_attn_kvpacked_func", arguments)
 
 
 @_takes("qkv")
-def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
+def flash_attn_qkvpacked_func(arguments: dict[str, Any]) -> Result:
     """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim]."""
-    return _attend("flash_attn_qkvpacked_func", given)
+    return _attend("flash_attn_qkvpacked_func", arguments)
 
 
 @takes("q k v", lambda
@@ -59,7 +59,7 @@ def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
     causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None: None
 )  # fmt: skip
-def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
+def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths, as `flash_attn.flash_attn_varlen_func`.
 
     Args:
@@ -94,25 +94,25 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
         InvalidInputError: an argument is invalid; the message has its name.
         UnsupportedError: an argument is not supported, or requires a gradient; the message has its name.
     """
-    if given["cu_seqlens_k"] is None and given.get("seqused_k") is None:
+    if arguments["cu_seqlens_k"] is None and arguments.get("seqused_k") is None:
         raise InvalidInputError("cu_seqlens_k, seqused_k: both None, expected one of them")
-    has_table = given["block_table"] is not None or given.get("page_table") is not None
+    has_table = arguments["block_table"] is not None or arguments.get("page_table") is not None
     for name in ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k", "max_seqlen_k")[: 2 if has_table else 4]:
-        if given[name] is None:
+        if arguments[name] is None:
             raise InvalidInputError(f"{name}: None, expected a number; max_seqlen_k may be None with a block_table")
-    return _attend("flash_attn_varlen_func", given)
+    return _attend("flash_attn_varlen_func", arguments)
 
 
 @_takes("q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k")
-def flash_attn_varlen_kvpacked_func(given: dict[str, Any]) -> Result:
+def flash_attn_varlen_kvpacked_func(arguments: dict[str, Any]) -> Result:
     """`flash_attn_varlen_func` with kv [total_k, 2, num_kv_heads, head_dim]."""
-    return _attend("flash_attn_varlen_kvpacked_func", given)
+    return _attend("flash_attn_varlen_kvpacked_func", arguments)
 
 
 @_takes("qkv cu_seqlens max_seqlen")
-def flash_attn_varlen_qkvpacked_func(given: dict[str, Any]) -> Result:
+def flash_attn_varlen_qkvpacked_func(arguments: dict[str, Any]) -> Result:
     """`flash_attn_varlen_func` with qkv [total, 3, num_heads, head_dim]."""
-    return _attend("flash_attn_varlen_qkvpacked_func", given)
+    return _attend("flash_attn_varlen_qkvpacked_func", arguments)
 
 
 @takes("q k_cache v_cache", lambda
@@ -120,7 +120,7 @@ def flash_attn_varlen_qkvpacked_func(given: dict[str, Any]) -> Result:
     block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
     alibi_slopes=None, num_splits=0, return_softmax_lse=False: None
 )  # fmt: skip
-def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
+def flash_attn_with_kvcache(arguments: dict[str, Any]) -> Result:
     """Attention to a KV cache, after new keys and values are written to it, as `flash_attn.flash_attn_with_kvcache`.
 
     Args:
@@ -151,11 +151,11 @@ def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
             message has its name. The cache is unchanged.
         UnsupportedError: as in `flash_attn_varlen_func`.
     """
-    return _attend("flash_attn_with_kvcache", given)
+    return _attend("flash_attn_with_kvcache", arguments)
 
 
-def _attend(function: str, given: dict[str, Any]) -> Result:
-    out, lse = attend(function, given)
+def _attend(function: str, arguments: dict[str, Any]) -> Result:
+    out, lse = attend(function, arguments)
     if lse is None:
         return out
-    return (out, lse, None) if given.get("return_attn_probs") else (out, lse)
+    return (out, lse, None) if arguments.get("return_attn_probs") else (out, lse)

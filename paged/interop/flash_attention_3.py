@@ -24,19 +24,19 @@ Result = torch.Tensor | tuple[torch.Tensor | None, ...]
     attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
     return_attn_probs=False: None
 )  # fmt: skip
-def flash_attn_func(given: dict[str, Any]) -> Result:
+def flash_attn_func(arguments: dict[str, Any]) -> Result:
     """Attention of sequences of equal length."""
-    return _attend("flash_attn_func", given)
+    return _attend("flash_attn_func", arguments)
 
 
 @takes("qkv", lambda
     softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False: None
 )  # fmt: skip
-def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
+def flash_attn_qkvpacked_func(arguments: dict[str, Any]) -> Result:
     """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim], or [batch, seqlen, num_heads_q + 2 *
     num_kv_heads, head_dim]: heads of q, then of k, then of v."""
-    return _attend("flash_attn_qkvpacked_func", given)
+    return _attend("flash_attn_qkvpacked_func", arguments)
 
 
 @takes("q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k", lambda
@@ -44,9 +44,9 @@ def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
     v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
     deterministic=False, sm_margin=0, return_attn_probs=False: None
 )  # fmt: skip
-def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
+def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths."""
-    return _attend("flash_attn_varlen_func", given)
+    return _attend("flash_attn_varlen_func", arguments)
 
 
 @takes("q k_cache v_cache", lambda
@@ -56,13 +56,13 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
     num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False: None
 )  # fmt: skip
-def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
+def flash_attn_with_kvcache(arguments: dict[str, Any]) -> Result:
     """Attention to a KV cache, after new keys and values are written to it.
 
     Returns:
         out; with return_softmax_lse (out, lse, None, None). FlashAttention 3 returns partial results in the last two.
     """
-    return _attend("flash_attn_with_kvcache", given, None, None)
+    return _attend("flash_attn_with_kvcache", arguments, None, None)
 
 
 def flash_attn_combine(
@@ -112,12 +112,12 @@ def flash_attn_combine(
     page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
     num_splits=0, pack_gqa=None, sm_margin=0: None
 )  # fmt: skip
-def get_scheduler_metadata(given: dict[str, Any]) -> torch.Tensor:
+def get_scheduler_metadata(arguments: dict[str, Any]) -> torch.Tensor:
     """Return an int32 on the device of cache_seqlens, for scheduler_metadata, which has no effect here."""
-    check_is_tensor("cache_seqlens", given["cache_seqlens"])
-    return torch.zeros(1, dtype=torch.int32, device=given["cache_seqlens"].device)
+    check_is_tensor("cache_seqlens", arguments["cache_seqlens"])
+    return torch.zeros(1, dtype=torch.int32, device=arguments["cache_seqlens"].device)
 
 
-def _attend(function: str, given: dict[str, Any], *partial: None) -> Result:
-    out, lse = attend(function, given)
+def _attend(function: str, arguments: dict[str, Any], *partial: None) -> Result:
+    out, lse = attend(function, arguments)
     return out if lse is None else (out, lse, *partial)

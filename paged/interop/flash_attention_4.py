@@ -24,9 +24,9 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
     score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None,
     block_sparse_tensors_bwd=None, return_lse=False: None
 )  # fmt: skip
-def flash_attn_func(given: dict[str, Any]) -> Result:
+def flash_attn_func(arguments: dict[str, Any]) -> Result:
     """Attention of sequences of equal length."""
-    return attend("flash_attn_func", given, has_negative_edges=True)
+    return attend("flash_attn_func", arguments, has_negative_edges=True)
 
 
 @takes("q k v", lambda
@@ -36,13 +36,13 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
     score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None,
     return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False: None
 )  # fmt: skip
-def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
+def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths.
 
     q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. A maximum length of None means
     all rows.
     """
-    return attend("flash_attn_varlen_func", given, has_negative_edges=True)
+    return attend("flash_attn_varlen_func", arguments, has_negative_edges=True)
 
 
 def get_scheduler_metadata(*args: Any, **named: Any) -> None:

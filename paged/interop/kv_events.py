@@ -83,9 +83,9 @@ class KvEventPublisher:
                 while True:
                     events.append(self._events.get_nowait())
             is_open = None not in events
-            told = [self._as_map(event) for event in events if event is not None]
-            if told:
-                message = number.to_bytes(8, "big"), msgspec.msgpack.encode([time.time(), told, 0])
+            maps = [self._as_map(event) for event in events if event is not None]
+            if maps:
+                message = number.to_bytes(8, "big"), msgspec.msgpack.encode([time.time(), maps, 0])
                 self._sent.append(message)
                 self._pub.send_multipart((self._topic, *message))
                 number += 1

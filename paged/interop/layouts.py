@@ -61,8 +61,8 @@ def unpack(args: Arguments) -> None:
         if name in args:
             packed = args.tensor(name)
             if num_q_heads and packed.dim() == 4:  # as version 3 reads it, of no other shape
-                num_kv_heads, rest = divmod(packed.shape[2] - num_q_heads, 2)
-                if num_kv_heads < 1 or rest:
+                num_kv_heads, remainder = divmod(packed.shape[2] - num_q_heads, 2)
+                if num_kv_heads < 1 or remainder:
                     raise InvalidInputError(f"num_heads_q: {num_q_heads}, qkv has {packed.shape[2]} heads")
                 parts = packed.split((num_q_heads, num_kv_heads, num_kv_heads), 2)
             elif packed.dim() not in (4, 5) or packed.shape[-3] != len(keys):
@@ -139,8 +139,8 @@ def read_batch(args: Arguments) -> Batch:
     if "block_table" not in args and offsets is not None and is_readable(seq_lens):
         check_offsets("cu_seqlens_k", offsets, len(k))
         check_within("seq_lens", seq_lens, 0, offsets.diff(), "the keys of each sequence in cu_seqlens_k")
-        if num_seqs and (most := int(seq_lens.max())) > longest:
-            raise InvalidInputError(f"max_seqlen_k: {longest}, but the longest sequence has {most}")
+        if num_seqs and int(seq_lens.max()) > longest:
+            raise InvalidInputError(f"max_seqlen_k: {longest}, but the longest sequence has {int(seq_lens.max())}")
     return Batch(q, k, v, table, cu_seqlens_q, seq_lens, max_seqlen_q)
 
 
@@ -152,8 +152,8 @@ def by_token(batch: Batch, left_padding: torch.Tensor) -> Batch:
     """
     k, v, table = batch.k_cache, batch.v_cache, batch.block_table
     num_blocks, block_size = k.shape[:2]
-    (ratio, rest), of_values = (divmod(x.stride(0), max(x.stride(1), 1)) for x in (k, v))
-    if rest or of_values != (ratio, rest) or num_blocks * ratio >= 1 << 31:
+    (ratio, remainder), of_values = (divmod(x.stride(0), max(x.stride(1), 1)) for x in (k, v))
+    if remainder or of_values != (ratio, remainder) or num_blocks * ratio >= 1 << 31:
         raise UnsupportedError(f"cache_leftpad: cannot cut a cache with strides {k.stride()}")
     size = (num_blocks - 1) * ratio + block_size if num_blocks else 0
     positions = torch.arange(batch.max_seqlen_k, device=k.device) + left_padding[:, None]
@@ -175,10 +175,10 @@ def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
         raise InvalidInputError(f"{name}: {_few(offsets)}, expected ascending values from 0 to at most {total}")
 
 
-def check_within(name: str, values: torch.Tensor, least: int, most: torch.Tensor | int, what: str) -> None:
-    """Raise InvalidInputError unless all of `values` lie in least..most; `what` describes the upper limit."""
-    if is_readable(values) and bool(((values < least) | (values > most)).any()):
-        raise InvalidInputError(f"{name}: {_few(values)}, expected {least} to {what}")
+def check_within(name: str, values: torch.Tensor, low: int, high: torch.Tensor | int, limit: str) -> None:
+    """Raise InvalidInputError unless all of `values` lie in low..high; `limit` describes the upper limit."""
+    if is_readable(values) and bool(((values < low) | (values > high)).any()):
+        raise InvalidInputError(f"{name}: {_few(values)}, expected {low} to {limit}")
 
 
 def check_lengths(batch: Batch, num_new: torch.Tensor | int) -> None:
@@ -229,9 +229,9 @@ def _seq_lens(
     args: Arguments, num_seqs: int, max_seqlen: int, offsets: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
     """Return the number of keys of each sequence: as given, from the offsets, or all."""
-    given = args.get("seq_lens")
-    if args.names.get("seq_lens") == "cache_seqlens" and given is not None and getattr(given, "ndim", 0) == 0:
-        length = as_int("cache_seqlens", given)
+    seq_lens = args.get("seq_lens")
+    if args.names.get("seq_lens") == "cache_seqlens" and seq_lens is not None and getattr(seq_lens, "ndim", 0) == 0:
+        length = as_int("cache_seqlens", seq_lens)
         if length > max_seqlen:
             raise InvalidInputError(f"cache_seqlens: {length}, expected at most {max_seqlen}, the cache's capacity")
         max_seqlen = length

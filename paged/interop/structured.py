@@ -299,12 +299,12 @@ def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{kind}: {one_line(error, 200)}") from error
     if len(text) > _MAX_CHARACTERS or size > _MAX_VALUES:
-        most = f"{_MAX_CHARACTERS} characters, {_MAX_VALUES} values, {_MAX_DEPTH} levels"
-        raise InvalidInputError(f"{kind}: too large, expected at most {most}")
+        limits = f"{_MAX_CHARACTERS} characters, {_MAX_VALUES} values, {_MAX_DEPTH} levels"
+        raise InvalidInputError(f"{kind}: too large, expected at most {limits}")
     return kind, text
 
 
 def _size(value: Any, levels: int = _MAX_DEPTH) -> float:
     """Return the number of values in JSON, infinite beyond the levels."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(_size(one, levels - 1) for one in inner) if levels else math.inf
+    return 1 + sum(_size(item, levels - 1) for item in inner) if levels else math.inf

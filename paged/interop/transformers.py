@@ -127,8 +127,8 @@ class PagedTritonAttention:
         """
         paged_cache, table = kwargs.get("cache"), kwargs.get("block_table")
         refused = {"attention_mask": attention_mask, "position_bias": position_bias, "dropout": dropout or None}
-        for name, given in {**refused, "block_table": table}.items():
-            if given is not None:
+        for name, argument in {**refused, "block_table": table}.items():
+            if argument is not None:
                 raise UnsupportedError(f"{name}: {NAME} does not take it")
         if paged_cache is None:
             raise UnsupportedError(f"cache: None, but {NAME} needs the paged cache of generate_batch")

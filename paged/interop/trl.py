@@ -47,21 +47,24 @@ class RolloutFunction:
             self._engine.update_weights(self._weights(trainer))
             self._step = trainer.state.global_step
         params = _params_of(trainer.args) if self._params is None else self._params
-        groups, each = [(prompt, len(list(group))) for prompt, group in groupby(prompts)], []
+        groups = [(prompt, len(list(group))) for prompt, group in groupby(prompts)]
+        group_params = []
         for _, count in groups:
             seed = None if params.seed is None else params.seed + self._num_groups
-            each.append(replace(params, n=count, logprobs=0, seed=seed))
+            group_params.append(replace(params, n=count, logprobs=0, seed=seed))
             self._num_groups += 1
-        outputs = self._engine.generate([prompt for prompt, _ in groups], each, progress=False)
+        outputs = self._engine.generate([prompt for prompt, _ in groups], group_params, progress=False)
         for output in outputs:
             if output.error is not None:
                 raise RolloutError(f"{output.request_id!r}: {output.error}")
-        pairs = [(output, one) for output in outputs for one in output.outputs]
-        return {
-            "prompt_ids": [output.prompt_token_ids for output, _ in pairs],
-            "completion_ids": [one.token_ids for _, one in pairs],
-            "logprobs": [[value for table in one.logprobs or () for value in table.values()] for _, one in pairs],
-        }
+        lists: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        for output in outputs:
+            for completion in output.outputs:
+                lists["prompt_ids"].append(output.prompt_token_ids)
+                lists["completion_ids"].append(completion.token_ids)
+                tables = completion.logprobs or ()
+                lists["logprobs"].append([value for table in tables for value in table.values()])
+        return lists
 
 
 def model_weights(trainer: Any) -> Any:
@@ -76,5 +79,5 @@ def model_weights(trainer: Any) -> Any:
 
 def _params_of(args: Any) -> SamplingParams:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {name: getattr(args, name) for name in names}
-    return SamplingParams(**given, max_tokens=args.max_completion_length)
+    values = {name: getattr(args, name) for name in names}
+    return SamplingParams(**values, max_tokens=args.max_completion_length)

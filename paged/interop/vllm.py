@@ -52,8 +52,8 @@ def reshape_and_cache_flash(
     if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
         known = ", ".join(map(repr, PLAIN_CACHES + E4M3_CACHES))
         raise UnsupportedError(f"kv_cache_dtype: {shown(kv_cache_dtype)}, known are {known}")
-    given = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
-    _check("reshape_and_cache_flash", {**given, "slot_mapping": slot_mapping}, k_scale=k_scale, v_scale=v_scale)
+    arguments = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    _check("reshape_and_cache_flash", {**arguments, "slot_mapping": slot_mapping}, k_scale=k_scale, v_scale=v_scale)
     if slot_mapping.dim() != 1:
         raise InvalidInputError(f"slot_mapping: shape {list(slot_mapping.shape)}, expected [num_tokens]")
     if kv_cache_dtype in PLAIN_CACHES:
@@ -95,8 +95,8 @@ def fused_experts(
             gradient.
         InvalidInputError: as in `fused_moe`.
     """
-    given = {"hidden_states": hidden_states, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}
-    _check("fused_experts", given, expert_map=expert_map)
+    arguments = {"hidden_states": hidden_states, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}
+    _check("fused_experts", arguments, expert_map=expert_map)
     if as_flag("apply_router_weight_on_input", apply_router_weight_on_input):
         raise UnsupportedError("apply_router_weight_on_input: True, fused_experts here takes only None, False or 0")
     num_experts = as_int("global_num_experts", global_num_experts, low=-1)

@@ -47,15 +47,15 @@ def _offer_on_cpu(custom: Any) -> None:
     from vllm import platforms
 
     platform = type(platforms.current_platform)
-    given = platform.get_attn_backend_cls
-    if not platforms.current_platform.is_cpu() or hasattr(given, "offers_custom"):
+    original = platform.get_attn_backend_cls
+    if not platforms.current_platform.is_cpu() or hasattr(original, "offers_custom"):
         return
 
     def get_attn_backend_cls(cls: Any, *args: Any, **named: Any) -> Any:
-        call = signature(given).bind(*args, **named).arguments
+        call = signature(original).bind(*args, **named).arguments
         backend, config = call["selected_backend"], call["attn_selector_config"]
         if backend is not custom:
-            return given(*args, **named)
+            return original(*args, **named)
         reasons = backend.get_class().validate_configuration(device_capability=None, **config._asdict())
         if reasons:
             raise ValueError(f"Selected backend {backend} is not valid for this configuration. Reason: {reasons}")

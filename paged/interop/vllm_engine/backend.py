@@ -274,8 +274,8 @@ def _run(layer: Any, rows: int, max_seq_len: int, by_flag: bool) -> None:
     widths = [number * size for number, size in zip(heads, sizes, strict=True)]
     together = torch.zeros(rows, sum(widths), dtype=layer.dtype, device=device).split(widths, dim=1)
     apart = [x.contiguous() for x in together]
-    for given in (together, apart, (*apart[:2], together[2])):
-        query, key, value = (x.view(rows, *shape) for x, *shape in zip(given, heads, sizes, strict=True))
+    for inputs in (together, apart, (*apart[:2], together[2])):
+        query, key, value = (x.view(rows, *shape) for x, *shape in zip(inputs, heads, sizes, strict=True))
         out = torch.empty(rows, layer.num_heads, layer.head_size_v, dtype=layer.dtype, device=device)
         layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
         layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, out)
