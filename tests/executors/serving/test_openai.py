@@ -196,7 +196,7 @@ async def _crowd(served: Served, count: int) -> None:
             body = {"max_tokens": 400} | ({"temperature": 2} if client in others else {"ignore_eos": True})
             if number // 12 % 2:  # within the answer; the others at any moment
                 stream = await ask(client, prompt.text, body, stream=True)
-                await anext(texts(stream))
+                await anext(texts(stream), None)  # a token at random may end it at once
                 if (closed := stream.close()) is not None:
                     await closed
             else:
