@@ -11,7 +11,8 @@ overhead.greedy, overhead.sampled: microseconds of a step with 256 decoding sequ
     sampling, which is a device's, is left out too (`with_sampling_us` has it in). At most 300 us.
 decode.Qwen3-8B, decode.Qwen3-30B-A3B: tokens a second of 64 sequences that decode behind 4,096 tokens, random weights,
     on a GPU alone. `percent` is the share of the least time in which weights and cache can be read, at least 80 for the
-    first; a step takes the device `replay_us`, and `gap_us` more.
+    first; a step takes the device `replay_us`, and `gap_us` more. decode.Qwen3-8B.1 is of one sequence, and
+    decode.Qwen3-8B.1.early the same with PAGED_PDL=1.
 throughput.10M, throughput.100M, on a GPU throughput.8B: 32 ragged prompts, 64 greedy tokens each, random weights, the
     median of three runs after a short one that warms up, on a GPU of one. The peer is `generate_batch` on the same
     weights, as it comes, and once more with a cache of our size; the faster one counts. At least 10, 2.5 and 5 times
@@ -51,7 +52,7 @@ from paged import (
 )
 from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
-from paged.bench.engine.decode import decode
+from paged.bench.engine.decode import decode, decode_early
 from paged.bench.engine.long_prompt import long_prompt
 from paged.bench.engine.quantized import BATCHES, FORMATS, decode_step
 from paged.bench.engine.throughput import throughput
@@ -149,10 +150,14 @@ _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=2000)
 
 def _cases() -> list[Case]:
     """Return the cases by importance: a run that is out of time has done the first."""
-    cases = [
-        Case("decode.Qwen3-8B", partial(decode, "Qwen3-8B", goal=80.0), "cuda"),
-        Case("decode.Qwen3-30B-A3B", partial(decode, "Qwen3-30B-A3B"), "cuda"),
-    ]
+    cases: list[Case] = []
+    for name, measure, model, options in (
+        ("decode.Qwen3-8B", decode, "Qwen3-8B", {"goal": 80.0}),
+        ("decode.Qwen3-30B-A3B", decode, "Qwen3-30B-A3B", {}),
+        ("decode.Qwen3-8B.1", decode, "Qwen3-8B", {"batch": 1}),
+        ("decode.Qwen3-8B.1.early", decode_early, "Qwen3-8B", {"batch": 1}),
+    ):
+        cases.append(Case(name, partial(measure, name, model, **options), "cuda"))
     for model, device in (("Llama-100M", None), ("Qwen3-8B", "cuda")):
         for kind, stretch in (("budget", None), ("paced", 2.0)):
             name = f"long_prompt.{kind}.{model}"

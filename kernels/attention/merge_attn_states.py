@@ -8,7 +8,7 @@ from paged.kernels.attention.torch_ops import merge_attn_states as torch_op
 from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile
+from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
 from paged.kernels.common.operation import Run, like_the_first, operation
 
 
@@ -39,6 +39,7 @@ def _merge_attn_states_kernel(
     BLOCK_DIM: tl.constexpr,
 ):
     """One program merges BLOCK_ROWS rows, a row being one head of one token."""
+    wait_for_inputs()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens, heads = (rows // NUM_HEADS)[:, None], (rows % NUM_HEADS)[:, None]
     in_rows = tokens < num_tokens

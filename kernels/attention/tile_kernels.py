@@ -23,6 +23,7 @@ from paged.kernels.common.attention.rows import (
     normalise,
 )
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.launch import wait_for_inputs
 
 
 @triton.jit
@@ -130,6 +131,7 @@ def _attention_kernel(
     EDGE_STAGES: tl.constexpr,  # of the loops with masks, which come to a block or two
 ):
     """One item of the work list and one KV head a program; row r of a tile is token r // GROUP, head r % GROUP."""
+    wait_for_inputs()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     offs_m = tl.arange(0, BLOCK_M)

@@ -27,7 +27,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
-from paged.kernels.common.launch import Compute, Launch, nothing, strides
+from paged.kernels.common.launch import Compute, Launch, nothing, strides, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
@@ -77,6 +77,7 @@ def _concat_and_cache_mla_kernel(
     NATIVE_FP8: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS query heads of a token, the last of a token its row of the cache."""
+    wait_for_inputs()
     if q_ptr is not None:
         token, head_block, cos_sin_ptr, offs_head = locate_token(
             positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS

@@ -14,7 +14,7 @@ from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.id_checks import Ids, check_all_ids
-from paged.kernels.common.launch import launch
+from paged.kernels.common.launch import launch, wait_for_inputs
 from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_int, shown
 
@@ -34,6 +34,7 @@ def _copy_blocks_kernel(
     BLOCK_WORDS: tl.constexpr,
 ):
     """One program copies BLOCK_WORDS words of one pair in one cache; ALIGNMENT divides the address of every block."""
+    wait_for_inputs()
     pair_ptr = block_pairs_ptr + tl.program_id(0).to(tl.int64) * 2
     source = tl.load(pair_ptr)
     destination = tl.load(pair_ptr + 1)

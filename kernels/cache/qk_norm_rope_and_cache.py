@@ -27,7 +27,7 @@ from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.fp8 import FP8_DTYPES
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Compute, Launch, nothing, strides
+from paged.kernels.common.launch import Compute, Launch, nothing, strides, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
@@ -83,6 +83,7 @@ def _qk_norm_rope_and_cache_kernel(
     NATIVE_FP8: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of a token: first the query's blocks, then those of key and value."""
+    wait_for_inputs()
     token, head_block, cos_sin_ptr, offs_head = locate_token(
         positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
     )

@@ -19,7 +19,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile
+from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 
 
@@ -59,6 +59,7 @@ def _reshape_and_cache_kernel(
     NATIVE_FP8: tl.constexpr,
 ):
     """One program copies BLOCK_ROWS rows, a row being one head of one token."""
+    wait_for_inputs()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens, heads = (rows // NUM_HEADS)[:, None], (rows % NUM_HEADS)[:, None]
     slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.launch import wait_for_inputs
 
 
 @triton.jit
@@ -68,6 +69,7 @@ def _check_ids_kernel(
     LANES: tl.constexpr,
 ):
     """Up to three arrays of ids, each with a range of its own, LANES ids of each a program."""
+    wait_for_inputs()
     _check_some_ids(ids_0_ptr, num_0, low_0, high_0, 0, operation, record_ptr, ticket_ptr, LANES)
     _check_some_ids(ids_1_ptr, num_1, low_1, high_1, 1, operation, record_ptr, ticket_ptr, LANES)
     _check_some_ids(ids_2_ptr, num_2, low_2, high_2, 2, operation, record_ptr, ticket_ptr, LANES)
@@ -100,6 +102,7 @@ def _check_sequences_kernel(
     LANES: tl.constexpr,
 ):
     """One sequence a program: where its queries are, how long it is, and the blocks that its queries read."""
+    wait_for_inputs()
     seq = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64)
     end = tl.load(cu_seqlens_q_ptr + seq + 1).to(tl.int64)

@@ -1,4 +1,9 @@
-"""Launches: work of a program, strides as kernel arguments, and kernels that are launched again and again."""
+"""Launches: work of a program, strides as kernel arguments, and kernels that are launched again and again.
+
+PAGED_PDL=1 lets a kernel start before the one ahead of it has ended, on sm_90 and newer (NVIDIA's programmatic
+dependent launch); 0 is the default. Its programs take their places on the SMs when all programs of the one ahead have
+begun and leave room, and wait there in `wait_for_inputs` until that kernel has ended.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.compat import TensorDescriptor, triton
+from paged.kernels.common.compat import TensorDescriptor, setting, tl, triton
 from paged.kernels.common.compilation import collecting
+from paged.kernels.common.device import device_of
+from paged.kernels.common.errors import InvalidInputError
 
 Compute = Callable[[dict[str, Any]], Any]
 """Computes a bound operation; takes its tensors by the names of the kernel's arguments. A `Launch`, a `LoopLaunch` or
 a function of PyTorch."""
 # Numbers of rows that select every tile of rows. Tiles hold a power of two of them, 1,024 at most.
 ROW_COUNTS = tuple(1 << exponent for exponent in range(11))
+# The first architecture, "sm_90", where a kernel can wait for the one before it.
+_FIRST_EARLY_ARCH = 90
 
 
 def num_warps(block_size: int) -> int:
@@ -60,6 +69,40 @@ def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
 
 def nothing(_tensors: object) -> None:
     """Do nothing: the launch for tensors without elements."""
+
+
+def wait_for_inputs(_semantic: Any = None) -> None:
+    """Wait until the kernel before has ended, then let the next one start: the first statement of every kernel.
+
+    Nothing may be loaded before it, and nothing stored. Only with `early_options` it becomes instructions; Triton's
+    interpreter calls it without `_semantic`.
+    """
+    options = getattr(getattr(_semantic, "builder", None), "options", None)
+    if getattr(options, "launch_pdl", False):
+        tl.extra.cuda.gdc_wait(_semantic=_semantic)
+        tl.extra.cuda.gdc_launch_dependents(_semantic=_semantic)
+
+
+# Triton's compiler calls it, with `_semantic`, where a kernel does.
+wait_for_inputs.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+def early_options(kernel: Any, device: torch.device) -> dict[str, bool]:
+    """Return the compiler's options that PAGED_PDL asks for; none for a kernel without `wait_for_inputs`.
+
+    Raises:
+        InvalidInputError: PAGED_PDL is neither 1 nor 0.
+    """
+    choice = setting("PAGED_PDL") or "0"
+    if choice == "0":
+        return {}
+    if choice != "1":
+        raise InvalidInputError(f"PAGED_PDL={choice!r}: expected '1' or '0'")
+    arch = device_of(device).arch
+    can_wait = arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= _FIRST_EARLY_ARCH
+    if not can_wait or wait_for_inputs.__name__ not in kernel.fn.__code__.co_names:
+        return {}
+    return {"launch_pdl": True}
 
 
 class Launch:
@@ -122,7 +165,8 @@ class Launch:
         described = {name: box.describe(arguments[name]) for name, box in self.boxes.items()}
         with torch.cuda.device(on.device) if on.is_cuda else nullcontext():
             is_skipped = collecting()
-            compiled = self._kernel.run(**arguments | described, **self._options, grid=self._grid, warmup=is_skipped)
+            options = self._options | early_options(self._kernel, on.device)
+            compiled = self._kernel.run(**arguments | described, **options, grid=self._grid, warmup=is_skipped)
             if compiled is None or is_skipped:  # the interpreter has nothing to keep
                 return
             run = compiled.__getitem__(self._grid)  # [] would not find what another thread compiles ahead

@@ -8,7 +8,7 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, ch
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of
+from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, wait_for_inputs
 from paged.kernels.common.operation import Run, like_the_first, operation
 from paged.kernels.common.torch_ops import rows as torch_op
 
@@ -27,6 +27,7 @@ def _rms_norm_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program a row. With a residual: residual += x first, rounded to its own dtype, and that sum is normalised."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_SIZE)
     mask = offs < HIDDEN_SIZE

@@ -8,7 +8,7 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous,
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Compute, Launch, nothing, strides
+from paged.kernels.common.launch import Compute, Launch, nothing, strides, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
@@ -34,6 +34,7 @@ def _rotary_embedding_kernel(
     BLOCK_PAIRS: tl.constexpr,
 ):
     """One program rotates BLOCK_HEADS heads of a token, in place: first the query's blocks of heads, then the key's."""
+    wait_for_inputs()
     token, head_block, cos_sin_ptr, offs_head = locate_token(
         positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
     )

@@ -9,7 +9,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
-from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, tile
+from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, tile, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.torch_ops import rows as torch_op
 
@@ -27,6 +27,7 @@ def _silu_and_mul_kernel(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """One program a tile of the output."""
+    wait_for_inputs()
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     columns = (tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
     mask = (rows < num_rows) & (columns < SIZE)

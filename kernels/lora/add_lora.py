@@ -16,7 +16,7 @@ from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch
+from paged.kernels.common.launch import Launch, wait_for_inputs
 from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
@@ -45,6 +45,7 @@ def _lora_shrink_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """x[row] times BLOCK_R rows of its adapter's A, over the columns of one split, for one block of rows."""
+    wait_for_inputs()
     block = tl.program_id(1)
     slot = tl.load(slots_ptr + block)
     if slot < 0:
@@ -101,6 +102,7 @@ def _lora_expand_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """out[row] += scale * (sum of the splits) @ B^T for one block of rows and BLOCK_N columns of one part."""
+    wait_for_inputs()
     block = tl.program_id(1)
     slot = tl.load(slots_ptr + block)
     if slot < 0:

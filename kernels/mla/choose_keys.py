@@ -15,7 +15,7 @@ from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, has_native_e4m3
 from paged.kernels.common.id_checks import Sequences, check_sequences
-from paged.kernels.common.launch import Launch, strides
+from paged.kernels.common.launch import Launch, strides, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_int
 from paged.kernels.mla.torch_ops.choose_keys import best_keys, choose_keys_twin
@@ -57,6 +57,7 @@ def _index_scores_kernel(
     NATIVE_FP8: tl.constexpr,
 ):
     """A program scores one token's query against BLOCKS blocks of keys."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     token = row + first_token
     low = tl.program_id(0) * 0

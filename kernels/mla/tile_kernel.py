@@ -24,6 +24,7 @@ from paged.kernels.common.attention.rows import (
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.fp8 import decode_e4m3
+from paged.kernels.common.launch import wait_for_inputs
 
 _GROUP = tl.constexpr(128)  # latents to a scale of the published fp8 form
 
@@ -209,6 +210,7 @@ def _mla_attention_kernel(
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
 ):
     """One item of the work list a program; row r of a tile is token r // GROUP, head r % GROUP."""
+    wait_for_inputs()
     item = tl.program_id(1)
     offs_m = tl.arange(0, BLOCK_M)
     offs_v = tl.arange(0, V_HEAD_DIM_PADDED)

@@ -18,7 +18,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import ACTIVATIONS, PLAIN_ACTIVATIONS, check_activation
-from paged.kernels.common.launch import Launch
+from paged.kernels.common.launch import Launch, wait_for_inputs
 from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.kernels.moe.config import MoeShape, MoeTiles, moe_tiles, takes_gemv
@@ -53,6 +53,7 @@ def _moe_sum_kernel(
 ):
     """One token's weighted parts, always added in the same order. Parts of experts that other ranks hold were never
     written and are not read; a NaN weight makes the row NaN even where it names no expert."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offs < HIDDEN_SIZE

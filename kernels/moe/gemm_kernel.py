@@ -16,6 +16,7 @@ from __future__ import annotations
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot, locate_block
 from paged.kernels.common.gated_activation import gated_activation
+from paged.kernels.common.launch import wait_for_inputs
 from paged.kernels.common.packed.decode import as_zero, decode_bytes, load_zero
 from paged.kernels.common.packed.product import InputRows, WeightRows, quantized_product
 
@@ -139,6 +140,7 @@ def _expert_gemm_kernel(
     FORMAT, SCALE, GROUP_K: of quantised weights, see `quantized_product`, which runs the loop over those in words.
     Scales that span K (GROUP_K 0) wait for the end. GROUP_N: rows of w that share one.
     """
+    wait_for_inputs()
     program = tl.program_id(0)
     num_blocks_m = tl.load(num_tokens_post_padded_ptr) // BLOCK_M
     num_blocks_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

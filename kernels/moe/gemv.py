@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.gated_activation import gated_activation
-from paged.kernels.common.launch import Launch, strides
+from paged.kernels.common.launch import Launch, strides, wait_for_inputs
 from paged.kernels.moe.moe_align_block_size import expert_rows, num_mapped
 from paged.kernels.moe.weights import MoeCall
 
@@ -45,6 +45,7 @@ def _gate_up_gemv_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_N columns of one entry. Entries run side by side, so that two of one expert share its rows in the L2."""
+    wait_for_inputs()
     entry = tl.program_id(0).to(tl.int64)
     expert = expert_rows(tl.load(ids_ptr + entry), expert_map_ptr, num_mapped, NUM_EXPERTS).to(tl.int64)
     if expert < 0:
@@ -95,6 +96,7 @@ def _down_gemv_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_N columns of one token, all its experts side by side; they are added in the order of one fixed tree."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, BLOCK_E)
     is_rank = ranks < TOP_K

@@ -10,7 +10,7 @@ from paged.kernels.common.checks import check_contiguous, check_dtype, check_ten
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch
+from paged.kernels.common.launch import Launch, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.moe.routing import MAX_EXPERTS
@@ -92,6 +92,7 @@ def _count_kernel(
     TILE: tl.constexpr,
 ):
     """Count each expert's entries of one chunk, and fill a share of the results with the values of unused slots."""
+    wait_for_inputs()
     chunk = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     counts = tl.zeros((BLOCK_E,), tl.int32)
@@ -129,6 +130,7 @@ def _place_kernel(
 
     Everything is counted, nothing is claimed by an atomic, so the order is that of the entries in every run.
     """
+    wait_for_inputs()
     expert = tl.program_id(0)
     chunk = tl.program_id(1)
     num_own = tl.load(counts_ptr + chunk * NUM_EXPERTS + expert)

@@ -10,7 +10,7 @@ from paged.kernels.common.checks import check_tensor, refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch
+from paged.kernels.common.launch import Launch, wait_for_inputs
 from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.moe.moe_align_block_size import (
@@ -73,6 +73,7 @@ def _route_and_align_kernel(
     """Every program routes BLOCK_T tokens, counts them by expert and numbers those of each; the one that finishes last
     adds up the counts, so that every entry's position is its expert's first, plus the counts before its tile, plus its
     number there. Everything is counted, so the order is that of the entries in every run."""
+    wait_for_inputs()
     NUM_ROUTED: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     NUM_COLUMNS: tl.constexpr = NUM_ROUTED + NUM_SHARED
     WIDTH: tl.constexpr = TOP_K + NUM_SHARED

@@ -9,7 +9,7 @@ import torch
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
-from paged.kernels.common.launch import Compute, Launch, nothing
+from paged.kernels.common.launch import Compute, Launch, nothing, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 
@@ -37,6 +37,7 @@ def _route_tokens_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_T tokens a program."""
+    wait_for_inputs()
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     choose_experts(
         logits_ptr, bias_ptr, weights_ptr, ids_ptr, tokens, num_tokens, scaling_factor, stride_logits_token,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import locate_block
+from paged.kernels.common.launch import wait_for_inputs
 from paged.kernels.common.packed.product import InputRows, WeightRows, quantized_product
 
 SUM_COLUMNS = 256
@@ -74,6 +75,7 @@ def _quantized_linear_kernel(
     FORMAT, SCALE, GROUP_K: see `quantized_product`. GROUP_N: rows of w that share a scale, 0 for all. Scales that span
     K wait for the end.
     """
+    wait_for_inputs()
     blocks_n = (N + BLOCK_N - 1) // BLOCK_N
     blocks_m = (num_rows + BLOCK_M - 1) // BLOCK_M
     block_m, block_n = locate_block(tl.program_id(0), blocks_m, blocks_n, GROUP_M)
@@ -134,6 +136,7 @@ def _sum_partials_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """BLOCK_N columns of one row."""
+    wait_for_inputs()
     row = tl.program_id(1).to(tl.int64) + tl.arange(0, 1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = (columns < N)[None, :]

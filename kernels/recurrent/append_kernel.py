@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.launch import wait_for_inputs
 from paged.kernels.recurrent.row_functions import Gates, Slots, read_state, token_gates, write_state
 
 
@@ -54,6 +55,7 @@ def _append_kernel(
     S is read once and stays as it is: with the entries (k_j, u_j, g_j) of the ring, S k = exp(G) S0 k + sum_j
     exp(G - G_j) (k_j k) u_j, likewise S q. Only a step that moves to another slot adds the entries to S and writes it.
     """
+    wait_for_inputs()
     seq = tl.program_id(0)
     head = tl.program_id(1)
     offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

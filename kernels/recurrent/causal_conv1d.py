@@ -8,7 +8,7 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous,
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Compute, Launch, strides
+from paged.kernels.common.launch import Compute, Launch, strides, wait_for_inputs
 from paged.kernels.common.operation import Run, in_fields, like_the_first, operation
 from paged.kernels.common.scalars import shown
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_step, check_weights
@@ -52,6 +52,7 @@ def _causal_conv1d_kernel(
     A sequence's inputs are those of before, WIDTH - 1, and its tokens. Every tap loads its own; of each input one
     program stores what the slots keep.
     """
+    wait_for_inputs()
     BEFORE: tl.constexpr = WIDTH - 1
     program = tl.program_id(0)
     channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)

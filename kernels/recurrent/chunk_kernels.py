@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
+from paged.kernels.common.launch import wait_for_inputs
 from paged.kernels.recurrent.row_functions import Gates, Slots, read_state, sequence_of, token_gates, write_state
 
 
@@ -94,6 +95,7 @@ def _prepare_chunks_kernel(
     BLOCK: tl.constexpr,  # columns of q, k and v at once
 ):
     """One chunk and value head a program."""
+    wait_for_inputs()
     program = tl.program_id(0)
     head = tl.program_id(1)
     seq = sequence_of(program, cu_seqlens_q_ptr, num_seqs, CHUNK, 2)
@@ -210,6 +212,7 @@ def _scan_chunks_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """One sequence, value head and columns of V a program: its chunks in order, states and outputs in one loop."""
+    wait_for_inputs()
     seq = tl.program_id(0)
     head = tl.program_id(1)
     begin = tl.load(cu_seqlens_q_ptr + seq)

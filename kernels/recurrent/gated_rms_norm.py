@@ -8,7 +8,7 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_eps, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, strides
+from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, strides, wait_for_inputs
 from paged.kernels.common.operation import Run, like_the_first, operation
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.kernels.recurrent.row_functions import silu
@@ -45,6 +45,7 @@ def _gated_rms_norm_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """BLOCK_GROUPS groups a program; token i has groups from i HEADS V / GROUP on."""
+    wait_for_inputs()
     groups = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     offs = tl.arange(0, BLOCK_SIZE)
     mask = (groups < num_groups)[:, None] & (offs < GROUP)[None, :]

@@ -9,7 +9,7 @@ import torch
 from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.launch import launch, num_warps
+from paged.kernels.common.launch import launch, num_warps, wait_for_inputs
 from paged.kernels.common.operation import Run, operation
 from paged.kernels.sampling.torch_ops import greedy_argmax as torch_op
 
@@ -41,6 +41,7 @@ def _greedy_argmax_chunk_kernel(
     BLOCK_TOKENS: tl.constexpr,
 ):
     """One program finds the best of BLOCK_TOKENS tokens of a row."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     tokens = chunk * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -68,6 +69,7 @@ def _greedy_argmax_reduce_kernel(
     BLOCK_CHUNKS: tl.constexpr,
 ):
     """One program finds the best of a row's chunks."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_CHUNKS)
     mask = offs < num_chunks

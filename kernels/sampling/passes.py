@@ -8,6 +8,7 @@ whole numbers, so no order of additions shows in them.
 from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.launch import wait_for_inputs
 from paged.kernels.sampling.greedy_argmax import first_largest
 from paged.kernels.sampling.row_functions import (
     LARGEST,
@@ -44,6 +45,7 @@ def _best_of_chunk_kernel(
     BLOCK_TOKENS: tl.constexpr,
 ):
     """One program finds the largest logit of BLOCK_TOKENS of a row, and of a row without filters the token it draws."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     tokens = chunk * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -87,6 +89,7 @@ def _count_bins_kernel(
     BLOCK_CHUNKS: tl.constexpr,
 ):
     """One program counts the tokens of a part of a row by bins."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     largest = row_largest(largest_ptr, row, num_chunks, BLOCK_CHUNKS)
@@ -140,6 +143,7 @@ def _collect_kernel(
     """One program finds the token drawn of those that bins say are kept among BLOCK_TOKENS of a row, and lists those of
     the bins in which thresholds lie. The order of the list differs from run to run; nothing depends on it.
     """
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.launch import wait_for_inputs
 from paged.kernels.sampling.greedy_argmax import first_largest
 from paged.kernels.sampling.row_functions import (
     BINS_PER_UNIT,
@@ -35,6 +36,7 @@ def _bound_kernel(
     """One program finds, from the counts of a row's bins, how many bins from the top are kept whole, the last that may
     keep a token, that in which the last of top_k stands (NUM_BINS for none), and how many tokens precede it.
     """
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, NUM_BINS)
     counts = tl.load(histogram_ptr + row * NUM_BINS + bins)
@@ -188,6 +190,7 @@ def _choose_kernel(
     BLOCK_LIST: tl.constexpr,
 ):
     """One program searches a row's list for the thresholds, and takes the best token of the list and the chunks."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     largest = row_largest(largest_ptr, row, num_chunks, BLOCK_CHUNKS)

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from paged.errors import InvalidInputError
 from paged.kernels.common.compilation import run_compiled
+from paged.kernels.common.launch import launch
+from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.planted import ROOM, captured, double, double_kernel, kinds
@@ -165,3 +168,23 @@ def test_a_kernel_takes_no_host_memory(cuda: EmulatedCuda) -> None:
         double(torch.ones(4), x)
     double(torch.ones(4, pin_memory=True), x)
     assert x.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("choice", ["", "0", "1"])
+def test_early_launches(choice: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are asked for and offered; not of a kernel that does not wait for the one before it."""
+    monkeypatch.setenv("PAGED_PDL", choice)
+    with EmulatedCuda(capability=capability) as machine:
+        x = torch.ones(4, 8, device="cuda")
+        rms_norm(x, x[0])
+        launch(double_kernel, (1,), x_ptr=x, out_ptr=x, length=4, BLOCK=4, MASKED=True)
+        is_early = ["launch_pdl=True" in kernel.options for kernel in machine.report.compiled]
+    assert is_early == [choice == "1" and capability == (9, 0), False]
+
+
+def test_another_word_for_early_launches(monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
+    monkeypatch.setenv("PAGED_PDL", "yes")
+    x = torch.ones(4, 8, device="cuda")
+    with pytest.raises(InvalidInputError, match="PAGED_PDL='yes': expected '1' or '0'"):
+        rms_norm(x, x[0])

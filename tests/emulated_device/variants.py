@@ -54,7 +54,8 @@ def noted(note: Callable[[bytes], object]) -> Iterator[EmulatedCuda]:
     def compile_noted(
         self: Any, key: Any, sig: Any, device: Any, consts: Any, options: Any, attrs: Any, *rest: Any
     ) -> Any:
-        function, chosen = self.function.fn, {name: getattr(options, name) for name in ("num_warps", "num_stages")}
+        function = self.function.fn
+        chosen = {name: getattr(options, name) for name in ("num_warps", "num_stages", "launch_pdl")}
         if function.__module__.startswith("paged."):  # not the copies with planted faults
             variant = Variant(function.__module__, function.__name__, dict(sig), dict(consts), dict(attrs), chosen)
             note(pickle.dumps(variant))

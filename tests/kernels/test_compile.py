@@ -1,5 +1,6 @@
 """Every kernel configuration compiles for every target without a GPU, and the compilers' reports hold no surprise."""
 
+import ast
 import json
 import os
 import re
@@ -13,7 +14,10 @@ import pytest
 
 pytest.importorskip("triton", reason="ahead-of-time compilation needs triton")
 
+import triton
 import triton.language as tl
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from paged.bench.compilation.case import EVERY_CASE, TARGETS, CompileCase
 from paged.bench.compilation.compile import (
@@ -65,6 +69,30 @@ def test_every_kernel_has_cases() -> None:
     cases = all_cases()
     for target in EVERY_CASE:
         assert kernels == {case.kernel.fn.__name__ for case in cases if target in case.targets}
+
+
+def test_every_kernel_waits_first_for_the_one_before() -> None:
+    """One that loaded or stored before it waits would race with the one before, if launched early."""
+    late = []
+    for path in KERNELS.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and re.fullmatch(r"_\w+_kernel", node.name):
+                first = node.body[0 if ast.get_docstring(node) is None else 1]
+                if ast.unparse(first) != "wait_for_inputs()":
+                    late.append(node.name)
+    assert late == []
+
+
+@pytest.mark.parametrize(("target", "options"), [("sm_90", {"launch_pdl": True}), ("sm_90", {}), ("sm_80", {})])
+def test_only_early_launches_wait(target: str, options: dict[str, bool]) -> None:
+    case = next(case for case in all_cases() if case.kernel.fn.__name__ == "_merge_attn_states_kernel")
+    constexprs = {(list(case.signature).index(name),): value for name, value in case.constexprs.items()}
+    source = ASTSource(JITFunction(case.kernel.fn), case.signature, constexprs)
+    ptx = triton.compile(source, target=TARGETS[target], options=options).asm["ptx"]
+    found = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global", ptx)
+    waits = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] if options else []
+    assert found[: len(waits)] == waits
+    assert {*found[len(waits) :]} == {"ld.global", "st.global"}
 
 
 class Source:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.launch import launch
+from paged.kernels.common.launch import launch, wait_for_inputs
 
 WORD_KEYS = tl.constexpr(64)
 # A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.
@@ -47,6 +47,7 @@ def _pack_mask_kernel(
     stride_words_token,
 ):
     """One query a program. Its words begin with the one that the first new key falls in; earlier keys are allowed."""
+    wait_for_inputs()
     seq = tl.program_id(0)
     query = tl.program_id(1)
     first_token = tl.load(cu_seqlens_q_ptr + seq)

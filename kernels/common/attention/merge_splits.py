@@ -12,7 +12,7 @@ from paged.kernels.common.attention.rows import Output, _locate_rows, _store_row
 from paged.kernels.common.attention.tile import padded_head_dim
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of
-from paged.kernels.common.launch import Launch, strides
+from paged.kernels.common.launch import Launch, strides, wait_for_inputs
 
 # Numbers of a program's rows: 64 registers on sm_90. A sequence of 128k keys and 128 heads over latents of 512 has 66
 # splits of each of two tiles, 17 MB, which rows of 512 in fours spread over 32 SMs.
@@ -43,6 +43,7 @@ def _merge_splits_kernel(
     MERGE_M: tl.constexpr,
 ):
     """MERGE_M rows of split tiles of one KV head a program, splits in their order: the same bits every time."""
+    wait_for_inputs()
     kv_head = tl.program_id(0)
     offs_m = tl.program_id(2) * MERGE_M + tl.arange(0, MERGE_M)
     offs_v = tl.arange(0, V_HEAD_DIM_PADDED)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from paged.kernels.common.attention.mask import Window, visible_range
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.launch import wait_for_inputs
 
 # Shares that are tried: none, and 15 from 1.4 to 0.12 of a perfectly even one. Simulated for 132 SMs and 32 query heads
 # on 8 KV heads (`bench.attention.schedule`), the worst of five mixed batches ends 8 % after perfect balance, with 8
@@ -79,6 +80,7 @@ def _plan_kernel(
     DETERMINISTIC: tl.constexpr,  # a tile's number of splits depends on its own work alone
 ):
     """One program plans one kind of tile; the module tells how."""
+    wait_for_inputs()
     lanes = tl.arange(0, LANES)
     num_tiles = 0
     num_covered = num_seqs

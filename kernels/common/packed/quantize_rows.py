@@ -9,7 +9,7 @@ import torch
 from paged.kernels.common.cache_kinds import round_to_int8
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
-from paged.kernels.common.launch import Launch
+from paged.kernels.common.launch import Launch, wait_for_inputs
 from paged.kernels.common.packed.packing import FP8_BLOCK
 
 
@@ -33,6 +33,7 @@ def _quantize_rows_kernel(
 
     What is not finite makes the scale NaN, as int8 has no other way to say so.
     """
+    wait_for_inputs()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
     stride = tl.multiple_of(stride_x_row, 8) if ALIGNED else stride_x_row

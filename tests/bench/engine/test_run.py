@@ -88,7 +88,7 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
     config |= {name: config[name] // 64 for name in ("hidden_size", "intermediate_size")}
     config |= {"num_experts": 16, "moe_intermediate_size": 24} if "num_experts" in config else {}
     monkeypatch.setitem(models.MODELS, model, config)
-    row = decode.decode(model, Setting(CPU, 3), batch=2, context=40, goal=1e6)
+    row = decode.decode_early("decode", model, Setting(CPU, 3), batch=2, context=40, goal=1e6)
     detail, hidden, kv_heads = row["detail"], config["hidden_size"], config["num_key_value_heads"]
     projections = hidden * 32 * (8 + 2 * kv_heads) + 32 * 8 * hidden + 2 * 32 + 2 * hidden
     mlp = 3 * hidden * config["intermediate_size"]

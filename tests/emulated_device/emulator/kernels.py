@@ -109,7 +109,7 @@ class _Kernel(JITFunction[Any]):
             fixed = [str(getattr(one, "__name__", one)) for path, one in constexprs.items() if path[0] == index]
             is_aligned = any(value for path, value in attrs.items() if path[0] == index)
             arguments[name] = ", ".join(fixed) if kind == "constexpr" else f"{kind}{' / 16' * is_aligned}"
-        names = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+        names = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
         shown = ", ".join(f"{option}={getattr(options, option)}" for option in names)
         new = CompiledKernel(self.name, int(device), arguments, shown, place())
         machine = self.kernels.machine
