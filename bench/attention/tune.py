@@ -28,7 +28,7 @@ from paged.bench.check import compare
 from paged.bench.limits import speed
 from paged.bench.timing import num_sets, sampler, take_in_turns
 from paged.kernels.attention import config as attention_config
-from paged.kernels.common.attention.tile import AttentionTile
+from paged.kernels.common.attention.plan import AttentionTile
 
 # Two prompts, decodes and verify rows, each gathered and in boxes: the cases that tiles depend on.
 NAMES = [f"prefill.4x4k.h32_8.b{block_size}" for block_size in (16, 64, 128)]

@@ -1,4 +1,4 @@
-"""Tile sizes of paged attention: shape and device in, configuration out.
+"""A call of paged attention, and the tile sizes of its kernels: shape and device in, configuration out.
 
 box: the result of `box_keys` for the caches. more_scores: whether softcap, ALiBi or a mask is given; they take
 registers for each score. kind: dtype of the caches, as `cache_kinds` names it.
@@ -6,19 +6,72 @@ registers for each score. kind: dtype of the caches, as `cache_kinds` names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.attention.plan import PlanShape
-from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile, padded_head_dim
+from paged.kernels.common.attention.plan import DECODE_MAX_ROWS, AttentionTile, PlanShape, padded_head_dim
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
 from paged.kernels.common.launch import ROW_COUNTS
 
 # The most keys of any tile below, which begins at a multiple of them: what is read before the first key of a window.
 MAX_KEYS_AT_ONCE = 128
+
+
+class AttentionCall(NamedTuple):
+    """Arguments of `kernels.attention.paged_attention.paged_attention`, checked, with defaults filled in.
+
+    Attributes:
+        window: positions that a query sees left and right of its own; NO_LIMIT for all. Causal is 0 on the right.
+        chunk_size: `attention_chunk_size`; 0 for no limit.
+        is_causal: bool [num_seqs]; True sets the right window of that sequence to 0.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_q: int
+    is_causal: torch.Tensor | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    mask: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    softmax_scale: float
+    window: tuple[int, int]
+    chunk_size: int
+    softcap: float
+    deterministic: bool
+
+    @property
+    def head_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k_scale and v_scale for each head, [], [1] or [num_kv_heads]; None if each row has its own."""
+        return (None, None) if self.k_cache.dtype == torch.int8 else (self.k_scale, self.v_scale)
+
+    @property
+    def row_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k_scale and v_scale for each row, [num_blocks, block_size, num_kv_heads]; None unless the cache is int8."""
+        return (self.k_scale, self.v_scale) if self.k_cache.dtype == torch.int8 else (None, None)
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether v_cache is a view of k_cache from its first element on, so that a key begins with its value."""
+        k_cache, v_cache = self.k_cache, self.v_cache
+        is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+        return is_view and v_cache.shape[3] <= k_cache.shape[3]
+
+    @property
+    def num_products(self) -> Callable[[Mapping[str, Any]], int]:
+        """A function that counts the multiplications of one query of each sequence, from `seq_lens` on the host."""
+        of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
+        return lambda given: int(given["seq_lens"].sum()) * of_a_key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from paged.kernels.attention.call import NO_LIMIT, AttentionCall
-from paged.kernels.attention.config import MAX_KEYS_AT_ONCE, AttentionShape, box_keys
+from paged.kernels.attention.config import MAX_KEYS_AT_ONCE, AttentionCall, AttentionShape, box_keys
 from paged.kernels.attention.tile_kernels import _attention_kernel
+from paged.kernels.common.attention.keys import NO_LIMIT
 from paged.kernels.common.attention.merge_splits import merge_launch, shared_arguments
-from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule
-from paged.kernels.common.attention.tile import padded_head_dim
+from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule, padded_head_dim
 from paged.kernels.common.cache_kinds import cache_kind
 from paged.kernels.common.checks import scale_strides
 from paged.kernels.common.device import device_of

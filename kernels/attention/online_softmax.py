@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paged.kernels.common.attention.block_ids import key_slots, load_block_ids, row_offsets
-from paged.kernels.common.attention.mask import WORD_KEYS
-from paged.kernels.common.attention.rows import LOG2E, finite
+from paged.kernels.common.attention.keys import WORD_KEYS, key_slots, load_block_ids, row_offsets
+from paged.kernels.common.attention.merge_splits import LOG2E, finite
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.fp8 import decode_e4m3, decode_e5m2

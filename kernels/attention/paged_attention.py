@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from paged.kernels.attention import launches
-from paged.kernels.attention.call import NO_LIMIT, AttentionCall
+from paged.kernels.attention.config import AttentionCall
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
-from paged.kernels.common.attention.plan import AttentionPlan, BindStep, check_plan, run_step
-from paged.kernels.common.attention.tile import MAX_HEAD_DIM
+from paged.kernels.common.attention.keys import NO_LIMIT
+from paged.kernels.common.attention.plan import MAX_HEAD_DIM, AttentionPlan, BindStep, check_plan, run_step
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     NARROW_DTYPES,

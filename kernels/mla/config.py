@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.attention.plan import PlanShape
-from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile
+from paged.kernels.common.attention.plan import DECODE_MAX_ROWS, AttentionTile, PlanShape
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
 
 # Rows up to which the blocks that every row sees whole have a loop of their own. The registers that two loops share

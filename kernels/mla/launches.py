@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from paged.kernels.common.attention.keys import NO_LIMIT
 from paged.kernels.common.attention.latent_cache import latent_kind, latent_parts
-from paged.kernels.common.attention.mask import NO_LIMIT
 from paged.kernels.common.attention.merge_splits import merge_launch, shared_arguments
-from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule
-from paged.kernels.common.attention.tile import padded_head_dim
+from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule, padded_head_dim
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.id_checks import Sequences, check_sequences, checks_on_device
 from paged.kernels.common.launch import Launch, strides

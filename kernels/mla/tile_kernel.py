@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paged.kernels.common.attention.block_ids import Slots, key_slots, load_block_ids, row_offsets
-from paged.kernels.common.attention.plan_kernel import ITEM_SIZE
-from paged.kernels.common.attention.rows import (
+from paged.kernels.common.attention.keys import Slots, key_slots, load_block_ids, row_offsets
+from paged.kernels.common.attention.merge_splits import (
     LOG2E,
     Output,
     _clear_padding,
@@ -21,6 +20,7 @@ from paged.kernels.common.attention.rows import (
     finite,
     normalise,
 )
+from paged.kernels.common.attention.plan_kernel import ITEM_SIZE
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.fp8 import decode_e4m3

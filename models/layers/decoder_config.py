@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.attention.tile import MAX_HEAD_DIM
+from paged.kernels.common.attention.plan import MAX_HEAD_DIM
 from paged.kernels.common.scalars import shown
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config

@@ -11,7 +11,7 @@ import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
-from paged.kernels.common.attention.tile import MAX_HEAD_DIM
+from paged.kernels.common.attention.plan import MAX_HEAD_DIM
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_tensor
 from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
 from paged.kernels.common.scalars import as_int

@@ -7,10 +7,10 @@ from typing import Any
 from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, TARGETS, CompileCase, kernel_case
 from paged.kernels.attention.config import decode_tile, prefill_tile
 from paged.kernels.attention.tile_kernels import _attention_kernel
-from paged.kernels.common.attention.mask import _pack_mask_kernel
+from paged.kernels.common.attention.keys import _pack_mask_kernel
 from paged.kernels.common.attention.merge_splits import _merge_splits_kernel, merged_rows
+from paged.kernels.common.attention.plan import padded_head_dim
 from paged.kernels.common.attention.plan_kernel import PLAN_LANES, PLAN_WARPS, _plan_kernel
-from paged.kernels.common.attention.tile import padded_head_dim
 from paged.kernels.common.device import LARGE_SHARED_MEMORY
 
 ELEMENT_SIZE = {"bf16": 2, "fp32": 4}

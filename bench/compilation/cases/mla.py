@@ -7,7 +7,7 @@ from typing import Any
 from paged.bench.compilation.case import NATIVE_FP8, TARGETS, CompileCase, kernel_case
 from paged.bench.compilation.cases.attention import ELEMENT_SIZE, TENSOR_CORES
 from paged.kernels.cache.concat_and_cache_mla import _concat_and_cache_mla_kernel
-from paged.kernels.common.attention.tile import AttentionTile, padded_head_dim
+from paged.kernels.common.attention.plan import AttentionTile, padded_head_dim
 from paged.kernels.mla.choose_keys import _index_scores_kernel, index_tile
 from paged.kernels.mla.config import ONE_LOOP_ROWS, mla_tile
 from paged.kernels.mla.tile_kernel import _mla_attention_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.attention.call import AttentionCall
+from paged.kernels.attention.config import AttentionCall
 from paged.kernels.attention.numba_ops.many_queries import visible
 from paged.kernels.common.numba_ops import kernel as nb
 from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from paged.kernels.attention.call import AttentionCall
+from paged.kernels.attention.config import AttentionCall
 from paged.kernels.attention.numba_ops import few_queries, tile_products, vector_products
 from paged.kernels.attention.numba_ops.many_queries import KEYS, ROWS
 from paged.kernels.common.numba_ops import kernel as nb

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.attention.call import NO_LIMIT, AttentionCall
+from paged.kernels.attention.config import AttentionCall
+from paged.kernels.common.attention.keys import NO_LIMIT
 from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
 
 # Queries of a chunk: long prompts are cut, so that early queries do not meet keys that only later ones see.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paged.kernels.attention.call import AttentionCall
+from paged.kernels.attention.config import AttentionCall
 from paged.kernels.attention.torch_ops.batches import (
     BatchLayout,
     RowLayout,

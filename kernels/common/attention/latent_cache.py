@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.attention.tile import MAX_HEAD_DIM
+from paged.kernels.common.attention.plan import MAX_HEAD_DIM
 from paged.kernels.common.cache_kinds import SMALLEST, cache_kind
 from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor
 from paged.kernels.common.errors import InvalidInputError

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from paged.kernels.common.attention.mask import pack_mask
+from paged.kernels.common.attention.keys import pack_mask
 from paged.kernels.common.attention.plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARPS, SPLIT_TILE_SIZE, _plan_kernel
-from paged.kernels.common.attention.tile import DECODE_MAX_ROWS, AttentionTile
 from paged.kernels.common.checks import check_tensor
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
@@ -25,6 +24,11 @@ from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import launch
 from paged.kernels.common.scalars import as_int, shown
 
+# A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
+# beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
+DECODE_MAX_ROWS = 64
+# The widest keys and values: 16 rows of an accumulator are 64 registers of a thread in 4 warps.
+MAX_HEAD_DIM = 512
 C = TypeVar("C")  # a call of one operation
 _INT32_MAX = 2**31 - 1
 # What a split costs besides its keys, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
@@ -44,6 +48,34 @@ _DETERMINISTIC_SPLITS = {"decode": 8, "prefill": 1}
 
 # Launches that a plan keeps: more than a model has layers. A call that is not bound leaves one behind.
 _MAX_CALLS = 1024
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Shape of one program: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
+
+    Attributes:
+        programs_per_sm: least number of programs that an SM holds at once, limited by registers and shared memory
+            (`make compile`).
+        by_tma: whether the copy engine fetches the keys as one box; they lie in one cache block.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+    by_tma: bool = False
+
+    @property
+    def edge_stages(self) -> int:
+        """Pipeline stages of loops over keys with masks, a block or two: a third would take registers for nothing."""
+        return min(self.num_stages, 2)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the tile's width: the next power of two, at least 16, the smallest operand of a matrix instruction."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ tile, or a split: one of several equal ranges of a tile's key blocks, whose part
 
 from __future__ import annotations
 
-from paged.kernels.common.attention.mask import Window, visible_range
+from paged.kernels.common.attention.keys import Window, visible_range
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.launch import wait_for_inputs
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from paged.kernels.common.attention.keys import NO_LIMIT
 from paged.kernels.common.attention.latent_cache import dequantized
-from paged.kernels.common.attention.mask import NO_LIMIT
 from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
 from paged.kernels.common.numba_ops.recording import recording
 from paged.kernels.mla.config import MlaCall

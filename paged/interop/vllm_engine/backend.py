@@ -29,7 +29,7 @@ from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flas
 from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder, attend_shard
 from paged.kernels.attention.config import step_sizes
 from paged.kernels.attention.paged_attention import paged_attention
-from paged.kernels.common.attention.tile import MAX_HEAD_DIM
+from paged.kernels.common.attention.plan import MAX_HEAD_DIM
 from paged.kernels.common.compilation import run_compiled, serving_begins
 from paged.kernels.common.operation import bound_for, layout
 

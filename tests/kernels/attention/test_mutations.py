@@ -8,20 +8,15 @@ import torch
 import paged.kernels.attention.launches
 import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
-import paged.kernels.common.attention.block_ids
-import paged.kernels.common.attention.mask
+import paged.kernels.common.attention.keys
 import paged.kernels.common.attention.merge_splits
-import paged.kernels.common.attention.rows
 from paged.bench.attention.problem import Problem
 from tests.kernels.attention.problem import check
 from tests.kernels.faulty import planted
 
 attention, shared = paged.kernels.attention, paged.kernels.common.attention
 # Each imports those before it.
-MODULES = (
-    *(shared.block_ids, shared.mask, shared.rows),
-    *(attention.online_softmax, attention.tile_kernels, shared.merge_splits),
-)
+MODULES = shared.keys, shared.merge_splits, attention.online_softmax, attention.tile_kernels
 
 PROBLEMS = (
     Problem("window", ((1, 150), (20, 90)), heads=(2, 1), window_size=(33, -1)),

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import paged.kernels.common.attention.block_ids
+import paged.kernels.common.attention.keys
 import paged.kernels.mla.launches
 import paged.kernels.mla.tile_kernel
 from paged.bench.mla.problem import Problem
 from tests.kernels.faulty import planted
 from tests.kernels.mla.problem import check
 
-block_ids, mla = paged.kernels.common.attention.block_ids, paged.kernels.mla
+keys, mla = paged.kernels.common.attention.keys, paged.kernels.mla
 
 PROBLEMS = (
     Problem("dense", ((1, 40), (20, 24)), heads=3, sinks=True, sizes=(48, 16)),
@@ -56,7 +56,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     name, text, replacement = MUTATIONS[fault]
-    with planted([block_ids, mla.tile_kernel], [mla.launches], tmp_path, text, replacement):
+    with planted([keys, mla.tile_kernel], [mla.launches], tmp_path, text, replacement):
         for problem in PROBLEMS:
             if not name:
                 check(problem, device)

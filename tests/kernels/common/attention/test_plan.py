@@ -10,10 +10,9 @@ import torch
 
 from paged import paged_attention
 from paged.bench.attention.problem import Problem, make
-from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.config import AttentionShape, decode_tile, query_lengths
-from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule
-from paged.kernels.common.attention.tile import DECODE_MAX_ROWS
+from paged.kernels.common.attention.keys import NO_LIMIT
+from paged.kernels.common.attention.plan import DECODE_MAX_ROWS, AttentionPlan, AttentionSchedule
 from tests.kernels.refusals import assert_refuses
 
 thorough = pytest.mark.thorough
