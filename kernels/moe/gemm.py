@@ -1,11 +1,18 @@
-"""Launch of the grouped GEMM of the fused MoE; `gemm_kernel.py` describes the algorithm.
+"""The grouped GEMM of the fused MoE: many matrix products at once, one for each expert that any token chose.
 
-`fused_moe.py` calls `expert_gemm` twice: for the gate and up projections, and for the down projection. A launch has a
-program for every possible block of entries (`max_num_blocks`) and every block_n columns. The tile comes from
-`config.py`; for quantised weights it is no deeper than the columns that share a scale. 16-bit weights are read through
-a tensor descriptor if the tile asks for Hopper's copy engine and their strides allow it, all others by pointers. For
-e4m3 weights x is rounded first (`packed/quantize_rows.py`). `_prepare` computes once what depends on no address; the
-caller keeps it as a `Launch`.
+An entry is one token with one of its experts. `moe_align_block_size` sorts entries by expert and pads each expert's to
+whole blocks of BLOCK_M, so a block needs the weights of a single expert. A program multiplies one block by BLOCK_N
+columns of that expert's weights: it gathers the rows of x that the block's entries name, walks along K in steps of
+BLOCK_K, accumulates in float32, and stores each row at its entry's row of the output. A launch has a program for every
+possible block (`max_num_blocks`) and every BLOCK_N columns; programs beyond the blocks in use return at once.
+
+`fused_moe` calls `expert_gemm` twice. The first product computes gate and up columns in one program and applies the
+activation in registers. The second multiplies each row by its routing weight, and `moe_sum` adds up a token's rows. A
+few tokens take `gemv.py` instead.
+
+Tiles come from `config.py`; for quantised weights a tile is no deeper than the columns that share a scale. 16-bit
+weights are read through a tensor descriptor if the tile asks for Hopper's copy engine and their strides allow it, all
+others by pointers. For e4m3 weights x is rounded first (`packed/quantize_rows.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +22,23 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.compat import triton
+from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of
+from paged.kernels.common.dot import dot, locate_block
 from paged.kernels.common.fp8 import as_kernel_argument
-from paged.kernels.common.launch import Box, Launch, strides
+from paged.kernels.common.gated_activation import gated_activation
+from paged.kernels.common.launch import Box, Launch, strides, wait_for_inputs
 from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK
+from paged.kernels.common.packed.product import (
+    InputRows,
+    WeightRows,
+    as_zero,
+    decode_bytes,
+    load_zero,
+    quantized_product,
+)
 from paged.kernels.common.packed.quantize_rows import quantize_rows
 from paged.kernels.moe.config import MoeTile, quantized_tile
-from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel
 from paged.kernels.moe.moe_align_block_size import MoeAlignment
 from paged.kernels.moe.weights import ExpertLinear
 
@@ -31,6 +47,192 @@ BoundGemm = tuple[Launch, Callable[..., tuple[torch.Tensor, torch.Tensor]] | Non
 
 # 0 where scales have fewer dimensions.
 _SCALE_STRIDES = tuple(f"stride_{tensor}_{axis}" for tensor in ("scale", "zeros") for axis in ("row", "group"))
+
+
+@triton.jit
+def _byte_product(
+    inputs,  # InputRows, scales of groups of X_GROUP columns
+    weights,  # WeightRows; scales and zero points read here where GROUP_K > 0
+    w_desc,  # of all weights, in place of weights.ptrs, or None
+    expert,
+    first_column,
+    K,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+):
+    """x @ w^T [BLOCK_M, WIDTH] in float32, of weights as they are or as codes in bytes.
+
+    A step's product of codes is multiplied by its scales in float32 before it is added; asked for a step ahead, as in
+    `quantized_product`, 128 rows spill 44 times on sm_90. Scales that span K (GROUP_K 0) are left to the caller.
+    """
+    M: tl.constexpr = inputs.ptrs.shape[0]
+    dtype: tl.constexpr = inputs.ptrs.dtype.element_ty
+    VALUES: tl.constexpr = 2 if FORMAT == "int4" else 1
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_w = tl.arange(0, BLOCK_K // VALUES)
+    x_ptrs = inputs.ptrs[:, None] + offs_k[None, :]
+    if w_desc is None:
+        w_ptrs = weights.ptrs[:, None] + offs_w[None, :]
+    zero = load_zero(None if GROUP_K > 0 else weights.zero_ptrs, FORMAT, False, dtype)
+    # Few rows: an empty one is not read, as the weights take all the bandwidth. Many: it reads row 0, unmasked.
+    FEW_ROWS: tl.constexpr = M <= 32
+    acc = tl.zeros((WIDTH, M) if SWAP_AB else (M, WIDTH), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        in_row = offs_k[None, :] < K - start
+        if EVEN_K:
+            x = tl.load(x_ptrs + start, mask=inputs.is_row[:, None], other=0.0) if FEW_ROWS else tl.load(x_ptrs + start)
+        else:
+            x = tl.load(x_ptrs + start, mask=(inputs.is_row[:, None] & in_row) if FEW_ROWS else in_row, other=0.0)
+        if w_desc is not None:
+            w = w_desc.load([expert.to(tl.int32), 0, first_column, start]).reshape(WIDTH, BLOCK_K)
+        elif EVEN_K:
+            w = tl.load(w_ptrs + start // VALUES)
+        else:
+            w = tl.load(w_ptrs + start // VALUES, mask=offs_w[None, :] * VALUES < K - start, other=0.0)
+        if GROUP_K > 0 and weights.zero_ptrs is not None:
+            zeros = tl.load(weights.zero_ptrs + start // GROUP_K * weights.stride_zero_group)
+            w = decode_bytes(w, as_zero(zeros, FORMAT, False, dtype), FORMAT, dtype)
+        elif w.dtype != dtype:
+            w = decode_bytes(w, zero, FORMAT, dtype)
+        if inputs.scale_ptrs is not None or GROUP_K > 0:
+            part = tl.zeros_like(acc)
+            part = dot(w, x.T, part) if SWAP_AB else dot(x, w.T, part)
+            if inputs.scale_ptrs is not None:
+                x_scale = tl.load(inputs.scale_ptrs + start // X_GROUP)
+                part *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
+            if GROUP_K > 0:
+                scale = tl.load(weights.scale_ptrs + start // GROUP_K * weights.stride_scale_group).to(tl.float32)
+                part *= scale[:, None] if SWAP_AB else scale[None, :]
+            acc += part
+        else:
+            acc = dot(w, x.T, acc) if SWAP_AB else dot(x, w.T, acc)
+    if SWAP_AB:
+        acc = acc.T
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_entries"])
+def _expert_gemm_kernel(
+    x_ptr,  # [num_entries / ENTRIES_PER_ROW, K]
+    x_scale_ptr,  # [num_entries / ENTRIES_PER_ROW, K / X_GROUP] float32, or None
+    w_ptr,  # [num_experts, 2 * N where gated, else N, K, or K / 2 bytes, or K / 8 words], or None
+    w_desc,  # the same as a tensor descriptor [num_experts, 2 where gated, else 1, N, K], or None
+    scale_ptr,  # [num_experts, w's rows / GROUP_N, K / GROUP_K], or None
+    zeros_ptr,  # the same in int8, or None
+    tensor_scale_ptr,  # [num_experts] float32, or None
+    bias_ptr,  # [num_experts, 2 * N or N], or None
+    entry_weights_ptr,  # [num_entries] float32, or None
+    out_ptr,  # [num_entries, N], contiguous
+    sorted_token_ids_ptr,  # [max_num_blocks * BLOCK_M]
+    expert_ids_ptr,  # [max_num_blocks]
+    num_tokens_post_padded_ptr,  # [1]
+    num_entries,
+    stride_x_row,
+    stride_w_expert,
+    stride_w_row,
+    stride_scale_expert,
+    stride_scale_row,
+    stride_scale_group,
+    stride_zeros_expert,
+    stride_zeros_row,
+    stride_zeros_group,
+    stride_tensor_scale,
+    K,
+    N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ENTRIES_PER_ROW: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+):
+    """out[entry] = w[expert] @ x[entry // ENTRIES_PER_ROW] + bias, for a block of entries by BLOCK_N columns.
+
+    ACTIVATION: of the products with w's gate and up rows, in the registers that accumulated them; "" for none.
+    INTERLEAVED: gate and up rows alternate in w, else all gate rows come first. entry_weights: each entry's row is
+    multiplied by its weight before it is rounded. SWAP_AB: the weights are the operand whose rows come in 64s.
+
+    FORMAT, SCALE, GROUP_K: of quantised weights, see `quantized_product`, which runs the loop over those in words.
+    Scales that span K (GROUP_K 0) wait for the end. GROUP_N: rows of w that share one.
+    """
+    wait_for_inputs()
+    program = tl.program_id(0)
+    num_blocks_m = tl.load(num_tokens_post_padded_ptr) // BLOCK_M
+    num_blocks_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if program >= num_blocks_m * num_blocks_n:
+        return
+    block_m, block_n = locate_block(program, num_blocks_m, num_blocks_n, GROUP_M)
+
+    entries = tl.load(sorted_token_ids_ptr + block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
+    expert = tl.load(expert_ids_ptr + block_m).to(tl.int64)
+    is_entry = entries < num_entries
+    rows = tl.where(is_entry, entries // ENTRIES_PER_ROW, 0).to(tl.int64)
+    GATED: tl.constexpr = ACTIVATION != ""
+    PACKED: tl.constexpr = scale_ptr is not None and w_ptr.dtype.element_ty == tl.int32
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    lanes = tl.arange(0, WIDTH)
+    # Gate rows, then up rows: both of a column end in one thread's registers. Columns beyond N are column 0.
+    columns = block_n * BLOCK_N + lanes % BLOCK_N
+    w_rows = tl.where(columns < N, columns, 0)
+    if GATED:
+        w_rows = w_rows * 2 + lanes // BLOCK_N if INTERLEAVED else w_rows + lanes // BLOCK_N * N
+    inputs = InputRows(
+        ptrs=x_ptr + rows * stride_x_row,
+        is_row=is_entry,
+        scale_ptrs=None if x_scale_ptr is None else x_scale_ptr + rows * ((K + X_GROUP - 1) // X_GROUP),
+    )
+    w_row_ptrs = None
+    if w_desc is None:
+        w_row_ptrs = w_ptr + expert * stride_w_expert + w_rows.to(tl.int64) * stride_w_row
+    scale_ptrs = None
+    zero_ptrs = None
+    if scale_ptr is not None:
+        groups_n = (w_rows // GROUP_N).to(tl.int64)
+        scale_ptrs = scale_ptr + expert * stride_scale_expert + groups_n * stride_scale_row
+        if zeros_ptr is not None:
+            zero_ptrs = zeros_ptr + expert * stride_zeros_expert + groups_n * stride_zeros_row
+    weights = WeightRows(
+        ptrs=w_row_ptrs,
+        scale_ptrs=scale_ptrs,
+        zero_ptrs=zero_ptrs,
+        stride_scale_group=stride_scale_group,
+        stride_zero_group=stride_zeros_group,
+    )
+    if PACKED:
+        num_steps = (K + BLOCK_K - 1) // BLOCK_K
+        acc = quantized_product(inputs, weights, K, 0, num_steps, FORMAT, SCALE, GROUP_K, 0, EVEN_K, BLOCK_K, SWAP_AB)
+    else:
+        acc = _byte_product(
+            inputs, weights, w_desc, expert, block_n * BLOCK_N, K, WIDTH, FORMAT, X_GROUP, GROUP_K, EVEN_K, BLOCK_K,
+            SWAP_AB,
+        )  # fmt: skip
+    if scale_ptr is not None and GROUP_K == 0:
+        acc *= tl.load(scale_ptrs).to(tl.float32)[None, :]
+    if tensor_scale_ptr is not None:
+        acc *= tl.load(tensor_scale_ptr + expert * stride_tensor_scale)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + expert * (N * WIDTH // BLOCK_N) + w_rows).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+        acc = gated_activation(gate, up, ACTIVATION)
+        columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if entry_weights_ptr is not None:
+        acc *= tl.load(entry_weights_ptr + entries, mask=is_entry, other=0.0)[:, None]
+    out_ptrs = out_ptr + entries[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_entry[:, None] & (columns[None, :] < N))
 
 
 def expert_gemm(

@@ -14,7 +14,7 @@ from paged.kernels.common.device import Device
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
 from paged.kernels.moe.fused_moe import _moe_sum_kernel
-from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel
+from paged.kernels.moe.gemm import _expert_gemm_kernel
 from paged.kernels.moe.gemv import GATE_UP_TILE, _down_gemv_kernel, _gate_up_gemv_kernel, down_tile
 from paged.kernels.moe.moe_align_block_size import _count_kernel, _place_kernel
 from paged.kernels.moe.route_and_align import _route_and_align_kernel

@@ -9,7 +9,7 @@ from paged.kernels.common.device import Device
 from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.packed.quantize_rows import _quantize_rows_kernel
 from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
-from paged.kernels.quantization.gemm_kernel import SUM_COLUMNS, _quantized_linear_kernel, _sum_partials_kernel
+from paged.kernels.quantization.gemm import SUM_COLUMNS, _quantized_linear_kernel, _sum_partials_kernel
 
 # Layers of Llama-3-8B, [out_features, in_features]: the output of attention, whose input is split for few rows, and
 # both inputs of the MLP side by side.

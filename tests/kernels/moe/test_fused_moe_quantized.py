@@ -12,8 +12,9 @@ import torch
 from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size
 from paged.bench.moe.formats import FORMATS, quantize
 from paged.kernels.common import reference as common_reference
-from paged.kernels.common.packed import decode
-from paged.kernels.moe import gemm, gemm_kernel
+from paged.kernels.common.packed import product
+from paged.kernels.moe import fused_moe as moe
+from paged.kernels.moe import gemm
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.fused_moe import moe_block_size
 from tests.kernels.faulty import planted
@@ -164,28 +165,28 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         fused_moe(**int8 | {"w1_scale": scale.repeat(1, 1, 2)})
 
 
-MODULES = {"decode": decode, "gemm_kernel": gemm_kernel}
+MODULES = {"product": product, "gemm": gemm}
 # Fault -> the file, text of it, and what the faulty copy has in its place.
 MUTATIONS = {
-    "no fault": ("gemm_kernel", "", ""),
-    "the first expert's scales": ("gemm_kernel", "expert * stride_scale_expert", "0 * stride_scale_expert"),
-    "the first expert's zero points": ("gemm_kernel", "expert * stride_zeros_expert", "0 * stride_zeros_expert"),
-    "the first expert's scale of all": ("gemm_kernel", "expert * stride_tensor_scale", "0 * stride_tensor_scale"),
-    "the first row's scales": ("gemm_kernel", "groups_n * stride_scale_row", "groups_n * 0"),
-    "the first row's zero points": ("gemm_kernel", "groups_n * stride_zeros_row", "groups_n * 0"),
+    "no fault": ("gemm", "", ""),
+    "the first expert's scales": ("gemm", "expert * stride_scale_expert", "0 * stride_scale_expert"),
+    "the first expert's zero points": ("gemm", "expert * stride_zeros_expert", "0 * stride_zeros_expert"),
+    "the first expert's scale of all": ("gemm", "expert * stride_tensor_scale", "0 * stride_tensor_scale"),
+    "the first row's scales": ("gemm", "groups_n * stride_scale_row", "groups_n * 0"),
+    "the first row's zero points": ("gemm", "groups_n * stride_zeros_row", "groups_n * 0"),
     "the first group's scale": (
-        "gemm_kernel",
+        "gemm",
         "// GROUP_K * weights.stride_scale_group",
         "* 0 * weights.stride_scale_group",
     ),
     "the first group's zero point": (
-        "gemm_kernel",
+        "gemm",
         "// GROUP_K * weights.stride_zero_group",
         "* 0 * weights.stride_zero_group",
     ),
-    "the columns behind the last whole step": ("gemm_kernel", "(K + BLOCK_K - 1) // BLOCK_K", "K // BLOCK_K"),
-    "the other half of a byte": ("decode", "join(values & 15, (values >> 4)", "join((values >> 4) & 15, (values)"),
-    "8 is never subtracted": ("decode", "tl.full((1,), 8, tl.int8)", "tl.full((1,), 0, tl.int8)"),
+    "the columns behind the last whole step": ("gemm", "(K + BLOCK_K - 1) // BLOCK_K", "K // BLOCK_K"),
+    "the other half of a byte": ("product", "join(values & 15, (values >> 4)", "join((values >> 4) & 15, (values)"),
+    "8 is never subtracted": ("product", "tl.full((1,), 8, tl.int8)", "tl.full((1,), 0, tl.int8)"),
 }
 LAYOUTS = ("int4 group", "int4 group zeros", "int4 words zeros", "nvfp4")
 
@@ -194,7 +195,7 @@ LAYOUTS = ("int4 group", "int4 group zeros", "int4 words zeros", "nvfp4")
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     name, *change = MUTATIONS[fault]
-    with planted([MODULES[name]], [gemm_kernel, gemm], tmp_path, *change):
+    with planted([MODULES[name]], [gemm, moe], tmp_path, *change):
         assert all(_is_right(device, layout) for layout in LAYOUTS) == (fault == "no fault")
 
 

@@ -12,8 +12,9 @@ import torch
 
 from paged import InvalidInputError, QuantizedWeight, UnsupportedError, quantized_linear
 from paged.kernels.common.device import Device
-from paged.kernels.common.packed import decode, product, quantize_rows
-from paged.kernels.quantization import gemm, gemm_kernel, reference
+from paged.kernels.common.packed import product, quantize_rows
+from paged.kernels.quantization import gemm, reference
+from paged.kernels.quantization import quantized_linear as linear
 from paged.kernels.quantization.quantize import quantize
 from tests.kernels.faulty import planted
 from tests.tolerance import assert_close, dtypes
@@ -296,29 +297,29 @@ def test_results_do_not_depend_on_other_rows(backend: str, device: torch.device)
     assert_close(alone, reference.quantized_linear(problem.x, problem.weight))
 
 
-MODULES = {each.__name__.rpartition(".")[2]: each for each in (decode, product, gemm_kernel, quantize_rows)}
+MODULES = {each.__name__.rpartition(".")[2]: each for each in (product, gemm, quantize_rows)}
 # Fault -> the file, text of it, and what the faulty copy has in its place.
 MUTATIONS = {
-    "no fault": ("gemm_kernel", "", ""),
-    "nibbles are swapped": ("decode", "tl.join(low, high)", "tl.join(high, low)"),
-    "the next run's nibble": ("decode", "(words >> 4 * RUN) & 0x", "(words >> 4 * (3 - RUN)) & 0x"),
-    "the sign is lost": ("decode", "& -0x7FFF8000", "& 0"),
+    "no fault": ("gemm", "", ""),
+    "nibbles are swapped": ("product", "tl.join(low, high)", "tl.join(high, low)"),
+    "the next run's nibble": ("product", "(words >> 4 * RUN) & 0x", "(words >> 4 * (3 - RUN)) & 0x"),
+    "the sign is lost": ("product", "& -0x7FFF8000", "& 0"),
     "the neighbour's scale": ("product", "stride_scale_group, step + 1,", "stride_scale_group, step + 2,"),
     "the first group's scale for all runs": ("product", "(first + RUN) // GROUP_K", "first // GROUP_K"),
     "the first half's scale for a whole run": ("product", "groups + per_run", "groups"),
-    "the zero point is one off": ("decode", "zero = zero_point.to(half) + ", "zero = zero_point.to(half) + 1 + "),
+    "the zero point is one off": ("product", "zero = zero_point.to(half) + ", "zero = zero_point.to(half) + 1 + "),
     "the neighbour's zero point": ("product", "zeros[run if BY_RUN else 0]", "next_zeros[run if BY_RUN else 0]"),
-    "the int8 zero point is added": ("decode", "values.to(dtype) - zero", "values.to(dtype) + zero"),
+    "the int8 zero point is added": ("product", "values.to(dtype) - zero", "values.to(dtype) + zero"),
     "the grid of blocks is transposed": (
-        "gemm_kernel",
+        "gemm",
         "scale_rows.to(tl.int64) * stride_scale_row",
         "scale_rows.to(tl.int64) * stride_scale_group",
     ),
-    "another row's activation scale": ("gemm_kernel", "x_rows * num_x_groups", "x_rows * 0"),
+    "another row's activation scale": ("gemm", "x_rows * num_x_groups", "x_rows * 0"),
     "a step is dropped": ("product", "range(first_step, end_step)", "range(first_step, end_step - 1)"),
-    "a split is dropped": ("gemm_kernel", "tl.static_range(NUM_SPLITS):", "tl.static_range(1, NUM_SPLITS):"),
-    "no bias": ("gemm_kernel", "if bias_ptr is not None:", "if False:"),
-    "no scale for all": ("gemm_kernel", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
+    "a split is dropped": ("gemm", "tl.static_range(NUM_SPLITS):", "tl.static_range(1, NUM_SPLITS):"),
+    "no bias": ("gemm", "if bias_ptr is not None:", "if False:"),
+    "no scale for all": ("gemm", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
     "activations are cut off": ("quantize_rows", "round_to_int8(x)", "x.to(tl.int8)"),
     "activations beyond the largest code": ("quantize_rows", "largest / LARGEST", "largest / (LARGEST + 64)"),
 }
@@ -337,7 +338,7 @@ PROBLEMS = (
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     name, *change = MUTATIONS[fault]
-    with planted([MODULES[name]], [*MODULES.values(), gemm], tmp_path, *change):
+    with planted([MODULES[name]], [*MODULES.values(), linear], tmp_path, *change):
         assert all(_is_right(device, *problem) for problem in PROBLEMS) == (fault == "no fault")
 
 
