@@ -7,7 +7,7 @@ that no layer finds data of the one before in the device's cache, as in a model.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,10 +49,13 @@ class AttentionCase:
 
     @property
     def name(self) -> str:
+        name = f"{self.kind}.{self.batch}.h{self.heads[0]}_{self.heads[1]}.b{self.block_size}"
         head_dim, v_head_dim = self.head_dims
-        dims = f".d{head_dim}" if head_dim == v_head_dim else f".d{head_dim}_{v_head_dim}"
-        dims = "" if head_dim == v_head_dim == 128 else dims
-        return f"{self.kind}.{self.batch}.h{self.heads[0]}_{self.heads[1]}.b{self.block_size}{dims}"
+        if head_dim != v_head_dim:
+            return f"{name}.d{head_dim}_{v_head_dim}"
+        if head_dim != 128:
+            return f"{name}.d{head_dim}"
+        return name
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -61,13 +64,17 @@ class AttentionCase:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        return [(q_len, seq_len) for count, q_len, seq_len in self.groups for _ in range(count)]
+        """Query and key length of each sequence."""
+        lengths = []
+        for count, q_len, seq_len in self.groups:
+            lengths += [(q_len, seq_len)] * count
+        return lengths
 
     @property
     def is_uniform(self) -> bool:
         """Whether all sequences are whole prompts or all are decode steps, of one length, as dense attention needs."""
-        (_, q_len, seq_len), *others = self.groups
-        return not others and q_len in (1, seq_len)
+        _, q_len, seq_len = self.groups[0]
+        return len(self.groups) == 1 and q_len in (1, seq_len)
 
     def cost(self, dtype: torch.dtype, lengths: Sequence[tuple[int, int]] | None = None) -> Cost:
         """Return the cost of causal attention of one layer over the batch, or over some `lengths` of it.
@@ -77,25 +84,37 @@ class AttentionCase:
         and outputs written, K, V and 4-byte block ids are read once. Partial results of split sequences are overhead
         and do not count.
         """
-        lengths, (num_q_heads, num_kv_heads) = self.lengths if lengths is None else lengths, self.heads
-        pairs = sum(q * (seq_len - q) + q * (q + 1) // 2 for q, seq_len in lengths)
+        if lengths is None:
+            lengths = self.lengths
+        num_q_heads, num_kv_heads = self.heads
         head_dims = sum(self.head_dims)
-        of_a_key = self.head_dim if self.latent else head_dims
-        elements = sum(q * num_q_heads * head_dims + seq_len * num_kv_heads * of_a_key for q, seq_len in lengths)
-        num_blocks = sum(-(-seq_len // self.block_size) for _, seq_len in lengths)
+        kv_dims = head_dims
+        if self.latent:
+            kv_dims = self.head_dim
+        pairs = elements = num_blocks = 0
+        for q_len, seq_len in lengths:
+            pairs += q_len * (seq_len - q_len) + q_len * (q_len + 1) // 2
+            elements += q_len * num_q_heads * head_dims + seq_len * num_kv_heads * kv_dims
+            num_blocks += -(-seq_len // self.block_size)
         return Cost(2 * num_q_heads * head_dims * pairs, elements * dtype.itemsize + 4 * num_blocks)
 
     def small(self) -> AttentionCase:
         """Return the batch at a size for CPUs: at most 4 sequences of a shape, a 64th of the lengths."""
-        groups = tuple(
-            (min(count, 4), q_len if q_len <= 8 else q_len // 64, seq_len // 64)
-            for count, q_len, seq_len in self.groups
-        )
-        text = "+".join(
-            f"{count}x{seq_len}" if q_len in (1, seq_len) else f"{count}x{q_len}of{seq_len}"
-            for count, q_len, seq_len in groups
-        )
-        return dataclasses.replace(self, batch=f"latents_{text}" if self.latent else text, groups=groups)
+        groups = []
+        shapes = []
+        for count, q_len, seq_len in self.groups:
+            count, seq_len = min(count, 4), seq_len // 64
+            if q_len > 8:
+                q_len //= 64
+            groups.append((count, q_len, seq_len))
+            if q_len in (1, seq_len):
+                shapes.append(f"{count}x{seq_len}")
+            else:
+                shapes.append(f"{count}x{q_len}of{seq_len}")
+        batch = "+".join(shapes)
+        if self.latent:
+            batch = f"latents_{batch}"
+        return dataclasses.replace(self, batch=batch, groups=tuple(groups))
 
     def tensors(self, device: torch.device, dtype: torch.dtype, num_layers: int) -> tuple[Step, list[Layer]]:
         """Make random tensors on the device, with block tables shuffled through the whole pool."""
@@ -114,13 +133,18 @@ class AttentionCase:
             max_seqlen_q=int(q_lens.max()),
             max_seqlen_k=int(seq_lens.max()),
         )
-        q_shape = (int(q_lens.sum()), self.heads[0], self.head_dim)
-        shapes = (q_shape, *((sum(blocks_of) + 1, self.block_size, self.heads[1], size) for size in self.head_dims))
-        shapes = shapes[:2] if self.latent else shapes
-        drawn = [[torch.randn(s, device=device, dtype=dtype) for s in shapes] for _ in range(num_layers)]
-        if self.latent:
-            drawn = [[q, latents, latents[..., : self.v_head_dim]] for q, latents in drawn]
-        return step, [Layer(*each) for each in drawn]
+        num_q_heads, num_kv_heads = self.heads
+        head_dim, v_head_dim = self.head_dims
+        rows = (sum(blocks_of) + 1, self.block_size, num_kv_heads)
+        layers = []
+        for _ in range(num_layers):
+            q = torch.randn(int(q_lens.sum()), num_q_heads, head_dim, device=device, dtype=dtype)
+            k_cache = torch.randn(*rows, head_dim, device=device, dtype=dtype)
+            v_cache = k_cache[..., :v_head_dim]
+            if not self.latent:
+                v_cache = torch.randn(*rows, v_head_dim, device=device, dtype=dtype)
+            layers.append(Layer(q, k_cache, v_cache))
+        return step, layers
 
 
 @dataclass(frozen=True)
@@ -165,17 +189,22 @@ def _attend(step: Step, layer: Layer, plan: paged.AttentionPlan) -> Any:
 def ours(step: Step, layers: list[Layer]) -> list[Call]:
     """`paged_attention`, or that of latents, with a plan shared by the layers: the cost of one more layer."""
     plan = step.plan()
-    return [lambda x=layer: _attend(step, x, plan) for layer in layers]  # type: ignore[misc]
+    return [functools.partial(_attend, step, layer, plan) for layer in layers]
 
 
 def ours_with_planning(step: Step, layers: list[Layer]) -> list[Call]:
     """The same with its own plan: the cost of a step's first layer."""
-    return [lambda x=layer: _attend(step, x, step.plan()) for layer in layers]  # type: ignore[misc]
+
+    def plan_and_attend(layer: Layer) -> Any:
+        return _attend(step, layer, step.plan())
+
+    return [functools.partial(plan_and_attend, layer) for layer in layers]
 
 
 def expected(step: Step, layer: Layer) -> torch.Tensor:
     """Return the whole output from the float64 reference."""
-    tables = {name: value for name, value in step.arguments.items() if name != "max_seqlen_q"}
+    tables = step.arguments
+    del tables["max_seqlen_q"]
     return reference.paged_attention(**vars(layer), **tables)[0]
 
 
@@ -185,13 +214,12 @@ def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Ten
     First, middle and last query of the first, the longest and the last sequence, each under one KV head.
     """
     lengths, (num_q_heads, num_kv_heads) = step.case.lengths, step.case.heads
-    starts = [0, *itertools.accumulate(q_len for q_len, _ in lengths)]
+    starts = step.cu_seqlens_q.tolist()
     longest = max(range(len(lengths)), key=lambda seq: lengths[seq][1])
-    spots = {
-        (seq, query)
-        for seq in (0, longest, len(lengths) - 1)
-        for query in (0, lengths[seq][0] // 2, lengths[seq][0] - 1)
-    }
+    spots = set()
+    for seq in (0, longest, len(lengths) - 1):
+        q_len = lengths[seq][0]
+        spots |= {(seq, 0), (seq, q_len // 2), (seq, q_len - 1)}
     group, results = num_q_heads // num_kv_heads, []
     for index, (seq, query) in enumerate(sorted(spots)):
         q_len, seq_len = lengths[seq]
@@ -201,7 +229,8 @@ def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Ten
         heads = slice(kv_head * group, (kv_head + 1) * group)
         out, _ = reference.paged_attention(
             layer.q[token : token + 1, heads],
-            *(cache[blocks, :, kv_head : kv_head + 1] for cache in (layer.k_cache, layer.v_cache)),
+            layer.k_cache[blocks, :, kv_head : kv_head + 1],
+            layer.v_cache[blocks, :, kv_head : kv_head + 1],
             block_table=torch.arange(len(blocks))[None],
             cu_seqlens_q=torch.tensor([0, 1]),
             seq_lens=torch.tensor([visible]),
@@ -220,16 +249,20 @@ def parse_case(text: str) -> AttentionCase:
     match = _SHAPE.fullmatch(text)
     if match is None:
         raise wrong
-    kind, batch, *given = match.groups()
+    kind, batch, num_q_heads, num_kv_heads, head_dim, block_size = match.groups()
     groups = []
     for count, q_len, seq_len in re.findall(r"(\d+)x(?:(\d+)of)?(\d+)", batch):
-        usual = seq_len if kind == "prefill" else 1
-        groups.append((int(count), int(q_len or usual), int(seq_len)))
-    sizes = [int(value or usual) for value, usual in zip(given, (32, 8, 128, 16), strict=True)]
-    if min(*sizes, *itertools.chain(*groups)) < 1 or any(q_len > seq_len for _, q_len, seq_len in groups):
+        if not q_len and kind == "prefill":
+            q_len = seq_len
+        group = int(count), int(q_len or 1), int(seq_len)
+        if min(group) < 1 or group[1] > group[2]:
+            raise wrong
+        groups.append(group)
+    heads = int(num_q_heads or 32), int(num_kv_heads or 8)
+    case = AttentionCase(kind, batch, tuple(groups), heads, int(block_size or 16), int(head_dim or 128))
+    if min(*heads, case.block_size, case.head_dim) < 1:
         raise wrong
-    num_q_heads, num_kv_heads, head_dim, block_size = sizes
-    return AttentionCase(kind, batch, tuple(groups), (num_q_heads, num_kv_heads), block_size, head_dim)
+    return case
 
 
 def _prefill(count: int, kilo: int, **options: Any) -> AttentionCase:
@@ -253,9 +286,21 @@ def _latents(kind: str, batch: str, *groups: Group, heads: int = 128) -> Attenti
 
 # Options other than the usual heads and blocks.
 _OPTIONS: tuple[dict[str, Any], ...] = (
-    *({"heads": heads} for heads in ((64, 8), (28, 4), (16, 16))),
-    *({"block_size": size} for size in (64, 128)),
+    {"heads": (64, 8)},
+    {"heads": (28, 4)},
+    {"heads": (16, 16)},
+    {"block_size": 64},
+    {"block_size": 128},
 )
+
+
+def _with_options() -> list[AttentionCase]:
+    cases = []
+    for options in _OPTIONS:
+        cases += [_decode(64, 8, **options), _prefill(4, 4, **options), _chunk(**options)]
+    return cases
+
+
 # Most important first: a run that is out of time has done these. They begin with the engine's default block size.
 _ORDER = (
     _decode(64, 8, block_size=64),
@@ -271,21 +316,29 @@ _ORDER = (
     AttentionCase("mixed", "1x128k+31x4k", ((1, 1, 1 << 17), (31, 1, 4096))),
     AttentionCase("mixed", "122x600+8x10000", ((122, 1, 600), (8, 1, 10_000))),
     AttentionCase("mixed", "verify_64x5x8k", ((64, 5, 8192),)),
-    *(_prefill(*size) for size in ((4, 4), (1, 16))),
-    *(_decode(*size) for size in ((256, 4), (16, 32), (1, 1), (1, 32))),
-    *(_prefill(*size) for size in ((1, 1), (16, 1))),
+    _prefill(4, 4),
+    _prefill(1, 16),
+    _decode(256, 4),
+    _decode(16, 32),
+    _decode(1, 1),
+    _decode(1, 32),
+    _prefill(1, 1),
+    _prefill(16, 1),
     _decode(64, 1),
-    *(
-        case
-        for options in _OPTIONS
-        for case in (_decode(64, 8, **options), _prefill(4, 4, **options), _chunk(**options))
-    ),
+    *_with_options(),
     _prefill(2, 8),
     _decode(16, 8),
     AttentionCase("mixed", "first_chunk_2k+63x8k", ((1, 2048, 2048), (63, 1, 8192))),
-    *(_decode(*size) for size in ((1, 8), (256, 1), (256, 8))),
-    *(_prefill(*size) for size in ((1, 2), (16, 2), (1, 4), (4, 16), (16, 4))),
-    *(_decode(*size) for size in ((64, 32), (256, 32))),
+    _decode(1, 8),
+    _decode(256, 1),
+    _decode(256, 8),
+    _prefill(1, 2),
+    _prefill(16, 2),
+    _prefill(1, 4),
+    _prefill(4, 16),
+    _prefill(16, 4),
+    _decode(64, 32),
+    _decode(256, 32),
     _decode(64, 8, heads=(16, 2), head_dim=512),
     _prefill(4, 4, heads=(16, 2), head_dim=512),
     _decode(64, 8, heads=(16, 16), head_dim=192, v_head_dim=128),

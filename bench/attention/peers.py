@@ -143,7 +143,9 @@ def _dense_on(*device_types: str) -> Refuses:
         if not case.is_uniform:
             return "needs sequences of one length, whole prompts or decode steps"
         num_bytes = case.cost(dtype).num_bytes
-        return f"would copy {num_bytes / 1e9:.0f} GB" if num_bytes > _MAX_COPY_BYTES else None
+        if num_bytes > _MAX_COPY_BYTES:
+            return f"would copy {num_bytes / 1e9:.0f} GB"
+        return None
 
     return refuses
 
@@ -153,8 +155,9 @@ def _dense(step: Step, layer: Layer) -> list[torch.Tensor]:
     num_seqs, seq_len = len(step.case.lengths), step.max_seqlen_k
     num_blocks = -(-seq_len // step.case.block_size)
     table = step.block_table[:, :num_blocks].long()
-    keys, values = (cache[table].flatten(1, 2)[:, :seq_len] for cache in (layer.k_cache, layer.v_cache))
     queries = layer.q.unflatten(0, (num_seqs, step.max_seqlen_q))
+    keys = layer.k_cache[table].flatten(1, 2)[:, :seq_len]
+    values = layer.v_cache[table].flatten(1, 2)[:, :seq_len]
     return [x.transpose(1, 2).contiguous() for x in (queries, keys, values)]
 
 
@@ -163,7 +166,9 @@ def _sdpa_calls(step: Step, layers: list[Layer], backend: SDPBackend | None = No
     is_causal = step.max_seqlen_q > 1
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+        with contextlib.ExitStack() as stack:
+            if backend is not None:
+                stack.enter_context(sdpa_kernel(backend))
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
         return out.transpose(1, 2)
 
@@ -181,24 +186,23 @@ def _flashinfer_calls(step: Step, layers: list[Layer]) -> list[Call]:
     """The wrapper for chunks, or for batches of decode steps the one for those with tensor cores, which GQA needs."""
     flashinfer = _load_flashinfer()
     case, device, dtype = step.case, step.block_table.device, layers[0].q.dtype
-    num_blocks = [-(-seq_len // case.block_size) for _, seq_len in case.lengths]
-    table = step.block_table.cpu()
-    indices = torch.cat([table[seq, :count] for seq, count in enumerate(num_blocks)])
-    pages = {
-        "indptr": functional.pad(torch.tensor(num_blocks).cumsum(0), (1, 0)).int(),
-        "indices": indices,
-        "last_page_len": torch.tensor([(seq_len - 1) % case.block_size + 1 for _, seq_len in case.lengths]).int(),
-    }
-    pages = {name: tensor.to(device) for name, tensor in pages.items()}
+    seq_lens, table = step.seq_lens.cpu(), step.block_table.cpu()
+    num_blocks = (seq_lens + case.block_size - 1) // case.block_size
+    indices = torch.cat([table[seq, :count] for seq, count in enumerate(num_blocks.tolist())])
+    pages = (
+        functional.pad(num_blocks.cumsum(0), (1, 0)).int().to(device),  # where a sequence's pages begin
+        indices.to(device),
+        ((seq_lens - 1) % case.block_size + 1).to(device),  # tokens of its last page
+    )
     sizes = (*case.heads, case.head_dim, case.block_size)
     dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     if step.max_seqlen_q == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        wrapper.plan(*pages.values(), *sizes, **dtypes)
+        wrapper.plan(*pages, *sizes, **dtypes)
     else:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        wrapper.plan(step.cu_seqlens_q, *pages.values(), *sizes, causal=True, **dtypes)
+        wrapper.plan(step.cu_seqlens_q, *pages, *sizes, causal=True, **dtypes)
     return [functools.partial(wrapper.run, layer.q, (layer.k_cache, layer.v_cache)) for layer in layers]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -71,11 +70,12 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     if problem.layout == "interleaved":
         both = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), math.nan)
         k_cache, v_cache = both[:, 0], both[:, 1, ..., :v_head_dim]
+    elif problem.layout == "head_major":
+        k_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), math.nan).transpose(1, 2)
+        v_cache = torch.full((num_blocks, num_kv_heads, block_size, v_head_dim), math.nan).transpose(1, 2)
     else:
-        axes = (num_kv_heads, block_size) if problem.layout == "head_major" else (block_size, num_kv_heads)
-        k_cache, v_cache = (torch.full((num_blocks, *axes, size), math.nan) for size in (head_dim, v_head_dim))
-        if problem.layout == "head_major":
-            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        k_cache = torch.full((num_blocks, block_size, num_kv_heads, head_dim), math.nan)
+        v_cache = torch.full((num_blocks, block_size, num_kv_heads, v_head_dim), math.nan)
 
     ids = iter((torch.randperm(num_blocks - 1) + 1).tolist())
     # Entries beyond a sequence's blocks point far outside the pool, so that reading through one is a visible error.
@@ -93,18 +93,21 @@ def make(problem: Problem, device: torch.device) -> Tensors:
 
     q_lens = torch.tensor([q_len for q_len, _ in problem.lengths], dtype=torch.int32)
     num_tokens = int(q_lens.sum()) + problem.padding_rows
-    q = torch.zeros if problem.coverage else torch.randn
-    scales = torch.stack([cache.abs().amax(-1) / 127 for cache in (k_cache, v_cache)], -1)
+    q = torch.zeros(num_tokens, num_q_heads, head_dim)
+    if not problem.coverage:
+        q = torch.randn(num_tokens, num_q_heads, head_dim)
+    scales = torch.stack([k_cache.abs().amax(-1) / 127, v_cache.abs().amax(-1) / 127], -1)
     if problem.cache_dtype == torch.int8:
-        k_cache, v_cache = (
-            (cache / scale.unsqueeze(-1)).round().nan_to_num()
-            for cache, scale in zip((k_cache, v_cache), scales.unbind(-1), strict=True)
-        )
-    k_cache, v_cache = (cache.to(device, problem.cache_dtype or problem.dtype) for cache in (k_cache, v_cache))
+        k_cache = (k_cache / scales[..., :1]).round().nan_to_num()
+        v_cache = (v_cache / scales[..., 1:]).round().nan_to_num()
+    cache_dtype = problem.cache_dtype or problem.dtype
+    k_cache, v_cache = k_cache.to(device, cache_dtype), v_cache.to(device, cache_dtype)
+    if problem.layout == "shared":
+        v_cache = k_cache[..., :v_head_dim]
     tensors = Tensors(
-        q=q(num_tokens, num_q_heads, head_dim).to(device, problem.dtype),
+        q=q.to(device, problem.dtype),
         k_cache=k_cache,
-        v_cache=k_cache[..., :v_head_dim] if problem.layout == "shared" else v_cache,
+        v_cache=v_cache,
         block_table=block_table.to(device),
         cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)]).to(device),
         seq_lens=torch.tensor([seq_len for _, seq_len in problem.lengths], dtype=torch.int32).to(device),
@@ -112,7 +115,9 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     if problem.cache_dtype != torch.int8:
         return tensors
     k_scale, v_scale = scales.to(device).unbind(-1)
-    return Int8Tensors(**vars(tensors), k_scale=k_scale, v_scale=k_scale if problem.layout == "shared" else v_scale)
+    if problem.layout == "shared":
+        v_scale = k_scale
+    return Int8Tensors(**vars(tensors), k_scale=k_scale, v_scale=v_scale)
 
 
 def options(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -132,13 +137,16 @@ def options(problem: Problem, device: torch.device) -> dict[str, Any]:
     if problem.alibi:
         chosen["alibi_slopes"] = 0.5 ** torch.arange(1, num_q_heads + 1, device=device)
     if problem.scales:
-        size = num_kv_heads if problem.scales == "head" else 1
-        chosen |= {name: 0.5 + torch.rand(size, device=device) for name in ("k_scale", "v_scale")}
+        size = {"head": num_kv_heads, "tensor": 1}[problem.scales]
+        chosen["k_scale"] = 0.5 + torch.rand(size, device=device)
+        chosen["v_scale"] = 0.5 + torch.rand(size, device=device)
     if problem.tree:
         q_lens = [q_len for q_len, _ in problem.lengths]
         mask = torch.rand(sum(q_lens) + problem.padding_rows, max(q_lens) + 3) < 0.5
-        for start, q_len in zip(accumulate(q_lens, initial=0), q_lens, strict=False):
+        start = 0
+        for q_len in q_lens:
             mask[start + torch.arange(q_len), torch.arange(q_len)] = True
+            start += q_len
         chosen["mask"] = mask.to(device)
     return chosen
 
@@ -158,7 +166,11 @@ class Solved:
 
 
 def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    moved = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            moved[name] = value.cpu()
+    return moved
 
 
 def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) -> Solved:
@@ -175,7 +187,9 @@ def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) ->
         deterministic=problem.deterministic,
         **chosen,
     )
-    result, lse = result if isinstance(result, tuple) else (result, None)
+    lse = None
+    if return_lse:
+        result, lse = result
     assert result is out
     cpu = on_cpu({**chosen, **vars(tensors)})
     return Solved(out, lse, *reference.paged_attention(**cpu), cpu)

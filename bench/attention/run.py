@@ -91,7 +91,9 @@ def measure(case: AttentionCase, setting: Setting) -> Json:
 
 def goals(case: AttentionCase, row: Json, limits: Ceilings) -> list[Goal]:
     """Return the goals of a row on one H200; `row` is without them."""
-    ratios = {name: peer["ratio"] for name, peer in row["peers"].items()}
+    ratios = {}
+    for name, peer in row["peers"].items():
+        ratios[name] = peer["ratio"]
     bandwidth = 100 * row["gb_per_s"] * 1e9 / limits.copy
     reads_much = case.kind == "decode" and row["num_bytes"] >= _LARGE_KV_BYTES
     if case.latent:

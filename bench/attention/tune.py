@@ -52,11 +52,16 @@ class TileCase:
     @property
     def chosen(self) -> str:
         """What is taken in place of a tile."""
-        return "chosen" if self.num_stages is None else f"chosen with {self.num_stages} stages"
+        if self.num_stages is None:
+            return "chosen"
+        return f"chosen with {self.num_stages} stages"
 
     @property
     def kind(self) -> str:
-        return "prefill" if self.case.kind == "prefill" else "decode"
+        """The kind of tile: cases of "mixed" are verify rows, which take decode tiles."""
+        if self.case.kind == "prefill":
+            return "prefill"
+        return "decode"
 
 
 def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
@@ -81,12 +86,14 @@ def with_tile(kind: str, tile: AttentionTile | None, num_stages: int | None = No
 
     num_stages: stages of the tile; None for its own.
     """
-    name = "prefill_tile" if kind == "prefill" else "decode_tile"
+    name = f"{kind}_tile"
     choose = getattr(attention_config, name)
 
     def changed(*args: Any, **options: Any) -> AttentionTile:
         chosen: AttentionTile = tile or choose(*args, **options)
-        return chosen if num_stages is None else replace(chosen, num_stages=num_stages)
+        if num_stages is not None:
+            return replace(chosen, num_stages=num_stages)
+        return chosen
 
     return mock.patch.object(attention_config, name, changed)
 
@@ -96,14 +103,18 @@ def cases(_: Setting) -> list[TileCase]:
 
     First come the chooser's tiles with every number of stages that a candidate has.
     """
-    found = []
-    for case in (case for case in CASES if case.name in NAMES):
+    of_stages: list[TileCase] = []
+    rounds: dict[int, list[TileCase]] = {}
+    for case in CASES:
+        if case.name not in NAMES:
+            continue
         tiles = list(candidates(TileCase(case).kind, case.block_size))
-        stages = sorted({tile.num_stages for tile in tiles}, reverse=True)
-        found += [(-1, TileCase(case, num_stages=num_stages)) for num_stages in stages]
+        for num_stages in sorted({tile.num_stages for tile in tiles}, reverse=True):
+            of_stages.append(TileCase(case, num_stages=num_stages))
         random.Random(0).shuffle(tiles)
-        found += [(rank // _AT_ONCE, TileCase(case, tile)) for rank, tile in enumerate([None, *tiles])]
-    return [case for _, case in sorted(found, key=lambda pair: pair[0])]
+        for rank, tile in enumerate([None, *tiles]):
+            rounds.setdefault(rank // _AT_ONCE, []).append(TileCase(case, tile))
+    return of_stages + list(itertools.chain(*(rounds[number] for number in sorted(rounds))))
 
 
 @functools.lru_cache(maxsize=1)
@@ -124,10 +135,12 @@ def measure(case: TileCase, setting: Setting) -> dict[str, Any]:
         compare(calls[0](), want)
         _, time_tile = sampler(calls, setting.device)
         samples = take_in_turns({"chosen": time_chosen, "tile": time_tile}, setting.repeats)
-    found = speed(samples["tile"], case.case.cost(setting.dtype), setting.limits)
-    tile = case.chosen if case.tile is None else asdict(case.tile)
-    over_chosen = statistics.median(samples["chosen"]) * 1e6 / found["median_us"]
-    return {"name": case.case.name, "tile": tile, "over_chosen": over_chosen, **found, "cold": True}
+    times = speed(samples["tile"], case.case.cost(setting.dtype), setting.limits)
+    tile: Any = case.chosen
+    if case.tile is not None:
+        tile = asdict(case.tile)
+    over_chosen = statistics.median(samples["chosen"]) * 1e6 / times["median_us"]
+    return {"name": case.case.name, "tile": tile, "over_chosen": over_chosen, **times, "cold": True}
 
 
 BENCHMARK = Benchmark(
