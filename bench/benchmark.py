@@ -102,7 +102,9 @@ class Setting:
     @property
     def scale(self) -> str:
         """Which sizes of a kernel's case are measured."""
-        return "small" if self.small else "full"
+        if self.small:
+            return "small"
+        return "full"
 
     @property
     def limits(self) -> Ceilings:
@@ -145,10 +147,12 @@ class Benchmark:
             parser.error("torch sees no GPU")
         if args.threads:
             torch.set_num_threads(args.threads)
-        stack = args.json.with_suffix(".stack") if args.json else None
-        if stack and args.resume and args.json.exists():
+        if not args.json:
+            return self._run(args, write)
+        stack = args.json.with_suffix(".stack")
+        if args.resume and args.json.exists():
             _refuse_running(args.json, hung_at(stack))
-        if not (stack and args.case_limit):
+        if not args.case_limit:
             return self._run(args, write)
         with WATCHDOG.watching(args.case_limit, stack):
             return self._run(args, write)
@@ -161,31 +165,40 @@ class Benchmark:
             return self._run_cases(args, setting, end, write)
 
     def _run_cases(self, args: argparse.Namespace, setting: Setting, end: float, write: Write) -> int:
-        found = {case.name: case for case in self.cases(setting)}
+        all_cases = {case.name: case for case in self.cases(setting)}
         if not args.cases:
-            check_only(args.only, found)
-        report = environment(self.name, setting.device, setting.limits if self.has_limits else None)
-        shown = [_about(name, value) for name, value in report.items() if value]
-        write("\n".join([*shown, *filter(None, (self.legend, _LEGEND if self.has_limits else ""))]))
-        report |= {"rows": [], "refused": {}, "not_run": list(found)}
+            check_only(args.only, all_cases)
+        limits = None
+        legends = [self.legend]
+        if self.has_limits:
+            limits = setting.limits
+            legends.append(_LEGEND)
+        report = environment(self.name, setting.device, limits)
+        write("\n".join([*_about(report), *filter(None, legends)]))
+        report |= {"rows": [], "refused": {}, "not_run": list(all_cases)}
         if args.resume and args.json and args.json.exists():
             report |= _resumed(args.json, report)
-        names = [name for name in report["not_run"] if args.only in name and args.cases in name]
-        cases = [found[name] for name in names if name in found]
-        said: set[str] = set()
+        waiting = []
+        for name in report["not_run"]:
+            if name in all_cases and args.only in name and args.cases in name:
+                waiting.append(all_cases[name])
+        printed: set[str] = set()
         is_lost = False
-        for case in cases:
-            if time.monotonic() > end:
-                break
+        while waiting and time.monotonic() <= end:
+            case = waiting.pop(0)
             if args.json:  # in case it ends the process
                 save(args.json, report | {"running": case.name})
             WATCHDOG.progress()
             try:
                 row = self._row(case, setting)
                 report["rows"].append(row)
-                absent = dict.fromkeys(f"{peer}: {why}" for peer, why in row.get("absent", {}).items())
-                write("\n".join([line(row), *(text for text in absent if text not in said)]))
-                said |= absent.keys()
+                lines = [line(row)]
+                for peer, reason in row.get("absent", {}).items():
+                    text = f"{peer}: {reason}"
+                    if text not in printed:
+                        lines.append(text)
+                        printed.add(text)
+                write("\n".join(lines))
             except Exception as error:  # the other cases still get their rows
                 report["refused"][case.name] = f"{type(error).__name__}: {str(error)[:500]}"
                 write(f"{case.name}: refused: {report['refused'][case.name]}")
@@ -194,13 +207,14 @@ class Benchmark:
             report["not_run"].remove(case.name)
             if args.json:  # after every case, because a run may be killed at any time
                 save(args.json, report)
-            if not released(setting.device):
+            is_lost = not released(setting.device)
+            if is_lost:
                 write("the device is lost: no further case can run in this process")
-                is_lost = True
                 break
-        left = sum(case.name in report["not_run"] for case in cases)
-        write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {left} not run")
-        return DEVICE_LOST if is_lost else int(bool(report["refused"]))
+        write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(waiting)} not run")
+        if is_lost:
+            return DEVICE_LOST
+        return int(bool(report["refused"]))
 
     def _row(self, case: Any, setting: Setting) -> Json:
         """Return a case's row; time it again if a kernel was compiled meanwhile."""
@@ -216,39 +230,55 @@ def _refuse_running(path: Path, hang: str) -> None:
     running = results.pop("running", None)
     if running is not None:
         results["not_run"].remove(running)
-        results["refused"][running] = f"{HUNG} at {hang}" if hang else "it ended the process"
+        results["refused"][running] = "it ended the process"
+        if hang:
+            results["refused"][running] = f"{HUNG} at {hang}"
         save(path, results)
 
 
-def _about(name: str, value: Any) -> str:
-    if name == "matmul_tflop_per_s":
-        return f"matmul: {_rate(value)}"
-    return f"{name}: {value:.1f}" if isinstance(value, float) else f"{name}: {value}"
+def _about(report: Json) -> list[str]:
+    """Return a line for each known item of an environment."""
+    lines = []
+    for name, value in report.items():
+        if name == "matmul_tflop_per_s":
+            lines.append(f"matmul: {_rate(value)}")
+        elif isinstance(value, float):
+            lines.append(f"{name}: {value:.1f}")
+        elif value:
+            lines.append(f"{name}: {value}")
+    return lines
 
 
 def _rate(tflop_per_s: float) -> str:
     """Return a rate in TFLOP/s, or below one in GFLOP/s, as of a CPU."""
-    return f"{tflop_per_s:.2f} TFLOP/s" if tflop_per_s >= 1 else f"{1e3 * tflop_per_s:.1f} GFLOP/s"
+    if tflop_per_s >= 1:
+        return f"{tflop_per_s:.2f} TFLOP/s"
+    return f"{1e3 * tflop_per_s:.1f} GFLOP/s"
 
 
 def _resumed(path: Path, report: Json) -> Json:
     """Return rows, refusals and cases to run from earlier results; nothing from another device or other versions."""
-    found = json.loads(path.read_text())
-    if any(found[name] != report[name] for name in ("device", "torch", "triton")):
-        return {}
-    return {name: found[name] for name in ("rows", "refused", "not_run")}
+    earlier = json.loads(path.read_text())
+    for name in ("device", "torch", "triton"):
+        if earlier[name] != report[name]:
+            return {}
+    return {name: earlier[name] for name in ("rows", "refused", "not_run")}
 
 
 def benchmark_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 on a GPU, float32 on a CPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.float32
 
 
 def backend_name(device: torch.device, *, has_loops: bool = True) -> str:
     """Return what operations on the device run by; has_loops: whether numba kernels of them exist."""
     if use_triton(device):
         return "triton"
-    return "numba" if has_loops and wants_loops() else "torch"
+    if has_loops and wants_loops():
+        return "numba"
+    return "torch"
 
 
 def environment(benchmark: str, device: torch.device, limits: Ceilings | None = None) -> dict[str, Any]:
@@ -256,20 +286,23 @@ def environment(benchmark: str, device: torch.device, limits: Ceilings | None = 
 
     limits: measured ceilings for rows with a limit; their dtype is recorded too.
     """
-    found = {
+    triton_version = None
+    if HAS_TRITON:
+        triton_version = version("triton")
+    about = {
         "benchmark": benchmark,
         "device": device_name(device),
         "memory_gib": memory_gib(device),
         "backend": backend_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton") if HAS_TRITON else None,
+        "triton": triton_version,
         "peers": peer_versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if limits is None:
-        return found
-    return found | {
+        return about
+    return about | {
         "dtype": str(benchmark_dtype(device)).removeprefix("torch."),
         "copy_gb_per_s": limits.copy / 1e9,
         "read_gb_per_s": limits.read / 1e9,
@@ -279,7 +312,9 @@ def environment(benchmark: str, device: torch.device, limits: Ceilings | None = 
 
 def peer_versions() -> dict[str, str]:
     """Return the versions of the installed peers."""
-    versions = {"cudnn": str(torch.backends.cudnn.version())} if torch.cuda.is_available() else {}
+    versions = {}
+    if torch.cuda.is_available():
+        versions["cudnn"] = str(torch.backends.cudnn.version())
     for package in ("vllm", "flashinfer-python", "transformers"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
@@ -307,27 +342,36 @@ def released(device: torch.device) -> bool:
 
 def line(row: Json) -> str:
     """Format a row for printing, with failed peers and missed goals."""
-    parts = [f"{row['value']:10.2f} {row['unit']}"] if "value" in row else []
+    parts = []
+    if "value" in row:
+        parts.append(f"{row['value']:10.2f} {row['unit']}")
     if "median_us" in row:
         parts.append(f"{row['median_us']:10.1f} us ({row['p20_us']:.1f} to {row['p80_us']:.1f})")
     if "percent" in row:
-        parts.append(f"{row['percent']:.1f} % of {row['bound_by']}{'' if row['cold'] else ' (warm)'}")
+        parts.append(f"{row['percent']:.1f} % of {row['bound_by']}")
+        if not row["cold"]:
+            parts[-1] += " (warm)"
         parts.append(f"{row['gb_per_s']:.1f} GB/s, {_rate(row['tflop_per_s'])}")
     if "planning_us" in row:
         parts.append(f"planning {row['planning_us']:.1f} us")
     for name, peer in row.get("peers", {}).items():
-        backend = f" ({peer['backend']})" if "backend" in peer else ""
-        parts.append(f"{name}{backend} {peer['ratio']:.2f}x")
-    parts += [f"{name} {why}" for name, why in row.get("absent", {}).items() if why.startswith(("wrong", "failed"))]
-    parts += [
-        f"{goal['text']}: {'met' if goal['met'] else 'MISSED'} ({goal['value']:.4g})"
-        for goal in row.get("goals", [])
-        if goal["met"] is not None
-    ]
-    parts += [f"{name} {value:.4g}" for name, value in row.get("detail", {}).items()]
+        if "backend" in peer:
+            name = f"{name} ({peer['backend']})"
+        parts.append(f"{name} {peer['ratio']:.2f}x")
+    for name, reason in row.get("absent", {}).items():
+        if reason.startswith(("wrong", "failed")):
+            parts.append(f"{name} {reason}")
+    for goal in row.get("goals", []):
+        verdict = {True: "met", False: "MISSED", None: ""}[goal["met"]]
+        if verdict:
+            parts.append(f"{goal['text']}: {verdict} ({goal['value']:.4g})")
+    for name, value in row.get("detail", {}).items():
+        parts.append(f"{name} {value:.4g}")
     if "over_chosen" in row:
         parts.append(f"{row['over_chosen']:.3f}x the chooser's, {row['tile']}")
     if row.get("late_kernels"):
         parts.append(f"loaded while timed: {row['late_kernels']}")
-    backend = f" by {row['backend']}" if "backend" in row else ""
-    return f"{row['name'] + backend:44} {', '.join(parts)}"
+    title = row["name"]
+    if "backend" in row:
+        title = f"{title} by {row['backend']}"
+    return f"{title:44} {', '.join(parts)}"

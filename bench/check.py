@@ -44,13 +44,13 @@ def error_shares(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | Non
     """
     if got.shape != want.shape:
         raise WrongResultError(f"shape {list(got.shape)}, expected {list(want.shape)}")
-    want, given = want.detach().to(got.device, torch.float64), got.detach().double()
+    want, result = want.detach().to(got.device, torch.float64), got.detach().double()
     budget = torch.zeros_like(want)
     if got.is_floating_point():
         sizes = want.where(want.isfinite(), 0).abs()
         budget = TOLERANCE[dtype or got.dtype] * (sizes + sizes.square().mean(-1, keepdim=True).sqrt())
-    is_same = (given == want) | (given.isnan() & want.isnan())
-    return ((given - want).abs() / budget).nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(is_same, 0.0)
+    is_same = (result == want) | (result.isnan() & want.isnan())
+    return ((result - want).abs() / budget).nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(is_same, 0.0)
 
 
 def compare(got: torch.Tensor, want: torch.Tensor, judged_as: torch.dtype | None = None, budgets: float = 1) -> None:

@@ -32,7 +32,11 @@ class Peer:
 
 def peers_of(peers: Sequence[Peer], case: Any, setting: Setting) -> list[str]:
     """Return the names of the peers that take the case."""
-    return [peer.name for peer in peers if peer.refuses(case, setting.dtype, setting.device) is None]
+    names = []
+    for peer in peers:
+        if peer.refuses(case, setting.dtype, setting.device) is None:
+            names.append(peer.name)
+    return names
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Contest:
     def result(self, seconds: Sequence[float]) -> Json:
         """Return times of a call that took `seconds`, at least two samples, beside the limit."""
         if self.cost is None:
-            return {**times_us(seconds)}
+            return times_us(seconds)
         return speed(seconds, self.cost, self.setting.limits)
 
     def row(self) -> Json:
@@ -93,11 +97,13 @@ class Contest:
         taken = take_in_turns(
             self.samples, self.setting.repeats, max_seconds=self.max_seconds, min_samples=self.min_samples
         )
-        peers = {name: self.result(seconds) for name, seconds in taken.items()}
-        ours = peers.pop(OURS)
-        for peer in peers.values():
-            peer["ratio"] = peer["median_us"] / ours["median_us"]
-        row = {**self.about, "samples": len(taken[OURS]), **ours, "peers": peers, "absent": self.absent, "goals": []}
+        our_seconds = taken.pop(OURS)
+        ours = self.result(our_seconds)
+        peers = {}
+        for name, seconds in taken.items():
+            times = self.result(seconds)
+            peers[name] = times | {"ratio": times["median_us"] / ours["median_us"]}
+        row = {**self.about, "samples": len(our_seconds), **ours, "peers": peers, "absent": self.absent, "goals": []}
         if self.cost is not None:
             row |= {"flops": self.cost.flops, "num_bytes": self.cost.num_bytes}
             row |= {"method": self.method, "cold": self.is_cold}

@@ -96,7 +96,9 @@ def results_folder(work: Path) -> Path:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("cpu")
 
 
 def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
@@ -109,25 +111,20 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
 
     def bench(number: int, name: str, share: float, module: str, *options: str) -> Step:
         def command(seconds: float) -> list[str]:
-            chosen = ["--cases", cases] if cases else []
             path = folder / f"{module.replace('.run', '').replace('.', '_')}.json"
-            return [
-                *PYTHON,
-                f"paged.bench.{module}",
-                "--json",
-                str(path),
-                "--resume",
-                "--case-limit",
-                str(CASE_SECONDS),
-                *budget(seconds),
-                *options,
-                *chosen,
-            ]
+            words = [*PYTHON, f"paged.bench.{module}", "--json", str(path), "--resume"]
+            words += ["--case-limit", str(CASE_SECONDS), *budget(seconds), *options]
+            if cases:
+                words += ["--cases", cases]
+            return words
 
         return Step(number, name, share, command, resumes=True)
 
-    def plain(number: int, name: str, share: float, *command: str, is_timed: bool = False) -> Step:
-        return Step(number, name, share, lambda seconds: [*command, *(budget(seconds) if is_timed else [])])
+    def plain(number: int, name: str, share: float, *command: str) -> Step:
+        return Step(number, name, share, lambda _: list(command))
+
+    def timed(number: int, name: str, share: float, *command: str) -> Step:
+        return Step(number, name, share, lambda seconds: [*command, *budget(seconds)])
 
     def tests(number: int, share: float, *paths: str, name: str = "tests") -> Step:
         options = ["--skip", _SKIPPED_TESTS, "--done", str(folder / "passed.txt")]
@@ -138,7 +135,7 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
         """Compile what this slice launched on an emulated device, in the order of its steps."""
         files = sorted(work.glob(f"variants/{number}.*"), key=lambda path: path.stat().st_mtime)
         ahead = [sys.executable, "-m", "paged.bench.compilation.ahead"]
-        return plain(number, "compile", share, *ahead, *map(str, files), is_timed=True)
+        return timed(number, "compile", share, *ahead, *map(str, files))
 
     def profile(name: str, kernel: str, module: str, case: str) -> list[Step]:
         """Have ncu look at the first two launches of a kernel in a case; no step where there is no ncu.
@@ -148,11 +145,12 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
         ncu = _tool("ncu")
         if ncu is None:
             return []
-        sections = [word for section in _NCU_SECTIONS for word in ("--section", section)]
-        options = ["--clock-control", "none", "--launch-count", "2", "--print-details", "all", *sections]
-        where = ["--force-overwrite", "--log-file", str(folder / f"{name}.txt"), "--kernel-name", kernel]
+        options = ["--clock-control", "none", "--launch-count", "2", "--print-details", "all"]
+        for section in _NCU_SECTIONS:
+            options += ["--section", section]
+        options += ["--force-overwrite", "--log-file", str(folder / f"{name}.txt"), "--kernel-name", kernel]
         program = [*PYTHON, f"paged.bench.{module}", "--repeats", "2", "--only", case]
-        return [plain(1, name, 20, ncu, *options, *where, *program)]
+        return [plain(1, name, 20, ncu, *options, *program)]
 
     def report(number: int) -> Step:
         command = [*PYTHON, "paged.bench.report.build", "--out", str(out)]
@@ -160,7 +158,7 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
 
     def tune(number: int, share: float, *tokens: str) -> Step:
         command = [*PYTHON, "paged.bench.moe.tune", "--model", "Qwen3-30B-A3B", "--tokens", *tokens]
-        return plain(number, "tune", share, *command, "--out", str(folder / "tiles"), is_timed=True)
+        return timed(number, "tune", share, *command, "--out", str(folder / "tiles"))
 
     memcheck = _tool("compute-sanitizer")
     gpu = ("--device", "cuda")
@@ -199,7 +197,9 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
         verify = [*PYTHON, "paged", "verify", "--quick"]
         every.append(plain(5, "memcheck", 200, memcheck, "--error-exitcode", "9", *verify))
     every.append(report(5))
-    return [step for step in every if not cases or (step.resumes and step.name != "ceilings")]
+    if cases:
+        return [step for step in every if step.resumes and step.name != "ceilings"]
+    return every
 
 
 def _tool(name: str) -> str | None:
@@ -210,11 +210,11 @@ def _tool(name: str) -> str | None:
 def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO) -> Outcome:
     """Run a step, passing its output on line by line; at its limit it is killed with all that it started."""
     start = time.monotonic()
+    end = start + seconds
     for _ in range(_MOST_PROCESSES):
-        left = seconds - (time.monotonic() - start)
-        returncode, summary = _run_process(step.command(left), left, variables, log)
-        left = seconds - (time.monotonic() - start)
-        if returncode in (0, 1) or not step.resumes or left < _LAST_CASE_SECONDS:
+        remaining = end - time.monotonic()
+        returncode, summary = _run_process(step.command(remaining), remaining, variables, log)
+        if returncode in (0, 1) or not step.resumes or end - time.monotonic() < _LAST_CASE_SECONDS:
             break
     name = f"{step.slice}.{step.name}"
     return Outcome(name, round(seconds, 1), round(time.monotonic() - start, 1), returncode, summary)
@@ -292,8 +292,10 @@ def unpack(paths: Sequence[Path], work: Path) -> None:
         with tarfile.open(path) as archive:
             archive.extractall(work, filter="data")
     for group in (work / _CACHE).rglob("__grp__*"):  # in which Triton names the files of a kernel by their whole paths
-        files = json.loads(group.read_text())["child_paths"]
-        group.write_text(json.dumps({"child_paths": {name: str(group.with_name(name)) for name in files}}))
+        paths_of_files = json.loads(group.read_text())["child_paths"]
+        for name in paths_of_files:
+            paths_of_files[name] = str(group.with_name(name))
+        group.write_text(json.dumps({"child_paths": paths_of_files}))
 
 
 def requeue(folder: Path) -> None:
@@ -301,12 +303,19 @@ def requeue(folder: Path) -> None:
     as each would take most of a minute again."""
     for path in folder.glob("*.json"):
         results = json.loads(path.read_text())
-        if "not_run" in results:
-            hung = {name: reason for name, reason in results["refused"].items() if reason.startswith(HUNG)}
-            last = [name for name in results["refused"] if name not in hung]
-            last += filter(None, [results.pop("running", None)])
-            first = [name for name in results["not_run"] if name not in last]
-            save(path, {**results, "refused": hung, "not_run": first + last})
+        if "not_run" not in results:
+            continue
+        hung = {}
+        again = []
+        for name, reason in results["refused"].items():
+            if reason.startswith(HUNG):
+                hung[name] = reason
+            else:
+                again.append(name)
+        if "running" in results:
+            again.append(results.pop("running"))
+        first = [name for name in results["not_run"] if name not in again]
+        save(path, {**results, "refused": hung, "not_run": first + again})
 
 
 def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path | None = None) -> int:
@@ -315,14 +324,20 @@ def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path
 
     Returns 1 if a step failed; one that was cut at its limit has not.
     """
-    paths = [str(ROOT), *([str(peers.resolve())] if peers else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT)]
+    if peers:
+        paths.append(str(peers.resolve()))
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
     # One thread: the references work on tensors so small that waiting for other threads takes 20 times as long.
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     variables |= {"TRITON_CACHE_DIR": str(work / _CACHE), "TRITON_STORE_BINARY_ONLY": "1"}
     folder = results_folder(work)
     folder.mkdir(exist_ok=True)
     about, path = environment("gpu", _device()), folder / "gpu.json"
-    before = json.loads(path.read_text())["steps"] if path.exists() else []
+    before = []
+    if path.exists():
+        before = json.loads(path.read_text())["steps"]
     outcomes: list[Outcome] = []
     written: list[Path] = []
     with (work / "gpu.log").open("a") as log:
@@ -341,7 +356,8 @@ def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path
         print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB")
     for outcome in outcomes:
         print(f"{outcome.name:16} {outcome.returncode:4} {outcome.seconds:6.0f} s  {outcome.summary}")
-    return int(any(outcome.returncode not in (0, -signal.SIGKILL) for outcome in outcomes))
+    has_failed = [outcome.returncode not in (0, -signal.SIGKILL) for outcome in outcomes]
+    return int(any(has_failed))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -363,10 +379,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("torch finds no GPU")
     if args.peers and not args.peers.is_dir():
         parser.error(f"--peers {args.peers}: no such folder")
-    goes_on = [path for path in args.results if path.resolve() == WORK]
-    archives = [path for path in args.results if path not in goes_on]
-    for path in archives:
-        if not path.is_file():
+    goes_on = False
+    archives = []
+    for path in args.results:
+        if path.resolve() == WORK:
+            goes_on = True
+        elif path.is_file():
+            archives.append(path)
+        else:
             parser.error(f"--results {path}: no such file")
     if not goes_on:
         shutil.rmtree(WORK, ignore_errors=True)
@@ -374,11 +394,9 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out.resolve()  # the steps run in the repository's folder
     out.mkdir(parents=True, exist_ok=True)
     unpack(archives, WORK)
-    chosen = [
-        step
-        for step in steps(WORK, out, args.cases)
-        if step.slice in args.slice and (args.only is None or step.name in args.only)
-    ]
+    chosen = [step for step in steps(WORK, out, args.cases) if step.slice in args.slice]
+    if args.only:
+        chosen = [step for step in chosen if step.name in args.only]
     if not chosen:
         parser.error(f"no step of {' '.join(map(str, args.slice))} is named {' or '.join(args.only)}")
     return run(chosen, WORK, out, args.budget, args.peers)

@@ -33,7 +33,9 @@ class Ceilings:
     def bound(self, cost: Cost) -> tuple[float, str]:
         """Return the least seconds for `cost` if memory and matrix units overlap, and which of the two limits it."""
         memory, matmul = cost.num_bytes / self.bandwidth, cost.flops / self.matmul
-        return max(memory, matmul), "memory" if memory >= matmul else "matmul"
+        if memory >= matmul:
+            return memory, "memory"
+        return matmul, "matmul"
 
 
 def times_us(samples: Sequence[float]) -> dict[str, float]:
@@ -64,8 +66,11 @@ Goal = dict[str, Any]
 
 
 def at_least(text: str, value: float | None, target: float) -> Goal:
-    return {"text": f"at least {text}", "value": value, "met": None if value is None else value >= target}
+    is_met = None
+    if value is not None:
+        is_met = value >= target
+    return {"text": f"at least {text}", "value": value, "met": is_met}
 
 
-def at_most(text: str, value: float | None, target: float) -> Goal:
-    return {"text": f"at most {text}", "value": value, "met": None if value is None else value <= target}
+def at_most(text: str, value: float, target: float) -> Goal:
+    return {"text": f"at most {text}", "value": value, "met": value <= target}

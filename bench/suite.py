@@ -27,17 +27,26 @@ _FAILED, _NO_TESTS = 1, 5
 def collected(options: Sequence[str]) -> tuple[list[str], str]:
     """Return the ids of the tests that pytest finds with `options`, in order, and its errors about unreadable files."""
     command = [*_PYTEST, *options, "--collect-only", "-q", "--continue-on-collection-errors"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    ids = [line for line in found.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", " "))]
-    return ids, "" if found.returncode in (0, _NO_TESTS) else found.stdout + found.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    ids = []
+    for line in process.stdout.splitlines():
+        if "::" in line and not line.startswith(("ERROR", " ")):
+            ids.append(line)
+    if process.returncode in (0, _NO_TESTS):
+        return ids, ""
+    return ids, process.stdout + process.stderr
 
 
-def groups(ids: Sequence[str], most: int) -> list[list[str]]:
-    """Group at most `most` tests of one file each, because tests of a file share its fixtures."""
+def groups(ids: Sequence[str], max_tests: int) -> list[list[str]]:
+    """Group at most `max_tests` tests of a file, because tests of a file share its fixtures."""
     by_file = defaultdict(list)
-    for one in ids:
-        by_file[one.partition("::")[0]].append(one)
-    return [tests[start : start + most] for tests in by_file.values() for start in range(0, len(tests), most)]
+    for test in ids:
+        by_file[test.partition("::")[0]].append(test)
+    parts = []
+    for tests in by_file.values():
+        for start in range(0, len(tests), max_tests):
+            parts.append(tests[start : start + max_tests])
+    return parts
 
 
 def run_group(ids: Sequence[str], limit: float, note: Callable[[str], object]) -> tuple[int, str]:
@@ -47,10 +56,10 @@ def run_group(ids: Sequence[str], limit: float, note: Callable[[str], object]) -
     every line at once.
     """
     code, text = _run_process(ids, limit, note)
-    rest = [one for one in ids if f"\n{one} " not in text]
-    if code in (0, _FAILED, _NO_TESTS) or len(rest) in (0, len(ids)):
+    waiting = [test for test in ids if f"\n{test} " not in text]
+    if code in (0, _FAILED, _NO_TESTS) or len(waiting) in (0, len(ids)):
         return code, text
-    return code, text + run_group(rest, limit, note)[1]
+    return code, text + run_group(waiting, limit, note)[1]
 
 
 def _run_process(ids: Sequence[str], limit: float, note: Callable[[str], object]) -> tuple[int, str]:
@@ -92,8 +101,11 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     args, options = parser.parse_known_args(argv)
     ids, errors = collected(options)
     write(errors)
-    done = set(args.done.read_text().splitlines()) if args.done and args.done.exists() else set()
-    ids = [one for one in ids if one not in done and not (args.skip and args.skip.search(one))]
+    if args.done and args.done.exists():
+        done = set(args.done.read_text().splitlines())
+        ids = [test for test in ids if test not in done]
+    if args.skip:
+        ids = [test for test in ids if not args.skip.search(test)]
     # Two groups a process, so that none waits long for the last: to start one takes longer than most tests.
     parts = groups(ids, max(40, len(ids) // (2 * args.processes)))
     num_failed = 0
@@ -106,13 +118,17 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
                 file.write(f"{passed[1]}\n")
 
     with ThreadPoolExecutor(args.processes) as pool:
-        futures = {pool.submit(run_group, part, args.limit, note): part[0].partition("::")[0] for part in parts}
-        for future in as_completed(futures):
+        files = {}
+        for part in parts:
+            files[pool.submit(run_group, part, args.limit, note)] = part[0].partition("::")[0]
+        for future in as_completed(files):
             code, text = future.result()
-            failed = code not in (0, _NO_TESTS)
-            num_failed += failed
             lines = [line for line in text.splitlines() if " PASSED" not in line]
-            write("\n".join([*(lines if failed else lines[-1:]), f"{futures[future]}: exit code {code}"]))
+            if code in (0, _NO_TESTS):
+                lines = lines[-1:]
+            else:
+                num_failed += 1
+            write("\n".join([*lines, f"{files[future]}: exit code {code}"]))
     write(f"{len(ids)} tests, {len(parts) - num_failed} groups passed, {num_failed} groups failed")
     return int(bool(errors or num_failed))
 

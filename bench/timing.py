@@ -96,8 +96,11 @@ def stolen_seconds() -> list[float]:
         name, *numbers = line.split() or [""]
         if name.startswith("cpu") and len(numbers) > 7:
             ticks[name] = int(numbers[7])
-    # A container may count its cores anew.
-    return [ticks.get(f"cpu{core}", 0) / os.sysconf("SC_CLK_TCK") for core in sorted(os.sched_getaffinity(0))]
+    seconds = []
+    for core in sorted(os.sched_getaffinity(0)):
+        num_ticks = ticks.get(f"cpu{core}", 0)  # a container may count its cores anew
+        seconds.append(num_ticks / os.sysconf("SC_CLK_TCK"))
+    return seconds
 
 
 def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Sample]:
@@ -121,7 +124,7 @@ def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = T
 
     seconds = _elapsed(lambda: _run_all(calls)) / len(calls)
     num_calls = max(len(calls), min(_MIN_CALLS, math.ceil(_MIN_SECONDS / seconds)))
-    repeated = [calls[index % len(calls)] for index in range(num_calls)]
+    repeated = list(itertools.islice(itertools.cycle(calls), num_calls))
     run: Call = functools.partial(_run_all, repeated)
     method = "events"
     if capturable:

@@ -59,7 +59,8 @@ WATCHDOG = Watchdog()
 
 def hung_at(stack: Path) -> str:
     """Return the main thread's innermost frames in a file that a watchdog wrote; "" if it wrote none."""
-    text = stack.read_text() if stack.exists() else ""
-    main_thread = text.rpartition("(most recent call first):")[2]  # the main thread comes last
+    if not stack.exists():
+        return ""
+    main_thread = stack.read_text().rpartition("(most recent call first):")[2]  # the main thread comes last
     frames = re.findall(r'File "(.+)", line (\d+) in', main_thread)[:_MOST_FRAMES]
     return ", ".join(f"{Path(file).name}:{line}" for file, line in frames)

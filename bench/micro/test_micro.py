@@ -38,7 +38,9 @@ CLOCK = SampleClock()
 def setting_of(family: str) -> Setting:
     """Return the setting of a family's cases on this machine; the cache is measured on the host."""
     repeats = FAMILIES[family].BENCHMARK.repeats
-    device = DEVICE if DEVICE in repeats else "cpu"
+    device = DEVICE
+    if device not in repeats:
+        device = "cpu"
     return Setting(torch.device(device), repeats[device], small=device == "cpu")
 
 
@@ -46,10 +48,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     params = []
     for family, module in FAMILIES.items():
         setting = setting_of(family)
-        cases = {case.name: case for case in module.BENCHMARK.cases(setting)}
-        for name, case in cases.items():
+        for case in module.BENCHMARK.cases(setting):
             for implementation in (OURS, *module.peers(case, setting)):
-                params.append(pytest.param(family, name, implementation, id=f"{family}.{name}-{implementation}"))
+                name = f"{family}.{case.name}-{implementation}"
+                params.append(pytest.param(family, case.name, implementation, id=name))
     metafunc.parametrize(("family", "name", "implementation"), params)
 
 
