@@ -43,29 +43,29 @@ class Variant(NamedTuple):
 
 def read_variants(paths: Iterable[Path]) -> list[bytes]:
     """The distinct variants of files, in the order of their first launch, pickled as they are there."""
-    found: dict[bytes, None] = {}
+    variants: dict[bytes, None] = {}
     for path in paths:
         with path.open("rb") as file:
             while file.peek(1):
-                found[pickle.dumps(pickle.load(file))] = None
-    return list(found)
+                variants[pickle.dumps(pickle.load(file))] = None
+    return list(variants)
 
 
 def variants_of(run: Callable[[], object]) -> list[bytes]:
     """The variants that `run` would launch and that this process has not compiled; it is called without its launches,
     see `compile_all`."""
-    found: dict[bytes, None] = {}
+    variants: dict[bytes, None] = {}
 
     def note(*, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:  # noqa: A002
         options = {name: compile[name] for name in ("num_warps", "num_stages")}
         parts = (compile["signature"], compile["constants"], compile["configs"][0], options)
-        found[pickle.dumps(Variant(fn.module, fn.jit_function.fn.__name__, *map(dict, parts)))] = None
+        variants[pickle.dumps(Variant(fn.module, fn.jit_function.fn.__name__, *map(dict, parts)))] = None
         return True  # there is nothing to compile
 
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = note
         compile_all(run)
-    return list(found)
+    return list(variants)
 
 
 def compile_variant(pickled: bytes) -> str:
@@ -74,7 +74,9 @@ def compile_variant(pickled: bytes) -> str:
     try:
         kernel = getattr(importlib.import_module(variant.module), variant.name)
         has_gpu = torch.cuda.is_available()
-        target = triton.runtime.driver.active.get_current_target() if has_gpu else TARGETS["sm_90"]
+        target = TARGETS["sm_90"]
+        if has_gpu:
+            target = triton.runtime.driver.active.get_current_target()
         source = ASTSource(kernel, variant.signature, variant.constexprs, variant.attrs)
         options = {**variant.options, "instrumentation_mode": triton.knobs.compilation.instrumentation_mode}
         compiled = triton.compile(source, target=target, options=options)

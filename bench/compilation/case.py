@@ -73,14 +73,22 @@ def kernel_case(
     are not given. aligned: see `divisible_by_16`, strides and some sizes when not given. options: of `CompileCase`.
     """
     constexprs = constexprs | {argument: None for argument, kind in kinds.items() if kind is None}
-    signature = {
-        argument: "constexpr"
-        if argument in constexprs
-        else kinds.get(argument) or (f"*{dtype}" if argument.endswith("_ptr") else "i32")
-        for argument in kernel.arg_names
-    }
+    signature: dict[str, str] = {}
+    for argument in kernel.arg_names:
+        if argument in constexprs:
+            signature[argument] = "constexpr"
+        elif argument in kinds:
+            signature[argument] = str(kinds[argument])
+        elif argument.endswith("_ptr"):
+            signature[argument] = f"*{dtype}"
+        else:
+            signature[argument] = "i32"
     if aligned is None:
         varying = getattr(kernel, "do_not_specialize", ())  # of the interpreter's kernels nothing is compiled
-        scalars = [argument for argument, kind in signature.items() if kind == "i32" and argument not in varying]
-        aligned = tuple(each for each in scalars if each.startswith("stride_") or each in _ALIGNED_SIZES)
+        sizes = []
+        for argument, kind in signature.items():
+            is_size = argument.startswith("stride_") or argument in _ALIGNED_SIZES
+            if kind == "i32" and is_size and argument not in varying:
+                sizes.append(argument)
+        aligned = tuple(sizes)
     return CompileCase(name, kernel, signature, constexprs, divisible_by_16=aligned, **options)

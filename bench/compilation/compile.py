@@ -26,7 +26,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +91,10 @@ class Report:
 
 def all_cases() -> list[CompileCase]:
     """Every case of the modules in bench/compilation/cases, each of which defines `cases() -> list[CompileCase]`."""
-    names = sorted(module.name for module in pkgutil.iter_modules(paged.bench.compilation.cases.__path__))
-    modules = [importlib.import_module(f"paged.bench.compilation.cases.{name}") for name in names]
-    return [case for module in modules for case in module.cases()]
+    cases = []
+    for name in sorted(module.name for module in pkgutil.iter_modules(paged.bench.compilation.cases.__path__)):
+        cases += importlib.import_module(f"paged.bench.compilation.cases.{name}").cases()
+    return cases
 
 
 def case_key(case: CompileCase, target: str) -> str:
@@ -102,12 +102,13 @@ def case_key(case: CompileCase, target: str) -> str:
 
     The kernel's source with the functions it calls, its arguments and options, the compiler's version, what is asked.
     """
-    parts = (
+    parts: tuple[Any, ...] = (
         *(triton.__version__, sources(case.kernel), target, SM_LIMITS[target], _SPILLS_OUTSIDE_LOOP),
         *(case.signature, case.constexprs, case.num_warps, case.num_stages, case.divisible_by_16),
         *(case.expect.get(target), case.programs_per_sm),
-        *(["may spill"] if case.may_spill else []),
     )
+    if case.may_spill:
+        parts = (*parts, "may spill")
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -117,19 +118,17 @@ def sources(kernel: Any) -> list[tuple[str, str]]:
 
     Triton's own `cache_key` also depends on which kernels of the process were hashed before.
     """
-    found: dict[Any, str] = {}
+    texts: dict[Any, str] = {}
     waiting = [(kernel.fn.__name__, kernel)]
     while waiting:
         name, value = waiting.pop()
-        if (name, value) in found:
-            continue
         if isinstance(value, tl.constexpr):
-            found[name, value] = repr(value.value)
-        elif hasattr(value, "src"):
-            found[name, value] = value.src
-            names = {each: value.fn.__globals__.get(each) for each in value.fn.__code__.co_names}
-            waiting += [pair for pair in names.items() if isinstance(pair[1], tl.constexpr) or hasattr(pair[1], "src")]
-    return sorted((name, text) for (name, _), text in found.items())
+            texts[name, value] = repr(value.value)
+        elif hasattr(value, "src") and (name, value) not in texts:
+            texts[name, value] = value.src
+            for used_name in value.fn.__code__.co_names:
+                waiting.append((used_name, value.fn.__globals__.get(used_name)))
+    return sorted((name, text) for (name, _), text in texts.items())
 
 
 def needs_compiling(key: str, clean: set[str], again: bool = False) -> bool:
@@ -144,10 +143,16 @@ def choose_new(
 
     sample: if `clean` has no case of the target, return this many of them, from all over the list.
     """
-    keys = [case_key(case, target) for case in cases]
-    if sample is not None and sample < len(cases) and clean.isdisjoint(keys):
+    chosen = []
+    has_record = False
+    for case in cases:
+        key = case_key(case, target)
+        has_record = has_record or key in clean
+        if needs_compiling(key, clean, again):
+            chosen.append(case)
+    if sample is not None and sample < len(cases) and not has_record:
         return [cases[index * len(cases) // sample] for index in range(sample)]
-    return [case for case, key in zip(cases, keys, strict=True) if needs_compiling(key, clean, again)]
+    return chosen
 
 
 def reports(cases: dict[str, list[CompileCase]]) -> Iterator[tuple[CompileCase, Report]]:
@@ -165,20 +170,23 @@ def compile_case(case: CompileCase, target: str) -> Report:
 
 
 def _compile_group(cases: list[CompileCase], target: str) -> list[Report]:
-    compiled = [_compile(case, target) for case in cases]
-    texts = _machine_code(compiled, target)
-    return [_report(case, target, *read) for case, *read in zip(cases, compiled, texts, strict=True)]
+    kernels = [_compile(case, target) for case in cases]
+    texts = _machine_code(kernels, target)
+    reports = []
+    for case, kernel, text in zip(cases, kernels, texts, strict=True):
+        reports.append(_report(case, target, kernel, text))
+    return reports
 
 
 def _compile(case: CompileCase, target: str) -> CompiledKernel:
-    pointers = tuple(name for name, kind in case.signature.items() if kind.startswith("*"))
-    index = {name: position for position, name in enumerate(case.signature)}
-    source = ASTSource(
-        fn=case.kernel,
-        signature=case.signature,
-        constexprs={(index[name],): value for name, value in case.constexprs.items()},
-        attrs={(index[name],): [["tt.divisibility", 16]] for name in (*pointers, *case.divisible_by_16)},
-    )
+    constexprs = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for position, (name, kind) in enumerate(case.signature.items()):
+        if kind == "constexpr":
+            constexprs[position,] = case.constexprs[name]
+        if kind.startswith("*") or name in case.divisible_by_16:
+            attributes[position,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=case.kernel, signature=case.signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     return triton.compile(source, target=TARGETS[target], options=options)
 
@@ -186,12 +194,14 @@ def _compile(case: CompileCase, target: str) -> CompiledKernel:
 def _report(case: CompileCase, target: str, compiled: CompiledKernel, text: str) -> Report:
     code, loop = read_code(text)
     if target.startswith("gfx"):
-        registers, spills = (int(re.findall(rf"\.vgpr_{what}:\s+(\d+)", text)[0]) for what in ("count", "spill_count"))
-        loop_spills = spills
+        registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
+        spills = loop_spills = int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
     else:
         registers = _registers(compiled.asm["cubin"])
-        # A stack frame alone is not a spill: spilled values are what local loads and stores move.
-        spills, loop_spills = (sum(opcode.startswith(("LDL", "STL")) for opcode in part) for part in (code, loop))
+        spills, loop_spills = _num_spills(code), _num_spills(loop)
+    loop_counts = {}
+    if loop:
+        loop_counts = {"all": len(loop), **count(loop)}
     return Report(
         name=case.name,
         kernel=case.kernel.fn.__name__,
@@ -201,10 +211,15 @@ def _report(case: CompileCase, target: str, compiled: CompiledKernel, text: str)
         shared=int(compiled.metadata.shared),
         num_warps=int(compiled.metadata.num_warps),
         instructions={"all": len(code), **count(code)},
-        loop={"all": len(loop), **count(loop)} if loop else {},
+        loop=loop_counts,
         tensor_columns=int(getattr(compiled.metadata, "tmem_size", 0)),
         loop_spills=loop_spills,
     )
+
+
+def _num_spills(opcodes: list[str]) -> int:
+    """Return the number of local loads and stores, which move spilled values; a stack frame alone is not a spill."""
+    return sum(opcode.startswith(("LDL", "STL")) for opcode in opcodes)
 
 
 def _machine_code(compiled: list[CompiledKernel], target: str) -> list[str]:
@@ -213,11 +228,18 @@ def _machine_code(compiled: list[CompiledKernel], target: str) -> list[str]:
         return [kernel.asm["amdgcn"] for kernel in compiled]
     sections = [_code_section(kernel.asm["cubin"]) for kernel in compiled]
     capability = TARGETS[target].arch
-    architecture = f"SM{capability}{'a' if capability >= 90 else ''}"  # as Triton compiles
+    architecture = f"SM{capability}"
+    if capability >= 90:  # as Triton compiles
+        architecture += "a"
     sass = _nvidia_tool("nvdisasm", b"".join(sections), "--no-dataflow", "--binary", architecture)
-    lines = iter([line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)])
-    texts = ["\n".join(islice(lines, len(section) // _INSTRUCTION_BYTES)) for section in sections]
-    assert next(lines, None) is None
+    lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)]
+    texts = []
+    start = 0
+    for section in sections:
+        end = start + len(section) // _INSTRUCTION_BYTES
+        texts.append("\n".join(lines[start:end]))
+        start = end
+    assert start == len(lines)
     return texts
 
 
@@ -227,12 +249,11 @@ def _code_section(cubin: bytes) -> bytes:
     entry_bytes, num_entries, names = struct.unpack_from("<3H", cubin, 0x3A)
     # name, type, flags, address, offset, size
     headers = [struct.unpack_from("<2I4Q", cubin, table + entry * entry_bytes) for entry in range(num_entries)]
-    found = [
-        cubin[offset : offset + size]
-        for name, _, _, _, offset, size in headers
-        if cubin.startswith(b".text.", headers[names][4] + name)
-    ]
-    (code,) = found
+    texts = []
+    for name, _, _, _, offset, size in headers:
+        if cubin.startswith(b".text.", headers[names][4] + name):
+            texts.append(cubin[offset : offset + size])
+    (code,) = texts
     return code
 
 
@@ -253,16 +274,18 @@ def _nvidia_tool(name: str, content: bytes, *options: str) -> str:
 
 def problems(case: CompileCase, report: Report) -> list[str]:
     """What is wrong with a report: spills that cost time, shared memory, programs an SM, a missing instruction."""
-    found = []
+    texts = []
     allowed = _KNOWN_SPILLS.get(triton.__version__, {}).get(report.name, _SPILLS_OUTSIDE_LOOP)
     if (report.loop_spills or report.spills > allowed) and not case.may_spill:
-        found.append(f"{report.spills} spills, {report.loop_spills} in the loop")
+        texts.append(f"{report.spills} spills, {report.loop_spills} in the loop")
     if report.shared > SHARED_LIMIT[report.target]:
-        found.append(f"{report.shared} bytes of shared memory, limit {SHARED_LIMIT[report.target]}")
+        texts.append(f"{report.shared} bytes of shared memory, limit {SHARED_LIMIT[report.target]}")
     if report.occupancy < case.programs_per_sm:
-        found.append(f"{report.occupancy} programs an SM, {case.programs_per_sm} counted on")
-    found += [f"no {name}" for name in case.expect.get(report.target, ()) if name not in report.instructions]
-    return found
+        texts.append(f"{report.occupancy} programs an SM, {case.programs_per_sm} counted on")
+    for name in case.expect.get(report.target, ()):
+        if name not in report.instructions:
+            texts.append(f"no {name}")
+    return texts
 
 
 HEADER = f"{'case':56} {'target':8} {'regs':>4} {'spills':>6} {'shared':>7} {'programs':>8}  instructions | in the loop"
@@ -279,41 +302,53 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     args = parser.parse_args(argv)
     every_case = all_cases()
     check_only(args.only, [case.name for case in every_case])
-    cases = [case for case in every_case if args.only in case.name]
-    clean = set(CLEAN.read_text().split()) if CLEAN.exists() else set()
+    clean = set()
+    if CLEAN.exists():
+        clean = set(CLEAN.read_text().split())
     done, failed = [], 0
     write(HEADER)
-    chosen = {target: [case for case in cases if target in case.targets] for target in args.target}
-    if args.new:
-        for target, of_target in chosen.items():
-            chosen[target] = choose_new(of_target, target, clean, args.again, args.sample)
-            if args.sample is not None and len(chosen[target]) == args.sample < len(of_target):
+    chosen = {}
+    for target in args.target:
+        cases = [case for case in every_case if args.only in case.name and target in case.targets]
+        chosen[target] = cases
+        if args.new:
+            chosen[target] = choose_new(cases, target, clean, args.again, args.sample)
+            if args.sample is not None and len(chosen[target]) == args.sample < len(cases):
                 write(
                     f"{target}: a sample of {args.sample}, as triton {triton.__version__} has no record of clean cases"
                 )
     for case, report in reports(chosen):
         wrong = problems(case, report)
-        failed += bool(wrong)
         key = case_key(case, report.target)
-        clean = clean - {key} if wrong else clean | {key}
+        if wrong:
+            failed += 1
+            clean.discard(key)
+        else:
+            clean.add(key)
         done.append({**asdict(report), "occupancy": report.occupancy, "problems": wrong})
-        write(_row(report) + "".join(f"  <- {text}" for text in wrong))
+        write("  <- ".join([_row(report), *wrong]))
     if args.record:
-        clean &= {case_key(case, target) for case in every_case for target in case.targets}
-        CLEAN.write_text("".join(f"{key}\n" for key in sorted(clean)))
+        known = set()
+        for case in every_case:
+            known |= {case_key(case, target) for target in case.targets}
+        CLEAN.write_text("".join(f"{key}\n" for key in sorted(clean & known)))
     if args.json:
         args.json.write_text(json.dumps({"triton": triton.__version__, "reports": done}, indent=1) + "\n")
     return int(failed > 0)
 
 
 def _row(report: Report) -> str:
-    counts, loop = (
-        " ".join(f"{name}:{n}" for name, n in found.items()) for found in (report.instructions, report.loop)
-    )
-    return (
+    row = (
         f"{report.name:56} {report.target:8} {report.registers:4} {report.spills:6} {report.shared:7} "
-        f"{report.occupancy:8}  {counts}" + (f"  | loop {loop}" if loop else "")
+        f"{report.occupancy:8}  {_counts(report.instructions)}"
     )
+    if report.loop:
+        row += f"  | loop {_counts(report.loop)}"
+    return row
+
+
+def _counts(instructions: dict[str, int]) -> str:
+    return " ".join(f"{name}:{number}" for name, number in instructions.items())
 
 
 if __name__ == "__main__":

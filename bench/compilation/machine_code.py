@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 # Name in tables and in `CompileCase.expect` -> what its opcodes begin with. LDGSTS is an asynchronous copy to shared
@@ -73,30 +72,44 @@ def occupancy(target: str, num_warps: int, registers: int, shared: int, tensor_c
 
 def count(opcodes: list[str]) -> dict[str, int]:
     """How many of each of INSTRUCTIONS there are, those that do not occur left out."""
-    totals = Counter(name for opcode in opcodes for name, pattern in INSTRUCTIONS.items() if re.match(pattern, opcode))
-    return {name: totals[name] for name in INSTRUCTIONS if totals[name]}
+    totals = {}
+    for name, pattern in INSTRUCTIONS.items():
+        num_matches = sum(re.match(pattern, opcode) is not None for opcode in opcodes)
+        if num_matches:
+            totals[name] = num_matches
+    return totals
 
 
 def read_code(text: str) -> tuple[list[str], list[str]]:
     """All opcodes, and those of the shortest loop with a matrix instruction: masks make a loop longer, so the shortest
     is the one over full tiles. A loop is what lies between a backward branch and its target; code that the compiler
     moved out of line, such as the wait for a barrier, is not in it. Empty where there is no such loop."""
-    opcodes, jumps = _read_sass(text) if _SASS_LINE.search(text) else _read_amd(text)
-    loops = [opcodes[target : source + 1] for source, target in jumps if target < source]
+    if _SASS_LINE.search(text):
+        opcodes, jumps = _read_sass(text)
+    else:
+        opcodes, jumps = _read_amd(text)
     matrix = "|".join(INSTRUCTIONS[name] for name in MATRIX)
-    loops = [loop for loop in loops if any(re.match(matrix, opcode) for opcode in loop)]
+    loops = []
+    for source, target in jumps:
+        loop = opcodes[target : source + 1]  # empty where the jump is forward
+        if any(re.match(matrix, opcode) for opcode in loop):
+            loops.append(loop)
     return opcodes, min(loops, key=len, default=[])
 
 
 def _read_sass(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     lines = _SASS_LINE.findall(text)
-    index = {int(address, 16): position for position, (address, _, _) in enumerate(lines)}
+    positions = {}
+    for position, (address, _, _) in enumerate(lines):
+        positions[int(address, 16)] = position
+    opcodes = []
     jumps = []
     for position, (_, opcode, operands) in enumerate(lines):
-        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode.startswith("BRA") else None
-        if target and int(target[1], 16) in index:
-            jumps.append((position, index[int(target[1], 16)]))
-    return [opcode for _, opcode, _ in lines], jumps
+        opcodes.append(opcode)
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands)
+        if opcode.startswith("BRA") and target and int(target[1], 16) in positions:
+            jumps.append((position, positions[int(target[1], 16)]))
+    return opcodes, jumps
 
 
 def _read_amd(text: str) -> tuple[list[str], list[tuple[int, int]]]:
@@ -110,4 +123,8 @@ def _read_amd(text: str) -> tuple[list[str], list[tuple[int, int]]]:
         if opcode.startswith(("s_branch", "s_cbranch")):
             branches.append((len(opcodes), operands.split()[0]))
         opcodes.append(opcode)
-    return opcodes, [(position, labels[label]) for position, label in branches if label in labels]
+    jumps = []
+    for position, label in branches:
+        if label in labels:
+            jumps.append((position, labels[label]))
+    return opcodes, jumps

@@ -22,7 +22,6 @@ _KINDS = dict.fromkeys((*_TABLES, "split_tiles_ptr", "tile_starts_ptr"), "*i32")
 _KINDS |= dict.fromkeys(("lse_ptr", "partial_out_ptr", "partial_lse_ptr"), "*fp32")
 _KINDS |= {"scale": "fp32", "softcap": "fp32"}
 _ELEMENTS = {"e4m3": "u8", "e5m2": "u8", "int8": "i8"}
-_SCALES = ("k_scale_ptr", "v_scale_ptr")
 _OPTIONS = {  # argument -> type when given
     "is_causal_ptr": "*i1",
     "sinks_ptr": "*bf16",
@@ -39,7 +38,7 @@ def cases() -> list[CompileCase]:
     merge = {"GROUP": 4, "BLOCK_M": 128}
     masks = {"mask_ptr": "*i1", "words_ptr": "*i64"}
     outs = ("stride_out_token", "stride_out_head")
-    found = [
+    cases = [
         kernel_case("paged_attention plan", _plan_kernel, plan, _KINDS | _OPTIONS, num_warps=PLAN_WARPS),
         kernel_case("paged_attention mask", _pack_mask_kernel, {}, _KINDS | masks, aligned=()),
     ]
@@ -47,32 +46,47 @@ def cases() -> list[CompileCase]:
     for head_dim in (128, 256, 512):
         sizes = {**merge, "MERGE_M": merged_rows(128, head_dim), "V_HEAD_DIM": head_dim, "V_HEAD_DIM_PADDED": head_dim}
         name = f"paged_attention merge D={head_dim}"
-        found.append(
+        cases.append(
             kernel_case(name, _merge_splits_kernel, sizes, _KINDS, aligned=outs, expect=copies, programs_per_sm=4)
         )
     everything: dict[str, Any] = {"window": True, "options": tuple(_OPTIONS)}
     for target in TARGETS:
         for head_dim in (128, 256):
-            found += [_attention_case(target, "decode", head_dim, rows=rows, box=64) for rows in (32, 64)]
-        found += [_attention_case(target, "decode", 512, box=box, rows=rows) for box, rows in ((0, 32), (16, 16))]
-        found.append(_attention_case(target, "decode", 128, rows=64))
-        found.append(_attention_case(target, "decode", 128, rows=64, **everything))
-        boxes = (0, 64, 128) if target in LARGE_SHARED_MEMORY else (0,)
+            for rows in (32, 64):
+                cases.append(_attention_case(target, "decode", head_dim, rows=rows, box=64))
+        cases.append(_attention_case(target, "decode", 512, rows=32))
+        cases.append(_attention_case(target, "decode", 512, box=16, rows=16))
+        cases.append(_attention_case(target, "decode", 128, rows=64))
+        cases.append(_attention_case(target, "decode", 128, rows=64, **everything))
+        boxes: tuple[int, ...] = (0,)
+        if target in LARGE_SHARED_MEMORY:
+            boxes = (0, 64, 128)
+        head_dims: tuple[int, ...] = (128, 256)
+        if target in EVERY_CASE:
+            head_dims = (64, 80, 128, 256)
         for kind in ("decode", "prefill"):
             for box in boxes:
-                dims = (64, 80, 128, 256) if target in EVERY_CASE else (128, 256)
-                found += [_attention_case(target, kind, head_dim, box=box) for head_dim in dims]
-                found += [_attention_case(target, kind, 128, cache=cache, box=box) for cache in _ELEMENTS]
-            found += [
-                *(_attention_case(target, kind, head_dim, dtype="fp32") for head_dim in (64, 128, 256)),
+                for head_dim in head_dims:
+                    cases.append(_attention_case(target, kind, head_dim, box=box))
+                for cache in _ELEMENTS:
+                    cases.append(_attention_case(target, kind, 128, cache=cache, box=box))
+            for head_dim in (64, 128, 256):
+                cases.append(_attention_case(target, kind, head_dim, dtype="fp32"))
+            cases += [
                 _attention_case(target, kind, 128, window=True, box=boxes[-1]),
                 _attention_case(target, kind, 128, window=True, softcap=True, box=boxes[-1]),
                 _attention_case(target, kind, 128, dtype="fp32", softcap=True),
-                *(_attention_case(target, kind, dim, **everything) for dim in (128, 256, 512)),
-                *(_attention_case(target, kind, head_dim) for head_dim in (384, 512)),
+                _attention_case(target, kind, 128, **everything),
+                _attention_case(target, kind, 256, **everything),
+                _attention_case(target, kind, 512, **everything),
+                _attention_case(target, kind, 384),
+                _attention_case(target, kind, 512),
                 _attention_case(target, kind, 512, cache="e4m3"),
-                *(_attention_case(target, kind, dim, cache="int8") for dim in (256, 512)),
-                *(_attention_case(target, kind, dim, cache="int8", **everything) for dim in (128, 256, 512)),
+                _attention_case(target, kind, 256, cache="int8"),
+                _attention_case(target, kind, 512, cache="int8"),
+                _attention_case(target, kind, 128, cache="int8", **everything),
+                _attention_case(target, kind, 256, cache="int8", **everything),
+                _attention_case(target, kind, 512, cache="int8", **everything),
                 _attention_case(target, kind, 128, cache="int8", dtype="fp32"),
                 _attention_case(target, kind, 512, cache="int8", shared=True),
                 _attention_case(target, kind, 512, dtype="fp32"),
@@ -81,7 +95,8 @@ def cases() -> list[CompileCase]:
                 _attention_case(target, kind, 128, chunk_size=8192),
                 _attention_case(target, kind, 512, shared=True),
             ]
-    return list({(case.name, case.targets): case for case in found}.values())
+    # Some tiles are chosen for boxes and without them.
+    return list({(case.name, case.targets): case for case in cases}.values())
 
 
 def _attention_case(
@@ -103,23 +118,31 @@ def _attention_case(
     v_head_dim = v_head_dim or head_dim
     sizes = head_dim, v_head_dim, ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
-    chosen: dict[str, Any] = {"more_scores": more_scores, "kind": cache or ""}
-    tile = decode_tile(*sizes, rows=rows, **chosen) if kind == "decode" else prefill_tile(*sizes, **chosen)
+    if kind == "decode":
+        tile = decode_tile(*sizes, rows=rows, more_scores=more_scores, kind=cache or "")
+    else:
+        tile = prefill_tile(*sizes, more_scores=more_scores, kind=cache or "")
     by_tma = tile.by_tma
     width, v_width = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     element = _ELEMENTS.get(cache or "", dtype)
-    given = {*options, *(_SCALES if cache == "int8" else ())}
+    absent = set(_OPTIONS) - set(options)
+    if cache == "int8":
+        absent -= {"k_scale_ptr", "v_scale_ptr"}
     kinds = _KINDS | _OPTIONS
-    for name, size in (("k_cache", width), ("v_cache", v_width)):
-        kinds[name] = f"tensordesc<{element}[1, {tile.block_n}, 1, {size}]>" if by_tma else f"*{element}"
+    block_size = 16
+    kinds["k_cache"] = kinds["v_cache"] = f"*{element}"
+    if by_tma:
+        block_size = box
+        kinds["k_cache"] = f"tensordesc<{element}[1, {tile.block_n}, 1, {width}]>"
+        kinds["v_cache"] = f"tensordesc<{element}[1, {tile.block_n}, 1, {v_width}]>"
     constexprs: dict[str, Any] = {
-        **{name: None for name in _OPTIONS if name not in given},
+        **{name: None for name in _OPTIONS if name in absent},
         "GROUP": 4,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": width,
         "V_HEAD_DIM": v_head_dim,
         "V_HEAD_DIM_PADDED": v_width,
-        "KV_BLOCK_SIZE": box if by_tma else 16,
+        "KV_BLOCK_SIZE": block_size,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "HAS_WINDOW": window or chunk_size > 0,
@@ -133,17 +156,22 @@ def _attention_case(
         "CLEAR_PADDING": True,
         "EDGE_STAGES": tile.edge_stages,
     }
-    copies: tuple[str, ...] = ("UTMALDG" if by_tma else "LDGSTS.128",) if target.startswith("sm") else ("load_dwordx4",)
-    if shared and cache:  # what is loaded once, and decoded twice, Triton does not copy ahead
-        copies = ()
-    if dtype == "fp32":
-        expect = {}
-    elif tile.block_m < 64 and target.startswith("sm"):
-        expect = {target: ("HMMA", *copies)}
-    else:
-        expect = {target: (TENSOR_CORES[target], *copies)}
-    widths = f"D={head_dim}" if v_head_dim == head_dim else f"D={head_dim},{v_head_dim}"
-    words = [f"{tile.block_m} x {tile.block_n}", widths, dtype, *([f"{cache} cache"] if cache else [])]
+    copy = "load_dwordx4"
+    matrix = TENSOR_CORES[target]
+    if target.startswith("sm"):
+        copy = "UTMALDG" if by_tma else "LDGSTS.128"
+        if tile.block_m < 64:
+            matrix = "HMMA"
+    expect: dict[str, tuple[str, ...]] = {}
+    if dtype != "fp32":
+        expect[target] = (matrix, copy)
+        if shared and cache:  # Triton does not copy ahead what is loaded once and decoded twice
+            expect[target] = (matrix,)
+    words = [f"{tile.block_m} x {tile.block_n}", f"D={head_dim}", dtype]
+    if v_head_dim != head_dim:
+        words[1] = f"D={head_dim},{v_head_dim}"
+    if cache:
+        words.append(f"{cache} cache")
     flags = {
         "boxes": by_tma,
         "window": window,

@@ -24,15 +24,30 @@ _ALIGNED = ("q_token", "q_head", "latent_block", "latent_slot", "rope_block", "r
 
 def cases() -> list[CompileCase]:
     """DeepSeek's sizes with 16, 32 and 128 heads, each kind of cache, chosen keys; a smaller latent; float32."""
-    found = [*(_write_case(kind, fused) for kind in ("", "e4m3", "packed") for fused in (False, True))]
+    cases = []
+    for kind in ("", "e4m3", "packed"):
+        cases += [_write_case(kind, False), _write_case(kind, True)]
     for target in TARGETS:
-        found += [_case(target, heads) for heads in (16, 32, 128)]
-        found += [_case(target, heads, kind=kind) for heads in (16, 128) for kind in ("e4m3", "packed")]
-        found += [_case(target, heads, sparse=True) for heads in (16, 128)]
-        found += [_case(target, 128, kind="packed", sparse=True), _case(target, 16, v_head_dim=256)]
-        found += [_index_case(target, heads) for heads in (32, 64)] + [_index_case(target, 64, dtype="fp32")]
-        found += [_case(target, 128, v_head_dim=256), _case(target, 128, rope=0), _case(target, 16, dtype="fp32")]
-    return found
+        cases += [
+            _case(target, 16),
+            _case(target, 32),
+            _case(target, 128),
+            _case(target, 16, kind="e4m3"),
+            _case(target, 16, kind="packed"),
+            _case(target, 128, kind="e4m3"),
+            _case(target, 128, kind="packed"),
+            _case(target, 16, sparse=True),
+            _case(target, 128, sparse=True),
+            _case(target, 128, kind="packed", sparse=True),
+            _case(target, 16, v_head_dim=256),
+            _index_case(target, 32),
+            _index_case(target, 64),
+            _index_case(target, 64, dtype="fp32"),
+            _case(target, 128, v_head_dim=256),
+            _case(target, 128, rope=0),
+            _case(target, 16, dtype="fp32"),
+        ]
+    return cases
 
 
 def _case(
@@ -48,8 +63,8 @@ def _case(
 ) -> CompileCase:
     tile = tile or mla_tile(v_head_dim, ELEMENT_SIZE[dtype], target, rows=heads, kind=kind, chosen=sparse)
     kinds: dict[str, str | None] = dict(_KINDS)
-    kinds |= {"latent_ptr": "*u8" if kind else f"*{dtype}"}
-    kinds |= {"rope_ptr": {"": f"*{dtype}", "e4m3": "*u8", "packed": "*i16"}[kind]}
+    kinds["latent_ptr"] = {"": f"*{dtype}", "e4m3": "*u8", "packed": "*u8"}[kind]
+    kinds["rope_ptr"] = {"": f"*{dtype}", "e4m3": "*u8", "packed": "*i16"}[kind]
     absent = {
         "sinks_ptr": True,
         "k_scale_ptr": kind != "e4m3",
@@ -75,8 +90,9 @@ def _case(
     }
     expect: dict[str, tuple[str, ...]] = {}
     if dtype != "fp32":
-        has_rows = tile.block_m == 64 or not target.startswith("sm")  # of wgmma and tcgen05
-        expect = {target: (TENSOR_CORES[target] if has_rows else "HMMA",)}
+        expect[target] = (TENSOR_CORES[target],)
+        if tile.block_m != 64 and target.startswith("sm"):  # wgmma and tcgen05 take 64 rows
+            expect[target] = ("HMMA",)
     words = [f"{heads} heads {tile.block_m} x {tile.block_n} {v_head_dim} + {rope} {dtype}", kind, "chosen" * sparse]
     return kernel_case(
         " ".join(["paged_mla_attention", *filter(None, words), "for", target]),
@@ -95,11 +111,13 @@ def _case(
 
 def _index_case(target: str, heads: int, *, dtype: str = "bf16") -> CompileCase:
     block_n, num_warps = index_tile(ELEMENT_SIZE[dtype])
-    is_plain = dtype == "fp32"
-    kinds: dict[str, str | None] = {
-        "key_ptr": "*fp32" if is_plain else "*u8",
-        "scales_ptr": None if is_plain else "*fp32",
-    }
+    kinds: dict[str, str | None] = {"key_ptr": "*u8", "scales_ptr": "*fp32"}
+    expect: dict[str, tuple[str, ...]] = {target: (TENSOR_CORES[target],)}
+    if heads < 64 and target != "gfx942":
+        expect[target] = ("HMMA",)
+    if dtype == "fp32":
+        kinds = {"key_ptr": "*fp32", "scales_ptr": None}
+        expect = {}
     kinds |= dict.fromkeys(("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"), "*i32")
     kinds |= dict.fromkeys(("weights_ptr", "out_ptr"), "*fp32")
     sizes = {"NUM_HEADS": heads, "HEADS_PADDED": heads, "HEAD_DIM": 128, "DIM_PADDED": 128, "KV_BLOCK_SIZE": 64}
@@ -114,7 +132,7 @@ def _index_case(target: str, heads: int, *, dtype: str = "bf16") -> CompileCase:
         aligned=tuple(f"stride_{name}" for name in aligned),
         num_warps=num_warps,
         num_stages=2,
-        expect={} if is_plain else {target: (TENSOR_CORES[target] if heads == 64 or target == "gfx942" else "HMMA",)},
+        expect=expect,
         targets=(target,),
     )
 
@@ -123,8 +141,11 @@ def _write_case(kind: str, fused: bool) -> CompileCase:
     caches = {"": ("*bf16", "*bf16"), "e4m3": ("*u8", "*u8"), "packed": ("*u8", "*bf16")}[kind]
     kinds: dict[str, str | None] = dict(zip(("latent_cache_ptr", "rope_cache_ptr"), caches, strict=True))
     kinds |= {"slot_mapping_ptr": "*i64", "positions_ptr": "*i64", "cos_sin_cache_ptr": "*fp32", "eps": "fp32"}
-    kinds |= {"scale_ptr": "*fp32" if kind == "e4m3" else None}
-    kinds |= {"scales_cache_ptr": "*fp32" if kind == "packed" else None}
+    kinds |= {"scale_ptr": None, "scales_cache_ptr": None}
+    if kind == "e4m3":
+        kinds["scale_ptr"] = "*fp32"
+    if kind == "packed":
+        kinds["scales_cache_ptr"] = "*fp32"
     if not fused:
         kinds |= dict.fromkeys(("q_ptr", "positions_ptr", "cos_sin_cache_ptr", "weight_ptr"))
     sizes = {"LATENT": 512, "LATENT_PADDED": 512, "ROPE_DIM": 64, "KV_BLOCK_SIZE": 64, "NUM_KV_HEADS": 1}

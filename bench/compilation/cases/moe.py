@@ -41,15 +41,14 @@ _PACKED_CODE = {
 
 def cases() -> list[CompileCase]:
     """Every tile that the fallback returns and those of the tuned tables; activations, biases and odd sizes once."""
-    found = _steps()
+    cases = _steps()
     for target in TARGETS:
-        found += _packed(target)
+        cases += _packed(target)
         for (gated, dtype, tile), shape in _fallbacks(target).items():
-            found.append(gemm_case(target, tile, shape, gated, dtype))
+            cases.append(gemm_case(target, tile, shape, gated, dtype))
         for gated, tile, shape in _tuned(target):
-            found.append(
-                gemm_case(target, tile, shape, gated, "bf16", layout=_PACKED_LAYOUTS.get(shape.packed, ("", 1, 0)))
-            )
+            layout = _PACKED_LAYOUTS.get(shape.packed, ("", 1, 0))
+            cases.append(gemm_case(target, tile, shape, gated, "bf16", layout=layout))
         if target not in EVERY_CASE:
             continue
         # The other activations with biases and alternating rows: sizes of gpt-oss-120b, one that no step divides, and
@@ -57,37 +56,40 @@ def cases() -> list[CompileCase]:
         for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2064), ("swiglu_oai", 16384, 2880)):
             shape = MoeShape(4 * tokens, 128, size, size, 2)
             tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
-            found.append(gemm_case(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))
-        found += _quantized(target)
+            cases.append(gemm_case(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))
+        cases += _quantized(target)
         odd = MoeShape(8192, 128, 511, 33, 2)
         tile = fallback_tiles(odd, Device(target, NUM_SMS[target])).gate_up
-        found.append(gemm_case(target, tile, odd, True, "bf16", "swiglu_oai", biased=True))
-    return found
+        cases.append(gemm_case(target, tile, odd, True, "bf16", "swiglu_oai", biased=True))
+    return cases
 
 
 def _fallbacks(target: str) -> dict[tuple[bool, str, MoeTile], MoeShape]:
     """Which of the two GEMMs in which dtype with which tile, and the first sizes that take it."""
-    found: dict[tuple[bool, str, MoeTile], MoeShape] = {}
-    for num_experts, top_k, *sizes in (QWEN3_30B_A3B, MIXTRAL_8X7B):
+    shapes: dict[tuple[bool, str, MoeTile], MoeShape] = {}
+    for num_experts, top_k, hidden_size, intermediate_size in (QWEN3_30B_A3B, MIXTRAL_8X7B):
         for dtype, element_size in (("bf16", 2), ("fp32", 4)):
-            for tokens in (2**exponent for exponent in range(16)):
-                shape = MoeShape(tokens * top_k, num_experts, sizes[0], sizes[1], element_size)
+            for exponent in range(16):
+                num_entries = top_k * 2**exponent
+                shape = MoeShape(num_entries, num_experts, hidden_size, intermediate_size, element_size)
                 tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
-                for gated, tile in ((True, tiles.gate_up), (False, tiles.down)):
-                    found.setdefault((gated, dtype, tile), shape)
-    return found
+                shapes.setdefault((True, dtype, tiles.gate_up), shape)
+                shapes.setdefault((False, dtype, tiles.down), shape)
+    return shapes
 
 
 def _tuned(target: str) -> list[tuple[bool, MoeTile, MoeShape]]:
     """The tables' entries, for the chips that were tuned."""
-    found = []
+    entries = []
     for path in sorted(FOLDER.glob("*.json")):
         header = json.loads(path.read_text())
+        if header["arch"] != target:
+            continue
         sizes = {name: header[name] for name in ("num_experts", "hidden_size", "intermediate_size")}
-        for num_entries, tiles in load_table(path).items() if header["arch"] == target else ():
+        for num_entries, tiles in load_table(path).items():
             shape = MoeShape(num_entries, **sizes, element_size=2, packed=header.get("packed", ""))
-            found += [(True, tiles.gate_up, shape), (False, tiles.down, shape)]
-    return found
+            entries += [(True, tiles.gate_up, shape), (False, tiles.down, shape)]
+    return entries
 
 
 def gemm_case(
@@ -104,23 +106,23 @@ def gemm_case(
 ) -> CompileCase:
     """One of the two GEMMs. layout: the format of quantised weights, and the rows and columns of a group; those that
     `shape` says are packed have scales, and zero points, whose rows are neighbours."""
-    columns, depth = shape.intermediate_size, shape.hidden_size
+    columns, depth, entries_per_row = shape.intermediate_size, shape.hidden_size, 8
     if not gated:
-        columns, depth = depth, columns
+        columns, depth, entries_per_row, activation = depth, columns, 1, ""
     kind, group_n, group_k = layout
-    is_native = kind == "e4m3" and target in NATIVE_FP8
-    weights = {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*fp8e4nv" if is_native else "*u8"}
-    w_type = "*i32" if shape.packed else weights[kind]
-    scale_kind = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(kind, "")
-    scale_type = "*u8" if scale_kind else f"*{dtype}" if shape.packed else "*fp32"
+    codes = {"mxfp4": "e2m1", "nvfp4": "e2m1"}.get(kind, kind)
+    scale_codes = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(kind, "")
+    ones = ["stride_scale_group", "stride_zeros_group"]
+    if shape.packed:
+        ones = ["stride_scale_row", "stride_zeros_row"]
     constexprs: dict[str, Any] = {
         "N": columns,
         "EVEN_K": depth % tile.block_k == 0,
-        "ENTRIES_PER_ROW": 8 if gated else 1,
-        "ACTIVATION": activation if gated else "",
+        "ENTRIES_PER_ROW": entries_per_row,
+        "ACTIVATION": activation,
         "INTERLEAVED": biased,
-        "FORMAT": "e2m1" if scale_kind else kind,
-        "SCALE": scale_kind,
+        "FORMAT": codes,
+        "SCALE": scale_codes,
         "X_GROUP": FP8_BLOCK,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
@@ -130,92 +132,146 @@ def gemm_case(
         "GROUP_M": tile.group_m,
         "SWAP_AB": tile.swap_ab,
         # As the launcher makes constants of ones.
-        **dict.fromkeys([f"stride_{each}_{'row' if shape.packed else 'group'}" for each in ("scale", "zeros")], 1),
+        **dict.fromkeys(ones, 1),
         "stride_tensor_scale": 1,
     }
     uses_tma = tile.tma and not kind and depth % tile.block_k == 0
-    box = f"1, {2 if gated else 1}, {tile.block_n}, {tile.block_k}"
-    optional = {
-        "w_ptr": None if uses_tma else w_type,
-        "w_desc": f"tensordesc<{dtype}[{box}]>" if uses_tma else None,
-        "bias_ptr": f"*{dtype}" if biased else None,
-        "entry_weights_ptr": None if gated else "*fp32",
-        "x_scale_ptr": "*fp32" if kind == "e4m3" else None,
-        "scale_ptr": scale_type if kind else None,
-        "zeros_ptr": "*i8" if zeros else None,
-        "tensor_scale_ptr": "*fp32" if kind == "nvfp4" else None,
-    }
-    kinds = (
-        KINDS | ({"x_ptr": "*fp8e4nv"} if is_native else {}) | {name: kind for name, kind in optional.items() if kind}
-    )
-    constexprs |= dict.fromkeys(name for name, kind in optional.items() if not kind)
-    has_wgmma = tile.block_m >= 64 or tile.swap_ab
-    copies = ("LDGSTS",) if depth % 16 == 0 else ()
-    tensor_cores = {
-        **dict.fromkeys(("sm_80", "sm_89", "sm_120"), ("HMMA", *copies)),
-        "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies, *["UTMALDG"] * uses_tma),
-        "gfx942": ("v_mfma",),
-    }
-    operation = (
-        f"{kind} " * bool(kind)
-        + "packed " * bool(shape.packed)
-        + "zeros " * zeros
-        + (f"gate_up {activation}" if gated else "down")
-    )
-    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' * tile.swap_ab}{' tma' * uses_tma}"
+    kinds = dict(KINDS)
+    optional = _optional_tensors(target, shape, gated, dtype, kind, biased, zeros)
+    if uses_tma:
+        num_parts = 1 + gated
+        optional["w_ptr"] = None
+        optional["w_desc"] = f"tensordesc<{dtype}[1, {num_parts}, {tile.block_n}, {tile.block_k}]>"
+    for argument, argument_kind in optional.items():
+        if argument_kind is None:
+            constexprs[argument] = None
+        else:
+            kinds[argument] = argument_kind
+    words = ["fused_moe", kind, "packed" * bool(shape.packed), "zeros" * zeros]
+    words += ["gate_up", activation] if gated else ["down"]
+    words += [dtype, f"{columns}x{depth}", f"{tile.block_m}x{tile.block_n}x{tile.block_k}"]
+    words += ["swapped" * tile.swap_ab, "tma" * uses_tma, "biased" * biased, "for", target]
+    aligned = None
+    if depth % 16 != 0:
+        aligned = ()
     return kernel_case(
-        f"fused_moe {operation} {dtype} {columns}x{depth} {size}{' biased' if biased else ''} for {target}",
+        " ".join(filter(None, words)),
         _expert_gemm_kernel,
         constexprs,
         kinds,
         dtype=dtype,
-        aligned=None if depth % 16 == 0 else (),
+        aligned=aligned,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        expect=_PACKED_CODE if shape.packed and dtype != "fp32" else {} if dtype == "fp32" or kind else tensor_cores,
+        expect=_expected_code(tile, shape, dtype, kind, depth, uses_tma),
         targets=(target,),
     )
+
+
+def _optional_tensors(
+    target: str, shape: MoeShape, gated: bool, dtype: str, kind: str, biased: bool, zeros: bool
+) -> dict[str, str | None]:
+    """Types of the arguments that not every product takes, None for those that this one does without."""
+    types: dict[str, str | None] = {
+        "w_ptr": {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*u8"}.get(kind, "*i32"),
+        "w_desc": None,
+        "bias_ptr": None,
+        "entry_weights_ptr": None,
+        "x_scale_ptr": None,
+        "scale_ptr": None,
+        "zeros_ptr": None,
+        "tensor_scale_ptr": None,
+    }
+    if shape.packed:
+        types["w_ptr"] = "*i32"
+    if biased:
+        types["bias_ptr"] = f"*{dtype}"
+    if not gated:
+        types["entry_weights_ptr"] = "*fp32"
+    if kind == "e4m3":
+        types["x_scale_ptr"] = "*fp32"
+        if target in NATIVE_FP8:
+            types["x_ptr"] = types["w_ptr"] = "*fp8e4nv"
+    if kind in ("mxfp4", "nvfp4"):
+        types["scale_ptr"] = "*u8"
+    elif shape.packed:
+        types["scale_ptr"] = f"*{dtype}"
+    elif kind:
+        types["scale_ptr"] = "*fp32"
+    if zeros:
+        types["zeros_ptr"] = "*i8"
+    if kind == "nvfp4":
+        types["tensor_scale_ptr"] = "*fp32"
+    return types
+
+
+def _expected_code(
+    tile: MoeTile, shape: MoeShape, dtype: str, kind: str, depth: int, uses_tma: bool
+) -> dict[str, tuple[str, ...]]:
+    """Matrix instructions, and asynchronous copies of rows on the 16-byte grid."""
+    if dtype == "fp32":
+        return {}
+    if shape.packed:
+        return _PACKED_CODE
+    if kind:
+        return {}
+    copies = []
+    if depth % 16 == 0:
+        copies.append("LDGSTS")
+    hopper = ["HMMA", *copies]
+    if tile.block_m >= 64 or tile.swap_ab:
+        hopper[0] = "HGMMA"
+    if uses_tma:
+        hopper.append("UTMALDG")
+    return {
+        **dict.fromkeys(("sm_80", "sm_89", "sm_120"), ("HMMA", *copies)),
+        "sm_90": tuple(hopper),
+        "gfx942": ("v_mfma",),
+    }
 
 
 def _quantized(target: str) -> list[CompileCase]:
     """Blocks of 128 x 128 in e4m3 at every number of rows; int8 and int4, which differ in how a register is decoded, in
     groups of 128 columns at the fewest and the most."""
-    found, is_native = [], target in NATIVE_FP8
+    cases, is_native = [], target in NATIVE_FP8
     e4m3, int8, int4 = (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128))
+    num_experts, top_k, hidden_size, intermediate_size = QWEN3_30B_A3B
     for tokens, layouts in ((64, (e4m3, int8)), (256, (e4m3, int4)), (512, (e4m3,)), (4096, (e4m3, int8, int4))):
-        shape = MoeShape(8 * tokens, *QWEN3_30B_A3B[:1], *QWEN3_30B_A3B[2:], 2)
+        shape = MoeShape(top_k * tokens, num_experts, hidden_size, intermediate_size, 2)
         tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
         for layout in layouts:
             tile = quantized_tile(tiles.gate_up, 128, target, gated=True, is_native=is_native and layout == e4m3)
-            found.append(gemm_case(target, tile, shape, True, "bf16", layout=layout))
+            cases.append(gemm_case(target, tile, shape, True, "bf16", layout=layout))
     for layout in (e4m3, int4):
         tile = quantized_tile(tiles.down, 128, target, gated=False, is_native=is_native and layout == e4m3)
-        found.append(gemm_case(target, tile, shape, False, "bf16", layout=layout))
-    return found
+        cases.append(gemm_case(target, tile, shape, False, "bf16", layout=layout))
+    return cases
 
 
 def _packed(target: str) -> list[CompileCase]:
     """Sizes of gpt-oss-20b with every tile in MXFP4, which has the most to decode; the other formats at the fewest and
     the most rows."""
-    found, is_every = [], target in EVERY_CASE
-    mxfp4, *others = (*_PACKED_LAYOUTS.values(), ("int4", 1, 32))
+    cases = []
+    device = Device(target, NUM_SMS[target])
+    num_experts, top_k, hidden_size, intermediate_size = GPT_OSS_20B
+    mxfp4, with_zeros = _PACKED_LAYOUTS["mxfp4"], ("int4", 1, 32)
     for tokens in (1, 64, 128, 256, 4096):
-        layouts = (mxfp4, *others) if is_every and tokens in (64, 4096) else (mxfp4,)
+        layouts = [mxfp4]
+        if target in EVERY_CASE and tokens in (64, 4096):
+            layouts = [*_PACKED_LAYOUTS.values(), with_zeros]
         for layout in layouts:
-            shape = MoeShape(GPT_OSS_20B[1] * tokens, GPT_OSS_20B[0], *GPT_OSS_20B[2:], 2, layout[0])
-            tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
-            zeros = layout == others[-1]
-            for gated, tile in ((True, tiles.gate_up), (False, tiles.down))[: 2 if layout == mxfp4 else 1]:
-                activation = "swiglu_oai" if gated else ""
-                found.append(
-                    gemm_case(target, tile, shape, gated, "bf16", activation, biased=True, layout=layout, zeros=zeros)
-                )
-    if is_every:
-        for layout in (mxfp4, others[-1]):
-            shape = MoeShape(64, *GPT_OSS_20B[:1], *GPT_OSS_20B[2:], 4, layout[0])
-            tile = fallback_tiles(shape, Device(target, NUM_SMS[target])).gate_up
-            found.append(gemm_case(target, tile, shape, True, "fp32", "swiglu_oai", biased=True, layout=layout))
-    return found
+            shape = MoeShape(top_k * tokens, num_experts, hidden_size, intermediate_size, 2, layout[0])
+            tiles = fallback_tiles(shape, device)
+            options: dict[str, Any] = {"biased": True, "layout": layout, "zeros": layout == with_zeros}
+            cases.append(gemm_case(target, tiles.gate_up, shape, True, "bf16", "swiglu_oai", **options))
+            if layout == mxfp4:
+                cases.append(gemm_case(target, tiles.down, shape, False, "bf16", **options))
+    if target in EVERY_CASE:
+        for layout in (mxfp4, with_zeros):
+            shape = MoeShape(64, num_experts, hidden_size, intermediate_size, 4, layout[0])
+            tile = fallback_tiles(shape, device).gate_up
+            cases.append(gemm_case(target, tile, shape, True, "fp32", "swiglu_oai", biased=True, layout=layout))
+    return cases
 
 
 def _steps() -> list[CompileCase]:
@@ -264,13 +320,17 @@ def _down_gemv(top_k: int, dtype: str) -> CompileCase:
 def _gemv_options(dtype: str, programs_per_sm: int) -> dict[str, Any]:
     """Weights are fetched ahead, and so many programs of 16-bit ones make a single wave for one token."""
     copies = dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("LDGSTS.128",))
-    return {"expect": copies, "programs_per_sm": 1 if dtype == "fp32" else programs_per_sm}
+    if dtype == "fp32":
+        programs_per_sm = 1
+    return {"expect": copies, "programs_per_sm": programs_per_sm}
 
 
 def _routing(num_experts: int, routing: Routing) -> dict[str, Any]:
     """Constexprs of a routing; None makes the bias one, too."""
-    no_bias = {"bias_ptr": None} if routing.correction_bias is None else {}
-    return {**no_bias, **routing.constexprs(num_experts)}
+    constexprs = routing.constexprs(num_experts)
+    if routing.correction_bias is None:
+        return {"bias_ptr": None, **constexprs}
+    return constexprs
 
 
 def _route(num_experts: int, routing: Routing) -> CompileCase:

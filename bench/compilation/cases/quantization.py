@@ -34,11 +34,13 @@ MANY_ROWS = ("e4m3 block", "int8 channel", "int8 weights", "int4 g128", "int4 g3
 
 def cases() -> list[CompileCase]:
     """16 and 4,096 rows, and between them; zero points, other dtypes, rows of weights off the 16-byte grid."""
-    found = []
+    cases = []
     for target in EVERY_CASE:
-        found += [gemm_case(target, name, 16, OUT) for name in FEW_ROWS]
-        found += [gemm_case(target, name, 4096, GATE_UP) for name in MANY_ROWS]
-        found += [
+        for name in FEW_ROWS:
+            cases.append(gemm_case(target, name, 16, OUT))
+        for name in MANY_ROWS:
+            cases.append(gemm_case(target, name, 4096, GATE_UP))
+        cases += [
             gemm_case(target, "int4 g32", 16, OUT, zeros=True),
             gemm_case(target, "int4 g128", 4096, OUT, zeros=True),
             gemm_case(target, "e4m3 block", 32, GATE_UP),
@@ -48,8 +50,8 @@ def cases() -> list[CompileCase]:
             gemm_case(target, "e4m3 channel", 16, (511, 1000)),
             gemm_case(target, "int4 channel", 4096, (511, 1001)),
         ]
-        found += _around(target)
-    return found
+        cases += _around(target)
+    return cases
 
 
 def gemm_case(
@@ -60,29 +62,50 @@ def gemm_case(
     columns, depth = size
     aligned = depth % 16 == 0
     is_native = quantizes_input and (form == "int8" or (target in ("sm_90", "sm_100") and dtype != "fp32"))
-    element_size = 1 if is_native else 4 if dtype == "fp32" else 2
+    native_type = {"int8": "*i8"}.get(form, "*fp8e4nv")
     is_packed = form in ("int4", "e2m1")
+    x_type, element_size = f"*{dtype}", {"bf16": 2, "fp32": 4}[dtype]
+    w_type = {"int8": "*i8", "int4": "*i32", "e2m1": "*i32"}.get(form, "*u8")
+    if is_native:
+        x_type, element_size, w_type = native_type, 1, native_type
     shape = LinearShape(num_rows, columns, depth, element_size, is_packed, group_k, aligned)
     tile = linear_tile(shape, Device(target, NUM_SMS[target]))
-    native_type = "*i8" if form == "int8" else "*fp8e4nv"
     pointers: dict[str, str | None] = {
-        "x_ptr": native_type if is_native else f"*{dtype}",
-        "x_scale_ptr": "*fp32" if quantizes_input else None,
-        "w_ptr": "*i32" if is_packed else native_type if is_native or form == "int8" else "*u8",
+        "x_ptr": x_type,
+        "x_scale_ptr": None,
+        "w_ptr": w_type,
         "scale_ptr": scale_type,
-        "zero_point_ptr": "*i8" if zeros else None,
-        "tensor_scale_ptr": "*fp32" if scale else None,
+        "zero_point_ptr": None,
+        "tensor_scale_ptr": None,
         "bias_ptr": None,
-        "out_ptr": f"*{dtype}" if tile.num_splits == 1 else "*fp32",
+        "out_ptr": f"*{dtype}",
     }
+    if quantizes_input:
+        pointers["x_scale_ptr"] = "*fp32"
+    if zeros:
+        pointers["zero_point_ptr"] = "*i8"
+    if scale:
+        pointers["tensor_scale_ptr"] = "*fp32"
+    if tile.num_splits > 1:
+        pointers["out_ptr"] = "*fp32"
+    x_groups, x_unit = 0, 1
+    if group_n == FP8_BLOCK:
+        x_groups = FP8_BLOCK
+    integers: tuple[str, ...] = ()
+    expect = {}
+    if aligned:
+        x_unit = 16 // element_size
+        integers = ("N", "K", "stride_w_row", "stride_scale_group", "stride_zero_group")
+        if dtype != "fp32":
+            expect = _expected(target, form, is_native=is_native)
     constexprs: dict[str, Any] = {
         "FORMAT": form,
         "SCALE": scale,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
-        "X_GROUPS": FP8_BLOCK if group_n == FP8_BLOCK else 0,
+        "X_GROUPS": x_groups,
         "EVEN_K": depth % tile.block_k == 0,
-        "X_UNIT": 16 // element_size if aligned else 1,
+        "X_UNIT": x_unit,
         "NUM_SPLITS": tile.num_splits,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -91,15 +114,14 @@ def gemm_case(
         "SWAP_AB": tile.swap_ab,
     }
     text = f"quantized_linear {name}{' zeros' * zeros} {dtype} {columns}x{depth} {_shown(tile)} for {target}"
-    integers = ("N", "K", "stride_w_row", "stride_scale_group", "stride_zero_group")
     return kernel_case(
         text,
         _quantized_linear_kernel,
         constexprs,
         pointers,
         targets=(target,),
-        aligned=integers if aligned else (),
-        expect=_expected(target, form, is_native=is_native) if aligned and dtype != "fp32" else {},
+        aligned=integers,
+        expect=expect,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -109,13 +131,15 @@ def _expected(target: str, form: str, *, is_native: bool) -> dict[str, tuple[str
     """Matrix instructions, and loads 16 bytes wide."""
     if target == "gfx942":
         return {target: ("v_mfma", "load_dwordx4")}
-    # Bytes that become the left operand of wgmma in registers are copied 8 at a time.
-    copy = "LDGSTS" if target == "sm_90" and form == "int8" and not is_native else "LDGSTS.128"
+    copy = "LDGSTS.128"
+    if target == "sm_90" and form == "int8" and not is_native:
+        copy = "LDGSTS"  # bytes that become the left operand of wgmma in registers are copied 8 at a time
+    matrix = {"sm_80": "HMMA", "sm_90": "HGMMA"}
     if is_native:
-        matrix = {"sm_80": "IMMA", "sm_90": "QGMMA" if form == "e4m3" else "IGMMA"}
-    else:
-        matrix = {"sm_80": "HMMA", "sm_90": "HGMMA"}
-    return {target: (copy, matrix[target]) if target in matrix else (copy,)}
+        matrix = {"sm_80": "IMMA", "sm_90": {"e4m3": "QGMMA", "int8": "IGMMA"}[form]}
+    if target in matrix:
+        return {target: (copy, matrix[target])}
+    return {target: (copy,)}
 
 
 def _shown(tile: LinearTile) -> str:
@@ -125,25 +149,31 @@ def _shown(tile: LinearTile) -> str:
 def _around(target: str) -> list[CompileCase]:
     """Activations to e4m3 and int8, a token or 128 values at a time, and the sum of partials."""
     is_native = target in ("sm_90", "sm_100")
-    found = []
-    for kind, group in (("e4m3", 4096), ("e4m3", FP8_BLOCK), ("int8", 4096)):
-        q = "*i8" if kind == "int8" else "*u8" if is_native else "*bf16"
+    e4m3 = "*bf16"
+    if is_native:
+        e4m3 = "*u8"
+    cases = []
+    for kind, q, largest, group, block_rows, block_k in (
+        ("e4m3", e4m3, 448.0, 4096, 1, 1024),
+        ("e4m3", e4m3, 448.0, FP8_BLOCK, 8, 128),
+        ("int8", "*i8", 127.0, 4096, 1, 1024),
+    ):
         constexprs = {
             "SIZE": 4096,
             "GROUP": group,
-            "LARGEST": 448.0 if kind == "e4m3" else 127.0,
+            "LARGEST": largest,
             "ALIGNED": True,
             "NATIVE": is_native,
-            "BLOCK_ROWS": 8 if group == FP8_BLOCK else 1,
-            "BLOCK_K": 128 if group == FP8_BLOCK else 1024,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_K": block_k,
         }
         pointers = {"x_ptr": "*bf16", "given_scale_ptr": None, "q_ptr": q, "scale_ptr": "*fp32"}
         name = f"quantize_rows {kind} groups of {group} for {target}"
-        found.append(kernel_case(name, _quantize_rows_kernel, constexprs, pointers, targets=(target,)))
+        cases.append(kernel_case(name, _quantize_rows_kernel, constexprs, pointers, targets=(target,)))
     pointers = dict.fromkeys(("partials_ptr", "x_scale_ptr", "scale_ptr"), "*fp32")
     pointers |= {"tensor_scale_ptr": None, "bias_ptr": None, "out_ptr": "*bf16"}
     for splits in (2, 8):
         constexprs = {"GROUP_N": 1, "NUM_SPLITS": splits, "BLOCK_N": SUM_COLUMNS}
         name = f"quantized_linear sum of {splits} partials for {target}"
-        found.append(kernel_case(name, _sum_partials_kernel, constexprs, pointers, targets=(target,)))
-    return found
+        cases.append(kernel_case(name, _sum_partials_kernel, constexprs, pointers, targets=(target,)))
+    return cases

@@ -27,26 +27,31 @@ DELTA, MAMBA, WIDE = (16, 32, 128, 128), (8, 128, 128, 64), (2, 32, 256, 128)
 def cases() -> list[CompileCase]:
     """Decodes and prompts, in 2 bytes and 4; states of 4 bytes and 2; norms before and after the gate, of heads and
     of groups."""
-    found = []
-    for channels, dtype in ((8192, "bf16"), (8192, "fp32"), (10240, "bf16")):
-        for longest in (1, 64):
-            found.append(_conv(channels, dtype, longest, bias=channels == 10240))
-    for group, activation, is_first in ((128, "silu", True), (128, "sigmoid", True), (1024, "silu", False)):
-        found.append(_norm(group, activation, is_first))
-    for heads, corrected in ((DELTA, True), (MAMBA, False), (WIDE, False)):
-        found += _scans(heads, "bf16", corrected)
     return [
-        *found,
+        _conv(8192, "bf16", 1),
+        _conv(8192, "bf16", 64),
+        _conv(8192, "fp32", 1),
+        _conv(8192, "fp32", 64),
+        _conv(10240, "bf16", 1, bias=True),
+        _conv(10240, "bf16", 64, bias=True),
+        _norm(128, "silu", True),
+        _norm(128, "sigmoid", True),
+        _norm(1024, "silu", False),
+        *_scans(DELTA, "bf16", True),
+        *_scans(MAMBA, "bf16", False),
+        *_scans(WIDE, "bf16", False),
         *_scans(DELTA, "fp32", True),
         *_scans(WIDE, "fp32", False),
         _append(DELTA, "bf16", True, state="bf16"),
     ]
 
 
-def _conv(channels: int, dtype: str, longest: int, *, bias: bool) -> CompileCase:
+def _conv(channels: int, dtype: str, longest: int, *, bias: bool = False) -> CompileCase:
     rows, columns = conv_tile(longest)
     sizes = {"CHANNELS": channels, "WIDTH": 4, "SILU": True, "BLOCK_ROWS": rows, "BLOCK_CHANNELS": columns}
-    kinds: dict[str, str | None] = {**_KINDS, "bias_ptr": f"*{dtype}" if bias else None}
+    kinds: dict[str, str | None] = {**_KINDS, "bias_ptr": None}
+    if bias:
+        kinds["bias_ptr"] = f"*{dtype}"
     aligned = "stride_x_token", "stride_conv_slot"
     name = f"causal_conv1d {channels} {dtype} rows={rows}"
     sizes |= {"stride_weight_tap": 1}
@@ -55,11 +60,14 @@ def _conv(channels: int, dtype: str, longest: int, *, bias: bool) -> CompileCase
 
 def _norm(group: int, activation: str, is_first: bool) -> CompileCase:
     tile = norm_tile(group)
-    sizes = {"HEADS": 32, "V": 128, "WEIGHT_SIZE": 128 if is_first else 4096, "GROUP": group}
+    weight_size, order = 4096, "gate first"
+    if is_first:
+        weight_size, order = 128, "norm first"
+    sizes = {"HEADS": 32, "V": 128, "WEIGHT_SIZE": weight_size, "GROUP": group}
     flags = {"NORM_FIRST": is_first, "SILU": activation == "silu"}
     strides = {"stride_x_dim": 1, "stride_z_dim": 1}
     return kernel_case(
-        f"gated_rms_norm group={group} {activation} {'norm' if is_first else 'gate'} first",
+        f"gated_rms_norm group={group} {activation} {order}",
         _gated_rms_norm_kernel,
         {**sizes, **flags, **tile, **strides},
         {"eps": "fp32"},
@@ -68,7 +76,7 @@ def _norm(group: int, activation: str, is_first: bool) -> CompileCase:
 
 
 def _scans(heads: tuple[int, int, int, int], dtype: str, corrected: bool) -> list[CompileCase]:
-    found = [_append(heads, dtype, corrected)]
+    cases = [_append(heads, dtype, corrected)]
     for name, kernel in (("prepare", _prepare_chunks_kernel), ("scan", _scan_chunks_kernel)):
         for targets in (("sm_80", "sm_90", "sm_100"), ("gfx942",)):
             options: dict[str, Any] = chunk_options(_DTYPES[dtype], targets[0], heads[2], is_corrected=corrected)
@@ -78,8 +86,8 @@ def _scans(heads: tuple[int, int, int, int], dtype: str, corrected: bool) -> lis
                 options["may_spill"] = targets[0] != "gfx942"
             else:
                 options["expect"] = {target: (TENSOR_CORES[target],) for target in targets}
-            found.append(_case(f"{name} chunks", kernel, heads, dtype, corrected, targets=targets, **options))
-    return found
+            cases.append(_case(f"{name} chunks", kernel, heads, dtype, corrected, targets=targets, **options))
+    return cases
 
 
 def _append(heads: tuple[int, int, int, int], dtype: str, corrected: bool, state: str = "fp32") -> CompileCase:
@@ -103,16 +111,15 @@ def _case(
         "RING": 16,
         "PRECISION": precision(_DTYPES[dtype], targets[0]),
     }
-    absent = ("D_ptr",) if corrected else ("b_ptr", "w_ptr", "u_ptr")
+    operation, absent = "mamba2_scan", ["b_ptr", "w_ptr", "u_ptr"]
+    if corrected:
+        operation, absent = "gated_delta_rule", ["D_ptr"]
     kinds: dict[str, str | None] = {**_KINDS, "state_ptr": f"*{state}", **dict.fromkeys(absent)}
-    words = [
-        "gated_delta_rule" if corrected else "mamba2_scan",
-        name,
-        f"{value_heads} x {key_dim} x {value_dim}",
-        dtype,
-    ]
+    words = [operation, name, f"{value_heads} x {key_dim} x {value_dim}", dtype]
+    if state == "bf16":
+        words.append("bf16 state")
     return kernel_case(
-        " ".join([*words, *(["bf16 state"] if state == "bf16" else [])]),
+        " ".join(words),
         kernel,
         {size: value for size, value in sizes.items() if size in kernel.arg_names},
         {argument: kind for argument, kind in kinds.items() if argument in kernel.arg_names},

@@ -37,7 +37,7 @@ _ID_KINDS |= {"record_ptr": "*i64", "low_0": "i64"}
 def cases() -> list[CompileCase]:
     """Head sizes 64 to 512, partial and interleaved rotary embedding, every alignment of a block; hidden sizes 64 to
     8,192, with and without the residual, at that of Gemma-3-1B its float32 weights."""
-    found = []
+    cases = []
     strides = ("stride_x_row", "stride_residual_row", "stride_out_row")
     for hidden_size, weight in ((64, "bf16"), (1152, "fp32"), (2048, "bf16"), (8192, "bf16")):
         block_size = triton.next_power_of_2(hidden_size)
@@ -46,47 +46,55 @@ def cases() -> list[CompileCase]:
             name = f"{name} hidden={hidden_size} {weight} weights"
             kinds = KINDS | {"weight_ptr": f"*{weight}"} | residual
             options: dict[str, Any] = {"aligned": strides, "num_warps": num_warps(block_size)}
-            found.append(kernel_case(name, _rms_norm_kernel, sizes, kinds, **options))
+            cases.append(kernel_case(name, _rms_norm_kernel, sizes, kinds, **options))
     for head_dim, num_q_heads, num_kv_heads in MODELS:
         block_rows, block_dim = tile(4096, head_dim)
         rows = {"HEAD_DIM": head_dim, "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim}
         elements = 2 * block_rows * block_dim
         kv = {"NUM_HEADS": num_kv_heads, "V_HEAD_DIM": head_dim, "KV_BLOCK_SIZE": 16}
         name, merged = f"head_dim={head_dim}", rows | {"NUM_HEADS": num_q_heads}
-        found += _cache_write_cases(f"reshape_and_cache {name}", _reshape_and_cache_kernel, elements, rows | kv)
-        found.append(_case(f"merge_attn_states {name}", _merge_attn_states_kernel, elements, merged))
-        found += _rotary_cases(head_dim, head_dim, False, num_q_heads, num_kv_heads)
-    found += _rotary_cases(80, 32, False, 32, 32)
-    found += _rotary_cases(128, 128, True, 32, 8)
+        cases += _cache_write_cases(f"reshape_and_cache {name}", _reshape_and_cache_kernel, elements, rows | kv)
+        cases.append(_case(f"merge_attn_states {name}", _merge_attn_states_kernel, elements, merged))
+        cases += _rotary_cases(head_dim, head_dim, False, num_q_heads, num_kv_heads)
+    cases += _rotary_cases(80, 32, False, 32, 32)
+    cases += _rotary_cases(128, 128, True, 32, 8)
     for alignment in (1, 2, 4, 8, 16):
         words: dict[str, Any] = {"ALIGNMENT": alignment, "BLOCK_WORDS": BLOCK_WORDS}
-        found.append(_case(f"copy_blocks alignment={alignment}", _copy_blocks_kernel, 2 * BLOCK_WORDS, words))
+        cases.append(_case(f"copy_blocks alignment={alignment}", _copy_blocks_kernel, 2 * BLOCK_WORDS, words))
     # The MLP of Gemma-3-1B has 6,912 units.
     gated = [(32, "silu"), (768, "silu"), (14336, "silu"), (6912, "gelu"), (6912, "gelu_tanh"), (6912, "swiglu_oai")]
     for size, activation in gated:
         block_rows, block_columns = tile(4096, size)
         constexprs = {"SIZE": size, "ACTIVATION": activation, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
         elements = 2 * block_rows * block_columns
-        found.append(_case(f"silu_and_mul {activation} size={size}", _silu_and_mul_kernel, elements, constexprs))
-    return found + _id_checks()
+        cases.append(_case(f"silu_and_mul {activation} size={size}", _silu_and_mul_kernel, elements, constexprs))
+    return cases + _id_checks()
 
 
 def _id_checks() -> list[CompileCase]:
     """Those of PAGED_CHECK=1, as launched: slots alone, slots and positions, a slot map with ranks; sequences."""
     arrays = {"slots": ("*i64",), "slots and positions": ("*i64", "*i64"), "rows, slots and ranks": ("*i32",) * 3}
-    found = []
+    cases = []
     for name, kinds in arrays.items():
-        given = {f"ids_{index}_ptr": kind for index, kind in enumerate(kinds)}
-        constexprs = {**{f"ids_{index}_ptr": None for index in range(len(kinds), 3)}, "LANES": LANES}
-        found.append(kernel_case(f"check ids: {name}", _check_ids_kernel, constexprs, _ID_KINDS | given))
+        id_kinds = dict(_ID_KINDS)
+        constexprs: dict[str, Any] = {}
+        for index in range(3):
+            if index < len(kinds):
+                id_kinds[f"ids_{index}_ptr"] = kinds[index]
+            else:
+                constexprs[f"ids_{index}_ptr"] = None
+        constexprs["LANES"] = LANES
+        cases.append(kernel_case(f"check ids: {name}", _check_ids_kernel, constexprs, id_kinds))
     constexprs = {"KEYS_AT_ONCE": 128, "LANES": LANES}
-    return [*found, kernel_case("check sequences", _check_sequences_kernel, constexprs, _ID_KINDS, aligned=())]
+    return [*cases, kernel_case("check sequences", _check_sequences_kernel, constexprs, _ID_KINDS, aligned=())]
 
 
 def _rotary_cases(
     head_dim: int, rotary_dim: int, interleaved: bool, num_q_heads: int, num_kv_heads: int
 ) -> list[CompileCase]:
-    shape = f"head_dim={head_dim} rotary_dim={rotary_dim}{' interleaved' if interleaved else ''}"
+    shape = f"head_dim={head_dim} rotary_dim={rotary_dim}"
+    if interleaved:
+        shape += " interleaved"
     rotary: dict[str, Any] = {
         "NUM_Q_HEADS": num_q_heads,
         "NUM_KV_HEADS": num_kv_heads,
@@ -95,7 +103,8 @@ def _rotary_cases(
         "BLOCK_PAIRS": triton.next_power_of_2(rotary_dim // 2),
     }
     rotary_block, block_dim = triton.next_power_of_2(rotary_dim), triton.next_power_of_2(head_dim)
-    alone_heads, fused_heads = (heads_per_program(num_q_heads, num_kv_heads, dim) for dim in (rotary_block, block_dim))
+    alone_heads = heads_per_program(num_q_heads, num_kv_heads, rotary_block)
+    fused_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
     alone = rotary | {"BLOCK_HEADS": alone_heads}
     fused = rotary | {
         "HEAD_DIM": head_dim,
@@ -106,44 +115,45 @@ def _rotary_cases(
         "BLOCK_V": block_dim,
     }
     plain = {"q_weight_ptr": None, "k_weight_ptr": None}
-    found = []
+    cases = []
     if head_dim == 256:  # Gemma's weights of norms are float32
         constexprs = fused | {"k_scale_ptr": None, "v_scale_ptr": None, "KIND": "", "NATIVE_FP8": False}
         kinds = KINDS | {"q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32"}
         name = f"qk_norm_rope_and_cache {shape} float32 weights"
-        found.append(_case(name, _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs, kinds))
-    found.append(_case(f"rotary_embedding {shape}", _rotary_embedding_kernel, alone_heads * rotary_block, alone))
+        cases.append(_case(name, _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs, kinds))
+    cases.append(_case(f"rotary_embedding {shape}", _rotary_embedding_kernel, alone_heads * rotary_block, alone))
     if head_dim >= 256:  # Gemma 4's layers that read another's keys
         queries = alone | {"NUM_KV_HEADS": 0, "key_ptr": None}
         name = f"rotary_embedding {shape} queries alone"
-        found.append(_case(name, _rotary_embedding_kernel, alone_heads * rotary_block, queries))
+        cases.append(_case(name, _rotary_embedding_kernel, alone_heads * rotary_block, queries))
     for name, constexprs in (("qk_norm_rope_and_cache", fused), ("rope_and_cache", fused | plain)):
         elements = fused_heads * block_dim
-        found += _cache_write_cases(f"{name} {shape}", _qk_norm_rope_and_cache_kernel, elements, constexprs)
-    return found
+        cases += _cache_write_cases(f"{name} {shape}", _qk_norm_rope_and_cache_kernel, elements, constexprs)
+    return cases
 
 
 def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any]) -> list[CompileCase]:
     """Keys and values as they are, scaled to 8-bit floats, or int8; heads of 128 also with one of two alone."""
     unscaled = {"k_scale_ptr": None, "v_scale_ptr": None}
     plain = constexprs | {"KIND": "", "NATIVE_FP8": False}
-    found = [_case(name, kernel, num_elements, plain | unscaled)]
+    cases = [_case(name, kernel, num_elements, plain | unscaled)]
     one_alone = constexprs["HEAD_DIM"] == 128
     if one_alone:
-        found.append(_case(f"{name} scaled", kernel, num_elements, plain))
-    of_int8, of_floats = (KINDS | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), kind) for kind in ("*i8", "*u8"))
-    found.append(_case(f"{name} int8", kernel, num_elements, plain | {"KIND": "int8"}, of_int8))
-    for native in (True, False):
-        cases = []
+        cases.append(_case(f"{name} scaled", kernel, num_elements, plain))
+    of_int8 = KINDS | {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"}
+    of_floats = KINDS | {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
+    cases.append(_case(f"{name} int8", kernel, num_elements, plain | {"KIND": "int8"}, of_int8))
+    for native, text in ((True, " native"), (False, "")):
+        targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
         for kind in ("e4m3", "e5m2"):
             fp8 = constexprs | {"KIND": kind, "NATIVE_FP8": native}
-            fp8_name = f"{name} {kind}{' native' if native else ''}"
-            cases.append(_case(f"{fp8_name} scaled", kernel, num_elements, fp8, of_floats))
+            fp8_name = f"{name} {kind}{text}"
+            case = _case(f"{fp8_name} scaled", kernel, num_elements, fp8, of_floats)
+            cases.append(replace(case, targets=targets))
             if one_alone:
-                cases.append(_case(fp8_name, kernel, num_elements, fp8 | unscaled, of_floats))
-        targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
-        found += [replace(case, targets=targets) for case in cases]
-    return found
+                case = _case(fp8_name, kernel, num_elements, fp8 | unscaled, of_floats)
+                cases.append(replace(case, targets=targets))
+    return cases
 
 
 def _case(

@@ -35,28 +35,34 @@ _CUTS = ("bounds_ptr", "histogram_ptr", "sums_ptr", "listed_z_ptr", "listed_toke
 def cases() -> list[CompileCase]:
     """With and without masks and penalties; no filter, each alone, all of them."""
     plain = ("token_mask_ptr", "repetition_penalty_ptr")
-    found = [
+    cases = [
         _case("greedy_argmax chunk", _greedy_argmax_chunk_kernel, BLOCK_TOKENS, plain),
         _case("greedy_argmax chunk masked penalised", _greedy_argmax_chunk_kernel, BLOCK_TOKENS, ()),
         _case("greedy_argmax reduce", _greedy_argmax_reduce_kernel, 64, ()),
     ]
-    for given in ((), ("top_k_ptr",), ("top_p_ptr",), ("log_min_p_ptr",), _FILTERS):
-        has_cuts = bool({"top_k_ptr", "top_p_ptr"} & set(given))
-        missing = {name for name in _FILTERS if name not in given} | set(() if has_cuts else _CUTS)
-        name = f"sample_tokens {' '.join(each.removesuffix('_ptr') for each in given) or 'plain'}"
-        parts = [("best of chunk", passes._best_of_chunk_kernel)]
-        if has_cuts:
-            parts.append(("count bins", passes._count_bins_kernel))
-            found.append(_case(f"{name}: bound", thresholds._bound_kernel, 2 * NUM_BINS.value, missing))
-        if given:
-            parts.append(("collect", passes._collect_kernel))
-        for part, kernel in parts:
-            size = BLOCK_TOKENS if part == "count bins" else 2 * BLOCK_TOKENS
-            found.append(_case(f"{name}: {part}", kernel, size, missing | set(_PENALTIES)))
-            if given in ((), _FILTERS):
-                found.append(_case(f"{name}: {part} penalised", kernel, size, missing))
-        found.append(_case(f"{name}: choose", thresholds._choose_kernel, BLOCK_LIST * PROBES // 2, missing))
-    return found
+    for filters, text in (
+        ((), "plain"),
+        (("top_k_ptr",), "top_k"),
+        (("top_p_ptr",), "top_p"),
+        (("log_min_p_ptr",), "log_min_p"),
+        (_FILTERS, "top_k top_p log_min_p"),
+    ):
+        name = f"sample_tokens {text}"
+        missing = set(_FILTERS) - set(filters)
+        parts = [("best of chunk", passes._best_of_chunk_kernel, 2 * BLOCK_TOKENS)]
+        if "top_k_ptr" in filters or "top_p_ptr" in filters:
+            parts.append(("count bins", passes._count_bins_kernel, BLOCK_TOKENS))
+            cases.append(_case(f"{name}: bound", thresholds._bound_kernel, 2 * NUM_BINS.value, missing))
+        else:
+            missing |= set(_CUTS)
+        if filters:
+            parts.append(("collect", passes._collect_kernel, 2 * BLOCK_TOKENS))
+        for part, kernel, size in parts:
+            cases.append(_case(f"{name}: {part}", kernel, size, missing | set(_PENALTIES)))
+            if filters in ((), _FILTERS):
+                cases.append(_case(f"{name}: {part} penalised", kernel, size, missing))
+        cases.append(_case(f"{name}: choose", thresholds._choose_kernel, BLOCK_LIST * PROBES // 2, missing))
+    return cases
 
 
 def _case(name: str, kernel: Any, num_elements: int, missing: Any) -> CompileCase:
@@ -67,7 +73,10 @@ def _case(name: str, kernel: Any, num_elements: int, missing: Any) -> CompileCas
         "BLOCK_LIST": BLOCK_LIST,
         "PROBES": PROBES,
     }
-    constexprs = {
-        each: None if each in missing else sizes[each] for each in kernel.arg_names if each in sizes or each in missing
-    }
+    constexprs: dict[str, Any] = {}
+    for argument in kernel.arg_names:
+        if argument in missing:
+            constexprs[argument] = None
+        elif argument in sizes:
+            constexprs[argument] = sizes[argument]
     return kernel_case(name, kernel, constexprs, KINDS, dtype="fp32", num_warps=num_warps(num_elements))
