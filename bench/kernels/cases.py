@@ -31,7 +31,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.operation}.{self.variant}" if self.variant else self.operation
+        if self.variant:
+            return f"{self.operation}.{self.variant}"
+        return self.operation
 
     def size(self, scale: str) -> dict[str, Any]:
         return {name: values[SCALES.index(scale)] for name, values in self.sizes.items()}
@@ -52,7 +54,7 @@ _MOE = {**_EXPERTS, "hidden_size": (2048, 256, 256), "intermediate_size": (768, 
 _SAMPLING = {"rows": (256, 16, 2), "vocab_size": (151936, 32000, 9000)}
 
 _ALIGN = {"tokens": _TOKENS, **_EXPERTS, "block_size": (128, 16, 16)}
-_CASCADE = {"prefix": (32768, 1024, 64), "own": (512, 64, 20), "sequences": (64, 8, 3), "heads": _HEADS, "dim": _DIM}
+_CASCADE = {"prefix": (32768, 1024, 64), "suffix": (512, 64, 20), "sequences": (64, 8, 3), "heads": _HEADS, "dim": _DIM}
 _LORA_FEW = {"tokens": (64, 32, 19), "num_adapters": (8, 4, 3), "rank": (16,) * 3, **_QKV}
 _LORA_MANY = {"tokens": (4096, 256, 80), "num_adapters": (4, 2, 3), "rank": (64,) * 3, **_QKV}
 
@@ -91,12 +93,7 @@ CASES = (
     _attention_case(
         "mixed", [(2048, 4096), *[(1, 4096)] * 31], [(128, 256), *[(1, 512)] * 7], [(40, 100), (1, 600), (1, 17)]
     ),
-    Case(
-        "paged_mla_attention",
-        work.paged_mla_attention,
-        _LATENT_STEP,
-        "decode",
-    ),
+    Case("paged_mla_attention", work.paged_mla_attention, _LATENT_STEP, "decode"),
     Case("paged_mla_attention", _CHOSEN, _LATENT_STEP, "chosen"),
     Case("choose_keys", work.choose_keys, _INDEXED),
     Case("concat_and_cache_mla", work.concat_and_cache_mla, {"tokens": _TOKENS, **_LATENT}),

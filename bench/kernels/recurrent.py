@@ -25,21 +25,18 @@ def causal_conv1d(draw: Draw, **sizes: Any) -> Work:
 
 def gated_delta_rule(draw: Draw, **sizes: Any) -> Work:
     state, batch, mixed, gates = _layer(draw, **sizes)
-    arguments = {
-        "mixed": mixed,
-        **dict(zip("ab", gates[:2], strict=True)),
-        "A_log": gates[2][0],
-        "dt_bias": gates[2][1],
-    }
+    a, b, (a_log, dt_bias, _) = gates
+    arguments = {"mixed": mixed, "a": a, "b": b, "A_log": a_log, "dt_bias": dt_bias}
     options = {"state": state, "batch": batch, "num_k_heads": sizes["heads"][0]}
     return _scan_work("gated_delta_rule", arguments | options, sizes, corrected=True)
 
 
 def mamba2_scan(draw: Draw, **sizes: Any) -> Work:
     state, batch, mixed, gates = _layer(draw, **sizes)
-    weights = dict(zip(("A_log", "dt_bias", "D"), gates[2], strict=True))
+    dt, _, (a_log, dt_bias, d) = gates
+    arguments = {"mixed": mixed, "dt": dt, "A_log": a_log, "dt_bias": dt_bias, "D": d}
     options = {"state": state, "batch": batch, "num_groups": sizes["heads"][0]}
-    return _scan_work("mamba2_scan", {"mixed": mixed, "dt": gates[0], **weights, **options}, sizes, corrected=False)
+    return _scan_work("mamba2_scan", arguments | options, sizes, corrected=False)
 
 
 def gated_rms_norm(draw: Draw, *, tokens: int, heads: int, dim: int) -> Work:
@@ -62,18 +59,20 @@ def _layer(
         draw.floats(num_slots, _RING, value_heads, value_dim),
         -draw.floats(num_slots, _RING, value_heads).abs(),
     )
-    is_scan = tokens > _RING // 2
-    read = torch.arange(1, sequences + 1)
+    read_slots = torch.arange(1, sequences + 1)
+    write_slots, cursor = read_slots, _RING // 2
+    if tokens > _RING // 2:  # a scan
+        write_slots, cursor = read_slots + sequences, 0
     columns = (
         torch.arange(sequences + 1) * tokens,
         torch.full((sequences,), 64),
-        read,
-        read + (sequences if is_scan else 0),
-        torch.full((sequences,), 0 if is_scan else _RING // 2),
+        read_slots,
+        write_slots,
+        torch.full((sequences,), cursor),
         torch.full((sequences,), -1),
         torch.zeros(sequences),
     )
-    batch = paged.RecurrentBatch(*(each.int().to(draw.device) for each in columns), tokens, _RING // 2)
+    batch = paged.RecurrentBatch(*(column.int().to(draw.device) for column in columns), tokens, _RING // 2)
     a, b = draw.normals(2, sequences * tokens, value_heads)
     return state, batch, draw.normal(sequences * tokens, channels), (a, b, draw.floats(3, value_heads) - 2)
 
@@ -88,7 +87,7 @@ def _scan_work(name: str, arguments: dict[str, Any], sizes: dict[str, Any], *, c
     if corrected:
         products = 64 * (3 * key_dim + 2 * value_dim) + 3 * key_dim * value_dim
     slots = sizes["sequences"] * sum(ring[0].nbytes for ring in (state.ring_k, state.ring_u, state.ring_g)) // 2
-    states = sizes["sequences"] * state.state[0].nbytes * (2 if is_scan else 1)
+    states = sizes["sequences"] * state.state[0].nbytes * (1 + is_scan)
     moved = mixed.nbytes + num_tokens * value_heads * value_dim * mixed.element_size()
     written = ["state", "ring_k", "ring_u", "ring_g"]
     work = _work(name, written, arguments, Cost(2 * num_tokens * value_heads * products, moved + states + slots))
@@ -104,9 +103,10 @@ def _work(name: str, written: list[str], arguments: dict[str, Any], cost: Cost) 
 
     def expected() -> list[torch.Tensor]:
         want = getattr(reference, name)(**arguments)
-        return [want.out.flatten(1), *(getattr(want, each) for each in written)]
+        return [want.out.flatten(1), *(getattr(want, field) for field in written)]
 
     def call() -> list[torch.Tensor]:
-        return [getattr(paged, name)(**arguments).flatten(1), *(getattr(arguments["state"], each) for each in written)]
+        out = getattr(paged, name)(**arguments)
+        return [out.flatten(1), *(getattr(arguments["state"], field) for field in written)]
 
     return Work(call, expected, cost)

@@ -55,13 +55,20 @@ class Work:
         """Run the reference, then the operation."""
         want = tensors(self.expected())
         got = tensors(self.call())
-        judged_as = self.judged_as or [None] * len(got)
-        return [Result(*pair, self.budgets) for pair in zip(got, want, judged_as, strict=True)]
+        results = []
+        for index, (tensor, reference) in enumerate(zip(got, want, strict=True)):
+            judged_as = None
+            if self.judged_as:
+                judged_as = self.judged_as[index]
+            results.append(Result(tensor, reference, judged_as, self.budgets))
+        return results
 
 
 def tensors(result: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """What an operation returns, one tensor as a list of it."""
-    return [result] if isinstance(result, torch.Tensor) else result
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return result
 
 
 def _bytes(*tensors: torch.Tensor) -> int:
@@ -99,10 +106,12 @@ def work_of(operation: str, reference: Any, cost: Cost | int, *arguments: Any, *
 
     cost: bytes alone where nothing is multiplied.
     """
+    if isinstance(cost, int):
+        cost = Cost(0, cost)
     return Work(
         lambda: getattr(paged, operation)(*arguments, **options),
         lambda: getattr(reference, operation)(*arguments, **options),
-        Cost(0, cost) if isinstance(cost, int) else cost,
+        cost,
     )
 
 
@@ -124,10 +133,11 @@ def paged_attention(
     if is_int8:
         rows = 2 * heads[1] * sum(seq_len for _, seq_len in lengths)
         cost = Cost(cost.flops, cost.num_bytes - rows * (dim * draw.dtype.itemsize - row_bytes(dim, torch.int8)))
-        caches, scales = zip(
-            *(cast_to_cache(cache, None, torch.int8) for cache in (layer.k_cache, layer.v_cache)), strict=True
-        )
-        layer = _Int8Layer(layer.q, *caches, *scales)
+        k_cache, k_scale = cast_to_cache(layer.k_cache, None, torch.int8)
+        v_cache, v_scale = cast_to_cache(layer.v_cache, None, torch.int8)
+        assert k_scale is not None
+        assert v_scale is not None
+        layer = _Int8Layer(layer.q, k_cache, v_cache, k_scale, v_scale)
     return Work(ours(step, [layer])[0], lambda: expected(step, layer), cost)
 
 
@@ -144,15 +154,16 @@ def paged_mla_attention(
         return Work(ours(step, [layer])[0], lambda: expected(step, layer), cost)
     first = torch.arange(len(layer.q), device=draw.device).remainder(7)[:, None]
     indices = (torch.arange(chosen, device=draw.device) * 3 + first).to(torch.int32)
-    indices = torch.where(indices < min(seq_len for _, seq_len in lengths), indices, -1)
-    seen, num_keys = int((indices >= 0).sum()), sum(seq_len for _, seq_len in lengths)
-    unread = max(num_keys - seen, 0) * (latent + rope) * draw.dtype.itemsize
-    given = {"q": layer.q, "kv_cache": layer.k_cache[:, :, 0], **step.arguments, "indices": indices}
-    given |= {"softmax_scale": (latent + rope) ** -0.5, "v_head_dim": latent}
-    without, plan = {name: value for name, value in given.items() if name != "max_seqlen_q"}, step.plan()
+    seq_lens = [seq_len for _, seq_len in lengths]
+    indices = torch.where(indices < min(seq_lens), indices, -1)
+    seen = int((indices >= 0).sum())
+    unread = max(sum(seq_lens) - seen, 0) * (latent + rope) * draw.dtype.itemsize
+    arguments = {"q": layer.q, "kv_cache": layer.k_cache[:, :, 0], **step.arguments, "indices": indices}
+    arguments |= {"softmax_scale": (latent + rope) ** -0.5, "v_head_dim": latent}
+    max_seqlen_q, plan = arguments.pop("max_seqlen_q"), step.plan()
     return Work(
-        lambda: paged.paged_mla_attention(**given, plan=plan),
-        lambda: mla_reference.paged_mla_attention(**without)[0],
+        lambda: paged.paged_mla_attention(**arguments, max_seqlen_q=max_seqlen_q, plan=plan),
+        lambda: mla_reference.paged_mla_attention(**arguments)[0],
         Cost(2 * heads * (2 * latent + rope) * seen, cost.num_bytes - unread),
     )
 
@@ -160,14 +171,17 @@ def paged_mla_attention(
 def choose_keys(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, dim: int, top_k: int) -> Work:
     """A query, a key and a head take 2 dim operations; a key's row is read once, a score written and read."""
     problem = Problem("", tuple(lengths), (heads, 1), dim, block_size=64, dtype=draw.dtype)
-    given = index_problem(problem, draw.device, is_packed=True)
-    pairs = sum(q_len * (2 * seq_len - q_len + 1) // 2 for q_len, seq_len in lengths)
-    num_bytes = sum(seq_len for _, seq_len in lengths) * (dim + 4) + 8 * pairs + _bytes(given["q"], given["weights"])
-    return work_of("choose_keys", mla_reference, Cost(2 * heads * dim * pairs, num_bytes), **given, top_k=top_k)
+    arguments = index_problem(problem, draw.device, is_packed=True)
+    pairs = num_keys = 0
+    for q_len, seq_len in lengths:
+        pairs += q_len * (2 * seq_len - q_len + 1) // 2
+        num_keys += seq_len
+    num_bytes = num_keys * (dim + 4) + 8 * pairs + _bytes(arguments["q"], arguments["weights"])
+    return work_of("choose_keys", mla_reference, Cost(2 * heads * dim * pairs, num_bytes), **arguments, top_k=top_k)
 
 
 def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int]) -> Work:
-    latent, k_rope = (draw.normal(tokens, size) for size in sizes)
+    latent, k_rope = draw.normal(tokens, sizes[0]), draw.normal(tokens, sizes[1])
     num_blocks = -(-2 * tokens // BLOCK_SIZE)
     cache = draw.normal(num_blocks, BLOCK_SIZE, sum(sizes))
     slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
@@ -185,7 +199,7 @@ def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int]) -> 
 def concat_and_cache_mla_packed(draw: Draw, *, tokens: int, sizes: tuple[int, int]) -> Work:
     """Rows of 656 bytes: codes in e4m3, float32 scales, and the rotated part in bfloat16. Each part is judged as what
     it is: a code may be the neighbour of the nearest, as float32 rounds before the code is chosen."""
-    latent, k_rope = (draw.normal(tokens, size) for size in sizes)
+    latent, k_rope = draw.normal(tokens, sizes[0]), draw.normal(tokens, sizes[1])
     num_blocks = -(-2 * tokens // BLOCK_SIZE)
     cache = torch.zeros(num_blocks * BLOCK_SIZE, 656, dtype=torch.uint8, device=draw.device)
     slots = draw.permutation(len(cache))[:tokens]
@@ -196,36 +210,42 @@ def concat_and_cache_mla_packed(draw: Draw, *, tokens: int, sizes: tuple[int, in
         return [codes.view(torch.float8_e4m3fn), scales.view(torch.float32), rope.view(torch.bfloat16)]
 
     def expected() -> list[torch.Tensor]:
-        rows = cache_reference.packed_latents(latent.cpu(), k_rope.cpu())
-        return [row.new_zeros(len(cache), row.shape[1]).index_copy_(0, slots.cpu(), row) for row in rows]
+        caches = []
+        for rows in cache_reference.packed_latents(latent.cpu(), k_rope.cpu()):
+            caches.append(rows.new_zeros(len(cache), rows.shape[1]).index_copy_(0, slots.cpu(), rows))
+        return caches
 
     return Work(call, expected, Cost(0, _bytes(latent, k_rope, slots) + 656 * tokens))
 
 
 def mla_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: int, sizes: tuple[int, int]) -> Work:
     size, rope = sizes
-    q, (latent, k_rope) = draw.normal(tokens, heads, rope), (draw.normal(tokens, each) for each in sizes)
+    q = draw.normal(tokens, heads, rope)
+    latent, k_rope = draw.normal(tokens, size), draw.normal(tokens, rope)
     cache = draw.normal(-(-2 * tokens // BLOCK_SIZE), BLOCK_SIZE, size + rope)
     slots = draw.permutation(len(cache) * BLOCK_SIZE)[:tokens]
-    where, weight = draw.rotary(tokens, rope), draw.normal(size)
+    positions, cos_sin = draw.rotary(tokens, rope)
+    weight = draw.normal(size)
 
     def expected() -> tuple[torch.Tensor, torch.Tensor]:
+        rotation = positions.cpu(), cos_sin.cpu(), True
         normed = layers_reference.rms_norm(latent, weight, 1e-6)
-        positions, table = (each.cpu() for each in where)
-        rotated = layers_reference.rotate(k_rope.cpu().unsqueeze(1), positions, table, True)[:, 0]
+        rotated = layers_reference.rotate(k_rope.cpu().unsqueeze(1), *rotation)[:, 0]
         want = cache_reference.concat_and_cache_mla(normed, rotated, cache.cpu().double(), slots.cpu())
-        return layers_reference.rotate(q.cpu(), positions, table, True), want
+        return layers_reference.rotate(q.cpu(), *rotation), want
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        paged.mla_norm_rope_and_cache(q, latent, k_rope, cache, slots, *where, weight, interleaved=True)
+        paged.mla_norm_rope_and_cache(q, latent, k_rope, cache, slots, positions, cos_sin, weight, interleaved=True)
         return q, cache
 
-    return Work(call, expected, Cost(0, 2 * _bytes(q, latent, k_rope) + _bytes(slots, *where)))
+    return Work(call, expected, Cost(0, 2 * _bytes(q, latent, k_rope) + _bytes(slots, positions, cos_sin)))
 
 
-def cascade_attention(draw: Draw, *, prefix: int, own: int, sequences: int, heads: tuple[int, int], dim: int) -> Work:
-    """A decode step of sequences with their own tokens after a shared prefix, whose K and V count once."""
-    case = AttentionCase("kernels", "cascade", ((sequences, 1, prefix + own),), heads, BLOCK_SIZE, dim)
+def cascade_attention(
+    draw: Draw, *, prefix: int, suffix: int, sequences: int, heads: tuple[int, int], dim: int
+) -> Work:
+    """A decode step of sequences with tokens of their own after a shared prefix, whose K and V count once."""
+    case = AttentionCase("kernels", "cascade", ((sequences, 1, prefix + suffix),), heads, BLOCK_SIZE, dim)
     step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
     num_blocks = prefix // BLOCK_SIZE
     step.block_table[:, :num_blocks] = step.block_table[0, :num_blocks]
@@ -247,11 +267,13 @@ class _CacheWrite:
     def __init__(self, draw: Draw, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool) -> None:
         num_blocks = -(-2 * tokens // BLOCK_SIZE)
         self.k, self.v = draw.normals(2, tokens, num_kv_heads, dim)
-        caches = draw.normal(2, num_blocks, BLOCK_SIZE, num_kv_heads, dim)
-        self.k_cache, self.v_cache = caches.to(torch.float8_e4m3fn) if is_fp8 else caches
+        self.k_cache, self.v_cache = draw.normal(2, num_blocks, BLOCK_SIZE, num_kv_heads, dim)
         self.slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
-        names = ("k_scale", "v_scale") if is_fp8 else ()
-        self.scales = {name: torch.rand(num_kv_heads, device=draw.device) + 0.5 for name in names}
+        self.scales: dict[str, torch.Tensor] = {}
+        if is_fp8:
+            self.k_cache, self.v_cache = self.k_cache.to(torch.float8_e4m3fn), self.v_cache.to(torch.float8_e4m3fn)
+            for name in ("k_scale", "v_scale"):
+                self.scales[name] = torch.rand(num_kv_heads, device=draw.device) + 0.5
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
@@ -265,8 +287,9 @@ class _CacheWrite:
 
     def expected(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The caches in float64, unrounded."""
-        wide = [tensor.cpu() for tensor in (self.v, self.k_cache.double(), self.v_cache.double(), self.slots)]
-        return cache_reference.reshape_and_cache(keys.cpu(), *wide, **self.scales)
+        k_cache, v_cache = self.k_cache.double().cpu(), self.v_cache.double().cpu()
+        slots = self.slots.cpu()
+        return cache_reference.reshape_and_cache(keys.cpu(), self.v.cpu(), k_cache, v_cache, slots, **self.scales)
 
 
 def reshape_and_cache(draw: Draw, *, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool = False) -> Work:
@@ -322,7 +345,7 @@ def fused_add_rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
 
 
 def rotary_embedding(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int) -> Work:
-    q, k = (draw.normal(tokens, num_heads, dim) for num_heads in heads)
+    q, k = draw.normal(tokens, heads[0], dim), draw.normal(tokens, heads[1], dim)
     positions, cos_sin = draw.rotary(tokens, dim)
     return Work(
         lambda: paged.rotary_embedding(positions, q, k, cos_sin),
@@ -342,11 +365,10 @@ def qk_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: tuple[int, int], d
         return rotated, write.k_cache, write.v_cache
 
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rotated_q, rotated_k = (
-            layers_reference.rotate(layers_reference.rms_norm(x, weight, 1e-6), positions, cos_sin, False)
-            for x, weight in ((q, q_weight), (write.k, k_weight))
-        )
-        return rotated_q, *write.expected(rotated_k)
+        normed_q = layers_reference.rms_norm(q, q_weight, 1e-6)
+        normed_k = layers_reference.rms_norm(write.k, k_weight, 1e-6)
+        rotated_k = layers_reference.rotate(normed_k, positions, cos_sin, False)
+        return layers_reference.rotate(normed_q, positions, cos_sin, False), *write.expected(rotated_k)
 
     cost = Cost(0, write.num_bytes + 2 * _bytes(q) + _bytes(positions, cos_sin, q_weight, k_weight))
     return Work(call, expected, cost)
@@ -366,9 +388,11 @@ def sample_tokens(draw: Draw, *, rows: int, vocab_size: int, **filters: float) -
     """Logits in float32, as forwards give them: read once, or three times where there are filters."""
     logits = 3 * draw.floats(rows, vocab_size)
     keys = torch.randint(0, 1 << 32, (rows, 2), device=draw.device)
-    temperature, *values = (torch.full((rows,), each, device=draw.device) for each in (0.8, *filters.values()))
-    options = dict(zip(filters, values, strict=True))
-    num_bytes = (3 if filters else 1) * _bytes(logits) + 8 * rows
+    temperature = torch.full((rows,), 0.8, device=draw.device)
+    options = {name: torch.full((rows,), value, device=draw.device) for name, value in filters.items()}
+    num_bytes = _bytes(logits) + 8 * rows
+    if filters:
+        num_bytes += 2 * _bytes(logits)
     return work_of("sample_tokens", sampling_reference, num_bytes, logits, keys, temperature, **options)
 
 
@@ -439,7 +463,9 @@ def fused_moe(
 def moe_budgets(dtype: torch.dtype) -> int:
     """Return how many budgets the results of experts have: in 16 bits the activation is rounded too, which takes up to
     0.84 of one among 600 tokens."""
-    return 1 if dtype == torch.float32 else 2
+    if dtype == torch.float32:
+        return 1
+    return 2
 
 
 def quantized_linear(
@@ -458,7 +484,8 @@ def add_lora(
     draw: Draw, *, tokens: int, num_adapters: int, rank: int, in_features: int, part_sizes: tuple[int, ...]
 ) -> Work:
     """Every fifth row is the base model's, the others take the adapters in turn, each of which changes every part."""
-    row_slots = [-1 if row % 5 == 0 else row % num_adapters for row in range(tokens)]
+    row_slots = [row % num_adapters for row in range(tokens)]
+    row_slots[::5] = [-1] * len(row_slots[::5])
     return lora_work(draw, row_slots, in_features, part_sizes, [[rank] * len(part_sizes)] * num_adapters)
 
 
@@ -477,8 +504,11 @@ def lora_work(
     b = torch.full_like(out[:1], math.nan).repeat(num_adapters, max_rank, 1)
     scales = torch.rand(num_adapters, num_parts, device=draw.device) + 0.5
     adapters: list[dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = [{} for _ in ranks]
+    products = [0] * num_adapters  # of a row
     for slot, part in itertools.product(range(num_adapters), range(num_parts)):
-        if rank := ranks[slot][part]:
+        rank = ranks[slot][part]
+        products[slot] += rank * (in_features + part_sizes[part])
+        if rank:
             down, up = a[slot, part, :rank], b[slot, :rank].split(part_sizes, dim=-1)[part]
             down.normal_(0, in_features**-0.5)
             up.normal_(0, rank**-0.5)
@@ -488,10 +518,10 @@ def lora_work(
     grouped = paged.LoraBatch.group(torch.tensor(row_slots, dtype=torch.int32))
     batch = paged.LoraBatch(grouped.rows.to(draw.device), grouped.slots.to(draw.device))
     slots = [slot for slot in row_slots if slot >= 0]
-    products = sum(ranks[slot][part] * (in_features + part_sizes[part]) for slot in slots for part in range(num_parts))
+    num_products = sum(products[slot] for slot in slots)
     moved = len(slots) * ((in_features + 2 * out_features) * draw.dtype.itemsize + 4)
     return Work(
         lambda: paged.add_lora(out, x, weights, batch),
         lambda: lora_reference.add_lora(out, x, adapters, part_sizes, row_slots),
-        Cost(2 * products, moved + _bytes(a, b, rank_table, scales)),
+        Cost(2 * num_products, moved + _bytes(a, b, rank_table, scales)),
     )

@@ -70,22 +70,22 @@ def make(problem: Problem, device: torch.device) -> dict[str, Any]:
             blocks = tensors.block_table[seq, position // problem.block_size].long()
             rows = torch.eye(size)[position % latent].to(dtype)
             cache[blocks, position % problem.block_size] = rows
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "q": tensors.q, "kv_cache": _stored(cache, problem.form), "block_table": tensors.block_table,
         "cu_seqlens_q": tensors.cu_seqlens_q, "seq_lens": tensors.seq_lens,
     }  # fmt: skip
     if problem.form == "e4m3":
-        given["k_scale"] = torch.rand(1) + 0.5
+        arguments["k_scale"] = torch.rand(1) + 0.5
     if problem.sinks:
-        given["sinks"] = torch.randn(problem.heads).to(dtype)
+        arguments["sinks"] = torch.randn(problem.heads).to(dtype)
     if problem.chosen:
-        given["indices"] = torch.full((len(tensors.q), problem.chosen), -1, dtype=torch.int32)
+        indices = arguments["indices"] = torch.full((len(tensors.q), problem.chosen), -1, dtype=torch.int32)
         for seq, (_, seq_len) in enumerate(problem.lengths):
             for row in range(*tensors.cu_seqlens_q[seq : seq + 2].tolist()):
                 count = min(seq_len, problem.chosen - 1)
                 places = torch.randperm(problem.chosen)[:count]
-                given["indices"][row, places] = torch.randperm(seq_len)[:count].int()
-    on_device: dict[str, Any] = {name: tensor.to(device) for name, tensor in given.items()}
+                indices[row, places] = torch.randperm(seq_len)[:count].int()
+    on_device: dict[str, Any] = {name: tensor.to(device) for name, tensor in arguments.items()}
     return {**on_device, "v_head_dim": latent, "softmax_scale": size**-0.5, "causal": problem.causal}
 
 
@@ -103,17 +103,19 @@ def index_problem(
     problem: attention_problem.Problem, device: torch.device, *, is_packed: bool = False
 ) -> dict[str, Any]:
     """Make the arguments of `choose_keys` but top_k, with one KV head's keys in one of the two forms of their cache."""
-    given = attention_problem.make(problem, torch.device("cpu"))
-    keys = given.k_cache[:, :, 0]
+    drawn = attention_problem.make(problem, torch.device("cpu"))
+    keys = drawn.k_cache[:, :, 0]
     if is_packed:
         scales = keys.float().abs().amax(-1, keepdim=True) / 448
         codes = (keys / scales).to(torch.float8_e4m3fn)
         keys = torch.cat([part.contiguous().view(torch.uint8) for part in (codes, scales)], -1)
     tensors = {
-        "q": given.q,
-        "weights": torch.randn(given.q.shape[:2]),
+        "q": drawn.q,
+        "weights": torch.randn(drawn.q.shape[:2]),
         "key_cache": keys,
-        **{name: getattr(given, name) for name in ("block_table", "cu_seqlens_q", "seq_lens")},
+        "block_table": drawn.block_table,
+        "cu_seqlens_q": drawn.cu_seqlens_q,
+        "seq_lens": drawn.seq_lens,
     }
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
