@@ -43,8 +43,11 @@ MODELS = (
 # Of the first model with quantised weights. 128 columns a group are usual in GPTQ's and AWQ's checkpoints.
 QUANTIZED_TOKENS = (1, 16384, 128, 16, 1024)
 QUANTIZED_FORMATS = (
-    *(FORMATS[f"e4m3 {layout}"] for layout in ("block", "channel", "tensor")),
-    *(Format(kind, 1, 128) for kind in ("int8", "int4")),
+    FORMATS["e4m3 block"],
+    FORMATS["e4m3 channel"],
+    FORMATS["e4m3 tensor"],
+    Format("int8", 1, 128),
+    Format("int4", 1, 128),
     Format("int4", 1, 128, zeros=True, in_words=True),
     NVFP4,
 )
@@ -79,8 +82,11 @@ class MoeLayer:
     @property
     def expert_bytes(self) -> int:
         """Of one expert's weights and scales, as they are stored."""
-        tensors = (self.w1, self.w2, *self.quantization.values())
-        return sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
+        num_bytes = 0
+        for tensor in (self.w1, self.w2, *self.quantization.values()):
+            if tensor is not None:
+                num_bytes += tensor[0].nbytes
+        return num_bytes
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,9 @@ class MoeBatch:
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
 
-    def rows(self, which: slice) -> MoeBatch:
+    def rows(self, tokens: slice) -> MoeBatch:
         """Some of its tokens."""
-        return MoeBatch(*(tensor[which] for tensor in vars(self).values()))
+        return MoeBatch(self.hidden_states[tokens], self.topk_weights[tokens], self.topk_ids[tokens])
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,10 @@ class MoeCase:
 
     @property
     def name(self) -> str:
-        variant = "" if self.format is None else f"-{self.format}"
-        return f"{self.model.name}{variant}.{self.routing}.{self.num_tokens}"
+        model = self.model.name
+        if self.format is not None:
+            model = f"{model}-{self.format}"
+        return f"{model}.{self.routing}.{self.num_tokens}"
 
     def small(self) -> MoeCase:
         """A CPU's sizes: a sixteenth of the widths and of the experts, at most 64 tokens.
@@ -123,34 +131,40 @@ class MoeCase:
         model, part, layout = self.model, 16, self.format
         if layout is not None:
             part = 8
-            layout = layout._replace(group_k=layout.group_k // 4) if layout.kind.startswith("int") else layout
+            if layout.kind.startswith("int"):
+                layout = layout._replace(group_k=layout.group_k // 4)
+        fewest_local_experts = 1
+        if model.is_whole:
+            fewest_local_experts = 2 * model.top_k
         narrow = replace(
             model,
             name=f"{model.name}/{part}",
             num_experts=max(model.num_experts // 16, 2 * model.top_k),
             hidden_size=model.hidden_size // part,
             intermediate_size=model.intermediate_size // part,
-            num_local_experts=max(model.num_local_experts // 16, 1 if not model.is_whole else 2 * model.top_k),
+            num_local_experts=max(model.num_local_experts // 16, fewest_local_experts),
         )
         return replace(self, model=narrow, num_tokens=min(self.num_tokens, 64), format=layout)
 
     def layer(self, device: torch.device, dtype: torch.dtype) -> MoeLayer:
         """Random weights that keep the variance of what passes through them."""
         model = self.model
-        w1, w2 = (
-            torch.randn(model.num_local_experts, rows, columns, device=device, dtype=dtype).div_(math.sqrt(columns))
-            for rows, columns in (
-                (2 * model.intermediate_size, model.hidden_size),
-                (model.hidden_size, model.intermediate_size),
-            )
+        num_experts, hidden_size, intermediate_size = (
+            model.num_local_experts,
+            model.hidden_size,
+            model.intermediate_size,
         )
+        w1 = torch.randn(num_experts, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
+        w2 = torch.randn(num_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
+        w1.div_(math.sqrt(hidden_size))
+        w2.div_(math.sqrt(intermediate_size))
         expert_map = None
         if not model.is_whole:
             ids = torch.arange(model.num_experts, device=device, dtype=torch.int32)
             expert_map = torch.where(ids < model.num_local_experts, ids, -1)
         if self.format is None:
             return MoeLayer(w1, w2, expert_map)
-        first, second = (quantize(w, self.format) for w in (w1, w2))
+        first, second = quantize(w1, self.format), quantize(w2, self.format)
         return MoeLayer(first.w, second.w, expert_map, first.options("w1") | second.options("w2"))
 
     def batch(self, device: torch.device, dtype: torch.dtype) -> MoeBatch:
@@ -182,15 +196,17 @@ class MoeCase:
         return Cost(6 * sum(histogram) * model.hidden_size * model.intermediate_size, num_bytes)
 
 
-_ORDER = (
-    *(MoeCase(MODELS[0], num_tokens, "balanced") for num_tokens in TOKENS[:3]),
-    *(MoeCase(model, num_tokens, routing) for routing in ROUTINGS for num_tokens in TOKENS for model in MODELS),
-    *(
-        MoeCase(MODELS[0], num_tokens, "balanced", layout)
-        for num_tokens in QUANTIZED_TOKENS
-        for layout in QUANTIZED_FORMATS
-    ),
-    *(MoeCase(GPT_OSS, num_tokens, "balanced", MXFP4) for num_tokens in QUANTIZED_TOKENS),
-)
-CASES = tuple(dict.fromkeys(_ORDER))
+def _cases() -> tuple[MoeCase, ...]:
+    """Return the cases by importance; the first three are among those of every model, too."""
+    cases = [MoeCase(MODELS[0], num_tokens, "balanced") for num_tokens in TOKENS[:3]]
+    for routing in ROUTINGS:
+        for num_tokens in TOKENS:
+            cases += [MoeCase(model, num_tokens, routing) for model in MODELS]
+    for num_tokens in QUANTIZED_TOKENS:
+        cases += [MoeCase(MODELS[0], num_tokens, "balanced", layout) for layout in QUANTIZED_FORMATS]
+    cases += [MoeCase(GPT_OSS, num_tokens, "balanced", MXFP4) for num_tokens in QUANTIZED_TOKENS]
+    return tuple(dict.fromkeys(cases))
+
+
+CASES = _cases()
 CPU_CASES = tuple(MoeCase(CPU_MODEL, 2**exponent, "balanced") for exponent in range(10))

@@ -23,7 +23,11 @@ class Format(NamedTuple):
 
     def __str__(self) -> str:
         """The numbers of an expert that share a scale as the field calls them: "tensor", "channel" or their sizes."""
-        sizes = f"{self.group_n}x{self.group_k}" if self.group_k else "channel" if self.group_n else "tensor"
+        sizes = "tensor"
+        if self.group_k:
+            sizes = f"{self.group_n}x{self.group_k}"
+        elif self.group_n:
+            sizes = "channel"
         return f"{self.kind}{'-words' * self.in_words}-{sizes}{'-zeros' * self.zeros}"
 
 
@@ -48,20 +52,26 @@ FORMATS = {
 
 def quantize(w: torch.Tensor, form: Format) -> ExpertLinear:
     """Quantise weights; each group's largest gets the format's largest code. Scales of words have adjacent rows."""
-    group_size = form.group_k or (-1 if form.group_n else 0)
-    linears = [
-        quantize_linear(expert.float(), form.kind, group_size=group_size, symmetric=not form.zeros) for expert in w
-    ]
-    values, scale, zeros, tensor_scale = (
-        None if getattr(linears[0], field) is None else torch.stack([getattr(each, field) for each in linears])
-        for field in ("values", "scale", "zero_point", "tensor_scale")
-    )
+    group_size = form.group_k
+    if not group_size and form.group_n:
+        group_size = -1
+    linears = []
+    for expert in w:
+        linears.append(quantize_linear(expert.float(), form.kind, group_size=group_size, symmetric=not form.zeros))
+
+    def stacked(field: str) -> torch.Tensor | None:
+        if getattr(linears[0], field) is None:
+            return None
+        return torch.stack([getattr(linear, field) for linear in linears])
+
+    values, scale, zeros = stacked("values"), stacked("scale"), stacked("zero_point")
     assert values is not None
     assert scale is not None
     if form.kind == "int4" and not form.in_words:
         codes = torch.stack([unpack_codes(words, w.shape[2]) for words in values])
         values = codes[..., 0::2] | codes[..., 1::2] << 4
     elif scale.dim() == 3 and form.kind != "e4m3":
-        scale, zeros = (None if each is None else each.mT.contiguous().mT for each in (scale, zeros))
-        assert scale is not None
-    return ExpertLinear(values, None, scale, zeros, tensor_scale)
+        scale = scale.mT.contiguous().mT
+        if zeros is not None:
+            zeros = zeros.mT.contiguous().mT
+    return ExpertLinear(values, None, scale, zeros, stacked("tensor_scale"))

@@ -66,19 +66,22 @@ def vllm_functions() -> dict[str, Any]:
     names |= {"torch": torch, "Any": Any, "enable_swap_ab": _swaps_ab, "resolve_moe_use_td": lambda: False}
     names["warn_if_moe_use_td_ineffective"] = lambda *_, **__: None
     tree = ast.parse(path.read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    tree.body = [
-        node
-        for node in functions
-        if node.name in _TAKEN or any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)
-    ]
+    functions: list[ast.stmt] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            if node.name in _TAKEN or "triton.jit" in decorators:
+                functions.append(node)
+    tree.body = functions
     # Line numbers stay those of the file, where Triton looks for a function's source.
     exec(compile(tree, str(path), "exec", dont_inherit=True), names)
     return names
 
 
 def _kind(case: MoeCase) -> str | None:
-    return None if case.format is None else case.format.kind
+    if case.format is None:
+        return None
+    return case.format.kind
 
 
 @functools.cache
@@ -89,14 +92,23 @@ def _table(case: MoeCase, device: torch.device) -> dict[int, dict[str, int]]:
     path = _vllm_folder() / f"configs/{experts},device_name={name}{_TABLES[_kind(case)]}.json"
     if not path.exists():
         return {}
-    return {int(key): tile for key, tile in json.loads(path.read_text()).items() if key.isdigit()}
+    tiles = {}
+    for key, tile in json.loads(path.read_text()).items():
+        if key.isdigit():
+            tiles[int(key)] = tile
+    return tiles
 
 
 def _tile(case: MoeCase, device: torch.device) -> dict[str, int]:
     """The table's tile for the nearest number of tokens; for int8 and int4 without one what vLLM then takes."""
-    if table := _table(case, device):
+    table = _table(case, device)
+    if table:
         return table[min(table, key=lambda num_tokens: abs(num_tokens - case.num_tokens))]
-    block_m = 16 if case.num_tokens <= 20 else 32 if case.num_tokens <= 40 else 64
+    block_m = 64
+    if case.num_tokens <= 20:
+        block_m = 16
+    elif case.num_tokens <= 40:
+        block_m = 32
     return {"BLOCK_SIZE_M": block_m, "GROUP_SIZE_M": 1, "SPLIT_K": 1}
 
 
@@ -114,9 +126,9 @@ def refused_by_vllm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> 
         return "takes a compiled kernel, which is not here, for so few entries"
     if kind in ("mxfp4", "nvfp4") or (case.format is not None and case.format.in_words):
         return "has no kernel here for words of eight codes"
-    if kind in ("int8", "int4"):
+    if kind in ("int8", "int4") or _table(case, device):
         return None
-    return None if _table(case, device) else "vLLM ships no table for these experts on this device"
+    return "vLLM ships no table for these experts on this device"
 
 
 def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
@@ -125,9 +137,8 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
     ids, tile = batch.topk_ids, _tile(case, batch.topk_ids.device)
     num_entries, block_m = ids.numel(), tile["BLOCK_SIZE_M"]
     is_integer = _kind(case) in ("int8", "int4")
-    launcher = _INTEGER_LAUNCHER if is_integer else _FLOAT_LAUNCHER
     is_naive = not is_integer and layer.expert_map is None and num_entries * 4 <= case.model.num_experts
-    w1, w2 = (_as_unsigned(w) for w in (layer.w1, layer.w2))
+    w1, w2 = _as_unsigned(layer.w1), _as_unsigned(layer.w2)
 
     def call() -> torch.Tensor:
         num_padded = torch.full((1,), num_entries * block_m, dtype=torch.int32, device=ids.device)
@@ -143,17 +154,23 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
             """The first, or with `weights` the second, whose rows are entries."""
             out = x.new_empty(1, num_entries, w.shape[1])
             dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
-            top_k = case.model.top_k if weights is None else 1
+            top_k = 1
+            if weights is None:
+                top_k = case.model.top_k
             routing = (weights, *aligned, weights is not None, top_k, tile, dtype)
-            scale, launch = layer.quantization.get(f"{name}_scale"), vllm_functions()[launcher]
+            scale = layer.quantization.get(f"{name}_scale")
             if is_integer:
                 assert case.format is not None
                 kinds = (_kind(case) == "int8", _kind(case) == "int4")
+                launch = vllm_functions()[_INTEGER_LAUNCHER]
                 launch(x, w, out, scale, None, *routing, *kinds, [0, case.format.group_k])
+                return out[0]
+            launch = vllm_functions()[_FLOAT_LAUNCHER]
+            if scale is None:
+                launch(x, w, out, None, None, *routing, False, False, False, False, False, None)
             else:
-                x, x_scale = (x, None) if scale is None else quantize_rows(x, w.dtype, in_groups=True)(x, None)
-                is_e4m3 = (scale is not None, False, False, False, False)
-                launch(x, w, out, x_scale, scale, *routing, *is_e4m3, None if scale is None else [128, 128])
+                x, x_scale = quantize_rows(x, w.dtype, in_groups=True)(x, None)
+                launch(x, w, out, x_scale, scale, *routing, True, False, False, False, False, [128, 128])
             return out[0]
 
         gate_up = product(batch.hidden_states, w1, "w1", None)
@@ -167,7 +184,9 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
 
 def _as_unsigned(w: torch.Tensor) -> torch.Tensor:
     """8-bit whole numbers as vLLM stores them, 128 above what they are."""
-    return w.view(torch.uint8) ^ 128 if w.dtype == torch.int8 else w
+    if w.dtype == torch.int8:
+        return w.view(torch.uint8) ^ 128
+    return w
 
 
 def _refused_by_transformers(
@@ -181,7 +200,9 @@ def _refused_by_transformers(
         return "takes no quantised weights"
     if not case.model.is_whole:
         return "has no expert map"
-    return "takes part on a CPU alone" if implementation == "eager" and device.type != "cpu" else None
+    if implementation == "eager" and device.type != "cpu":
+        return "takes part on a CPU alone"
+    return None
 
 
 def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
@@ -193,19 +214,19 @@ def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batc
     config._experts_implementation = implementation
     with torch.device("meta"):
         experts = importlib.import_module(_QWEN3_MOE).Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = (torch.nn.Parameter(w, requires_grad=False) for w in (layer.w1, layer.w2))
+    experts.gate_up_proj = torch.nn.Parameter(layer.w1, requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(layer.w2, requires_grad=False)
     ids = batch.topk_ids.long()
     return lambda: experts(batch.hidden_states, ids, batch.topk_weights)
 
 
+def _transformers(name: str, implementation: str) -> Peer:
+    refuses = functools.partial(_refused_by_transformers, implementation)
+    return Peer(name, refuses, functools.partial(_transformers_call, implementation))
+
+
 PEERS = (
     Peer("vllm", refused_by_vllm, vllm_call),
-    *(
-        Peer(
-            name,
-            functools.partial(_refused_by_transformers, implementation),
-            functools.partial(_transformers_call, implementation),
-        )
-        for name, implementation in (("transformers", "grouped_mm"), ("transformers_eager", "eager"))
-    ),
+    _transformers("transformers", "grouped_mm"),
+    _transformers("transformers_eager", "eager"),
 )

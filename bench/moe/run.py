@@ -51,10 +51,13 @@ def contest(case: MoeCase, setting: Setting) -> Contest:
     for _ in range(count - 1):
         batches.append(case.batch(device, dtype))
     histogram = case.histogram(batches[0])
+    format_name = None
+    if case.format is not None:
+        format_name = str(case.format)
     about = {
         "name": case.name,
         "model": case.model.name,
-        "format": None if case.format is None else str(case.format),
+        "format": format_name,
         "routing": case.routing,
         "tokens": case.num_tokens,
         "active_experts": len(histogram) - histogram.count(0),
@@ -108,7 +111,10 @@ def _tolerance(case: MoeCase) -> tuple[torch.dtype | None, float]:
 def goals(row: Json, limits: Ceilings) -> list[Goal]:
     """Return the goals of a row, on one H200 or, for CPU_MODEL, on a CPU."""
     if row["model"] == CPU_MODEL.name:
-        ratios = [peer["ratio"] for name, peer in row["peers"].items() if name.startswith("transformers")]
+        ratios = []
+        for name, peer in row["peers"].items():
+            if name.startswith("transformers"):
+                ratios.append(peer["ratio"])
         return [at_least("the fastest experts of transformers", min(ratios, default=None), 1.0)]
     judged = [at_least("vLLM's Triton kernel", row["peers"].get("vllm", {}).get("ratio"), 1.0)]
     is_plain = row["format"] is None

@@ -16,8 +16,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,9 @@ class Candidate:
 
 def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
     """Tiles whose rows lie within a factor of four of the entries an expert, and that could fit the chip."""
-    least, most = shape.entries_per_expert / 4, max(16.0, 4 * shape.entries_per_expert)
-    rows = [m for m in (16, 32, 64, 128) if least <= m <= most] or [128]
-    found = []
+    fewest, largest = shape.entries_per_expert / 4, max(16.0, 4 * shape.entries_per_expert)
+    rows = [m for m in (16, 32, 64, 128) if fewest <= m <= largest] or [128]
+    candidates = []
     for gated, block_m, width, block_k, num_stages, swap_ab, tma in itertools.product(
         (True, False), rows, (64, 128, 256), (64, 128, 256), (2, 3, 4, 5), (False, True), (False, True)
     ):
@@ -83,24 +83,31 @@ def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
         is_for_hopper = tma or (swap_ab and not shape.packed)
         if is_for_hopper and (arch not in LARGE_SHARED_MEMORY or (swap_ab and block_m == 128)):
             continue
-        w_bytes = width * block_k * shape.element_size // (4 if shape.packed else 1)
+        w_bytes = width * block_k * shape.element_size
+        if shape.packed:
+            w_bytes //= 4
         stage_bytes = block_m * block_k * shape.element_size + w_bytes
         if stage_bytes * (num_stages - 1) > SHARED_LIMIT.get(arch, 99 << 10):
             continue
-        num_warps = 8 if block_m * width >= 128 * 128 or (shape.packed and is_large) else 4
-        for group_m in (1, 8) if is_large else (1,):
-            block_n = width // 2 if gated else width
-            tile = MoeTile(block_m, block_n, block_k, group_m, num_warps, num_stages, swap_ab, tma)
-            found.append(Candidate(gated, tile))
-    return found
+        num_warps = 4
+        if block_m * width >= 128 * 128 or (shape.packed and is_large):
+            num_warps = 8
+        block_n = width // (1 + gated)
+        tile = MoeTile(block_m, block_n, block_k, 1, num_warps, num_stages, swap_ab, tma)
+        candidates.append(Candidate(gated, tile))
+        if is_large:
+            candidates.append(Candidate(gated, replace(tile, group_m=8)))
+    return candidates
 
 
 def by_promise(candidates: Iterable[Candidate], guess: MoeTiles) -> list[Candidate]:
     """Sort candidates: those that differ least from the guess come first."""
 
     def distance(candidate: Candidate) -> int:
-        guessed = astuple(guess.gate_up if candidate.gated else guess.down)
-        return sum(a != b for a, b in zip(astuple(candidate.tile), guessed, strict=True))
+        guessed = guess.down
+        if candidate.gated:
+            guessed = guess.gate_up
+        return sum(size != other for size, other in zip(astuple(candidate.tile), astuple(guessed), strict=True))
 
     return sorted(candidates, key=distance)
 
@@ -108,12 +115,12 @@ def by_promise(candidates: Iterable[Candidate], guess: MoeTiles) -> list[Candida
 def compiled(candidates: Sequence[Candidate], seconds: Callable[[Candidate], float], end: float) -> Iterator[Candidate]:
     """Yield candidates until `end`, and always the first few; many are compiled at once, in half of the time left."""
     for index, candidate in enumerate(candidates):
-        left = end - time.monotonic()
-        if index >= _FEWEST and left < 0:
+        remaining = end - time.monotonic()
+        if index >= _FEWEST and remaining < 0:
             break
         if index % _AT_ONCE == 0:
             group = candidates[index : index + _AT_ONCE]
-            compile_ahead(variants_of(lambda: [seconds(each) for each in group]), left / 2)  # noqa: B023
+            compile_ahead(variants_of(lambda: list(map(seconds, group))), remaining / 2)  # noqa: B023
         yield candidate
 
 
@@ -127,10 +134,14 @@ def tune(
         took = seconds(candidate)
         if took < best.get(key, (math.inf, None))[0]:
             best[key] = took, candidate.tile
-    sums = {m: best[m, True][0] + best[m, False][0] for m, gated in best if gated and (m, False) in best}
-    rows = min(sums, key=lambda m: sums[m])
-    found = {"gate_up": best[rows, True], "down": best[rows, False]}
-    return {name: tile for name, (_, tile) in found.items()}, {name: took * 1e6 for name, (took, _) in found.items()}
+    sums = {}
+    for block_m, gated in best:
+        if gated and (block_m, False) in best:
+            sums[block_m] = best[block_m, True][0] + best[block_m, False][0]
+    block_m = min(sums, key=lambda rows: sums[rows])
+    gate_up_seconds, gate_up = best[block_m, True]
+    down_seconds, down = best[block_m, False]
+    return {"gate_up": gate_up, "down": down}, {"gate_up": gate_up_seconds * 1e6, "down": down_seconds * 1e6}
 
 
 def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[Candidate], float]:
@@ -139,12 +150,7 @@ def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[C
     (num_experts, hidden_size, _), intermediate_size = layer.w2.shape, layer.w1.shape[1] // 2
     activated = torch.randn(num_entries, intermediate_size, device=device, dtype=batch.hidden_states.dtype)
     parts = torch.empty(num_entries, hidden_size, device=device, dtype=activated.dtype)
-    gate_up, down = (
-        ExpertLinear(
-            w, **{each: layer.quantization.get(f"{name}_{each}") for each in ("scale", "zeros", "tensor_scale")}
-        )
-        for name, w in (("w1", layer.w1), ("w2", layer.w2))
-    )
+    gate_up, down = _linear("w1", layer.w1, layer.quantization), _linear("w2", layer.w2, layer.quantization)
     out = torch.empty_like(activated)
 
     def seconds(candidate: Candidate) -> float:
@@ -165,17 +171,26 @@ def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[C
     return seconds
 
 
+def _linear(name: str, w: torch.Tensor, quantization: Mapping[str, torch.Tensor | None]) -> ExpertLinear:
+    scale, zeros = quantization.get(f"{name}_scale"), quantization.get(f"{name}_zeros")
+    return ExpertLinear(w, scale=scale, zeros=zeros, tensor_scale=quantization.get(f"{name}_tensor_scale"))
+
+
 def shape_of(model: MoeModel, num_tokens: int, packed: str = "") -> MoeShape:
     """As `fused_moe` has it, which sees whole words of packed weights."""
-    intermediate_size = 8 * num_words(model.intermediate_size) if packed else model.intermediate_size
+    intermediate_size = model.intermediate_size
+    if packed:
+        intermediate_size = 8 * num_words(intermediate_size)
     return MoeShape(num_tokens * model.top_k, model.num_experts, model.hidden_size, intermediate_size, 2, packed)
 
 
 def new_table(model: MoeModel, arch: str, packed: str = "") -> dict[str, Any]:
-    sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
     return {
         "model": model.name,
-        **{name: getattr(model, name) for name in sizes},
+        "num_experts": model.num_experts,
+        "top_k": model.top_k,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
         "packed": packed,
         "arch": arch,
         "torch": torch.__version__,
@@ -203,11 +218,14 @@ def main(argv: list[str] | None = None) -> int:
     any_shape = shape_of(model, 1, args.packed)
     kind = table_dtype(args.packed, torch.bfloat16)
     path = args.out / table_name(model.num_experts, any_shape.intermediate_size, chip.name, kind)
-    table = json.loads(path.read_text()) if path.exists() else new_table(model, chip.arch, args.packed)
-    shapes = {
-        tokens: shape_of(model, tokens, args.packed) for tokens in args.tokens if str(tokens) not in table["tiles"]
-    }
-    shapes = {each: shape for each, shape in shapes.items() if not takes_gemv(shape, is_quantized=bool(args.packed))}
+    table = new_table(model, chip.arch, args.packed)
+    if path.exists():
+        table = json.loads(path.read_text())
+    shapes = {}
+    for tokens in args.tokens:
+        shape = shape_of(model, tokens, args.packed)
+        if str(tokens) not in table["tiles"] and not takes_gemv(shape, is_quantized=bool(args.packed)):
+            shapes[tokens] = shape
     layer = MoeCase(model, 1, "balanced", PACKED.get(args.packed)).layer(device, torch.bfloat16)
     for index, (tokens, shape) in enumerate(shapes.items()):
         now = time.monotonic()

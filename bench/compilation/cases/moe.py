@@ -148,7 +148,7 @@ def gemm_case(
         else:
             kinds[argument] = argument_kind
     words = ["fused_moe", kind, "packed" * bool(shape.packed), "zeros" * zeros]
-    words += ["gate_up", activation] if gated else ["down"]
+    words += [{True: "gate_up", False: "down"}[gated], activation]
     words += [dtype, f"{columns}x{depth}", f"{tile.block_m}x{tile.block_n}x{tile.block_k}"]
     words += ["swapped" * tile.swap_ab, "tma" * uses_tma, "biased" * biased, "for", target]
     aligned = None
