@@ -88,6 +88,15 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_named_files_are_there() -> None:
+    """Except those of the kernel that a page adds."""
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for path in re.findall(r"`([\w./-]+(?:\.py|/))`", prose):
+            if (ROOT / path.split("/")[0]).is_dir() and "squared_relu" not in path:
+                assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
 def test_every_family_has_a_row() -> None:
     page = (ROOT / "docs" / "families.md").read_text()
     rows = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`\w+For.*)$", page, re.MULTILINE)]
@@ -118,6 +127,7 @@ EXAMPLES = {
     "oracle": "the changed kernel: found, sees_a_future_key",
     "ray_batch": "wren: -> pipe",
     "ray_serve": "2 replicas answer",
+    "reference": "zebra: green wild compass ; (16 of 19 tokens cached)",
     "stream": "' lantern'",
     "two_processes": "[1, 1, 1, 404, 404, 404, 404, 404]",
 }
