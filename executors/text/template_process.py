@@ -1,11 +1,9 @@
-"""Rendering of chat templates in a bounded process, so that a text or an error always returns in bounded time."""
+"""Rendering of chat templates in bounded processes, so that a text or an error always returns in bounded time."""
 
 from __future__ import annotations
 
 import json
 import os
-import threading
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from paged.bounded_process import Branch, ProcessEndedError, Root
@@ -13,6 +11,10 @@ from paged.executors.text.template_sandbox import CPU_S
 
 _DEADLINE_S = 20.0  # for a process that sleeps
 _ROOT = Root("paged.executors.text.template_sandbox")
+# Processes with the templates that they have compiled, as many as have rendered at the same time.
+_IDLE: list[Branch] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_IDLE.clear)  # they belong to the parent
 
 
 class Rendered(NamedTuple):
@@ -24,38 +26,22 @@ class Rendered(NamedTuple):
     is_last: bool = False
 
 
-class _TemplateProcess:
-    """Keeps one process, with the templates that it has compiled, until a template has ended it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: Branch | None = None
-
-    def render(self, template: str, values: dict[str, Any], limit: int) -> Rendered:
-        request = json.dumps({"template": template, "values": values, "limit": limit}).encode()
-        with self._lock:
-            process, self._process = self._process or _ROOT.branch(), None
-            process.send(request, cpu_s=CPU_S, seconds=_DEADLINE_S)
-            try:
-                rendered = Rendered(**json.loads(process.receive().message))
-            except ProcessEndedError:
-                reason = f"it takes more than {CPU_S} s of CPU time, or overflows the stack"
-                return Rendered(error=reason, is_last=True)
-            if not rendered.is_last:
-                self._process = process
-            return rendered
-
-
 def render_bounded(template: str, values: dict[str, Any], limit: int) -> Rendered:
     """Render a template with JSON values; the result is a text of at most `limit` characters, or an error.
 
     Raises:
         UnsupportedError: a process cannot be started.
     """
-    return _process_of(os.getpid()).render(template, values, limit)
-
-
-@lru_cache(maxsize=1)
-def _process_of(owner: int) -> _TemplateProcess:
-    """Return the process of an owner; after a fork it belongs to the parent."""
-    return _TemplateProcess()
+    request = json.dumps({"template": template, "values": values, "limit": limit}).encode()
+    try:
+        process = _IDLE.pop()
+    except IndexError:
+        process = _ROOT.branch()
+    process.send(request, cpu_s=CPU_S, seconds=_DEADLINE_S)
+    try:
+        rendered = Rendered(**json.loads(process.receive().message))
+    except ProcessEndedError:
+        return Rendered(error=f"it takes more than {CPU_S} s of CPU time, or overflows the stack")
+    if not rendered.is_last:
+        _IDLE.append(process)
+    return rendered
