@@ -17,8 +17,8 @@ from paged.bounded_process import limit_memory
 
 MAX_MEGABYTES = 512
 """Memory that a grammar may take, compiled and followed."""
-REFUSED, STOPPED = b"\x00", b"\x01"
-"""Replies in place of a mask: the grammar forbids a token; the text is complete."""
+REFUSED = b"\x00"
+"""Reply in place of a mask: the grammar forbids a token."""
 
 
 def move(num_back: int, tokens: Sequence[int]) -> bytes:
@@ -43,7 +43,7 @@ class _Grammar:
         self._mask = torch.empty(0, dtype=torch.int32)
 
     def answer(self, message: bytes) -> bytes:
-        """Answer a move by a mask or one of the words above, anything else by {} or {error, missing} in JSON."""
+        """Answer a move by a mask or REFUSED, anything else by {} or {error, missing} in JSON."""
         if self._matcher is not None:
             return self._follow(message)
         try:
@@ -67,8 +67,8 @@ class _Grammar:
         for token in tokens:
             if not self._matcher.accept_token(token):
                 return REFUSED
-        if self._matcher.is_terminated():
-            return STOPPED
+        if self._matcher.is_terminated():  # xgrammar has no mask then
+            return b""
         self._mask.fill_(-1)
         self._matcher.fill_next_token_bitmask(self._mask)
         return self._mask.numpy().tobytes()

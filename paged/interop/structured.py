@@ -14,7 +14,7 @@ import torch
 
 from paged.bounded_process import Branch, ProcessEndedError, Root
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
-from paged.interop.grammar_process import MAX_MEGABYTES, REFUSED, STOPPED, move
+from paged.interop.grammar_process import MAX_MEGABYTES, REFUSED, move
 from paged.kernels.common.scalars import as_float, shown
 from paged.printable import one_line
 
@@ -202,9 +202,9 @@ class _Matcher:
             if token_id < 0 or not word or not (word[0] >> token_id % 8) & 1:
                 return False
         self._ask(token_id)
-        self._is_stopped = token_id in self._compiled.stop_ids
         if not is_known and not self._receive():
             return False
+        self._is_stopped = token_id in self._compiled.stop_ids
         self._tokens.append(token_id)
         return True
 
@@ -266,7 +266,6 @@ class _Matcher:
             raise self._error() from None
         self._is_asked = False
         self._left_s -= self._last_s
-        self._is_stopped = answer == STOPPED
         if answer == REFUSED:
             return False
         self._mask = answer
