@@ -9,7 +9,7 @@ from examples.reference import Engine as ReferenceEngine
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from tests.models.families import FAMILIES, save_checkpoint
 
-RECALL = Path(__file__).parents[3] / "models" / "recall"
+RECALL = Path(__file__).parents[2] / "models" / "recall"
 # Eight blocks of 16 tokens hold two whole requests of up to 80 tokens; all but the last begin with the same 37.
 NUM_BLOCKS = 8
 PROMPTS = [[*range(30, 67), *range(tail, tail + 3 * tail)] for tail in range(1, 5)] + [list(range(90, 111))]
