@@ -339,11 +339,12 @@ class EngineCore(RequestLifecycle):
         if batch is not None and batch.prepared is not None:  # one array in place of a loop over all
             lengths = batch.prepared.host.seq_lens
             completions = [completions[row] for row in np.flatnonzero(lengths % block_size == 0)]
+        else:
+            completions = [completion for completion in completions if completion.cached % block_size == 0]
         known = []
         for completion in completions:
-            is_full = completion.cached % block_size == 0
             handle = completion.handle
-            if is_full and handle is not None and completion.state is State.DECODE:
+            if handle is not None and completion.state is State.DECODE:
                 known.append((handle, completion.tokens_from(handle.num_known_tokens)))
         if known:
             attempt(partial(_LOG.warning, "blocks were not published: %s"), manager.append_tokens, known)
@@ -368,13 +369,13 @@ class EngineCore(RequestLifecycle):
         """Give completions the tokens that were sampled for them, and end those that are done."""
         self._sampled = perf_counter()
         token_ids, logprobs = sampled
-        states = [completion.state for completion in rows.completions]
-        if State.FINISHED in states:  # some ended while the step was under way
-            unfinished = [row for row, state in enumerate(states) if state is not State.FINISHED]
-            self.metrics.dropped_tokens += len(token_ids) - len(unfinished)
-            rows = Rows([rows.completions[row] for row in unfinished])
-            token_ids = [token_ids[row] for row in unfinished]
-            logprobs = logprobs and [logprobs[row] for row in unfinished]
+        if not self._scheduler.are_current(rows):
+            unfinished = [row for row, completion in enumerate(rows.completions) if completion.state is not State.FINISHED]
+            if len(unfinished) < len(token_ids):  # some ended while the step was under way
+                self.metrics.dropped_tokens += len(token_ids) - len(unfinished)
+                rows = Rows([rows.completions[row] for row in unfinished])
+                token_ids = [token_ids[row] for row in unfinished]
+                logprobs = logprobs and [logprobs[row] for row in unfinished]
         completions = rows.completions
         if step.num_prefill_tokens:
             for request in {completion.request for completion in completions}:

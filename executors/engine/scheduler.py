@@ -110,7 +110,7 @@ class Scheduler:
         self._drafter = drafter
         self._ask_for_tokens = ask_for_tokens
         self.refused: list[tuple[Completion, str]] = []
-        self._rows = Rows([])
+        self._rows: Rows | None = None
         self._masked: set[Completion] = set()  # those whose masks are computed elsewhere
         self._decode_cost = decode_cost
         self._prompt_rows = prompt_rows
@@ -138,17 +138,22 @@ class Scheduler:
         completion.state = State.DECODE
         self._note_mask(completion)
         self.decoding.append(completion)
+        self._rows = None
 
     def _note_mask(self, completion: Completion) -> None:
         if completion.awaited_mask is not None:
             self._masked.add(completion)
 
     def rows_of(self, completions: list[Completion]) -> Rows:
-        """Return the rows of completions, those of the last call if they are the same."""
+        """Return the rows of completions that decode; they persist until a completion joins or leaves."""
         rows = self._rows
-        if rows.completions != completions or rows.handles != [completion.handle for completion in completions]:
+        if rows is None or rows.completions != completions:
             rows = self._rows = Rows(completions)
         return rows
+
+    def are_current(self, rows: Rows) -> bool:
+        """Return whether no completion has joined or left since these rows were made: then none of them has ended."""
+        return rows is self._rows
 
     def schedule(self, in_flight: StepOutput | None) -> StepBatch | None:
         """Plan the next step and reserve its capacity; None if nothing can run.
@@ -454,6 +459,7 @@ class Scheduler:
 
     def _leave(self, completion: Completion) -> None:
         """Remove it from the list it is in, if any."""
+        self._rows = None
         if completion.state is State.WAITING:  # by its rank: a queue may hold 40,000
             index = bisect_left(self.waiting, completion.rank, key=_RANK)
             if self.waiting[index : index + 1] == [completion]:
