@@ -361,7 +361,7 @@ class LlmExecutor(UnifiedExecutor):
 
     def _run(self, batch: UnifiedBatch) -> Answers:
         if isinstance(self._lm, PagedCausalLM) and (batch.prepared is not None or not batch.is_plain):
-            return self._lm.run_batch(batch, is_checked=True)
+            return self._lm.run_checked(batch)
         return self._lm.unified_forward(batch.items)
 
 

@@ -144,19 +144,21 @@ class PagedCausalLM(DecoderOnlyLLM):
         assert isinstance(answers, list)
         return answers
 
-    def run_batch(self, batch: UnifiedBatch, *, is_checked: bool = False) -> list[torch.Tensor | None] | torch.Tensor:
-        """Run a batch that is not empty, as `unified_decode` of an executor does.
+    def run_batch(self, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
+        """Check a batch that is not empty, and run it as `unified_decode` of an executor does."""
+        self.memory.check_awake()
+        self._check(batch)
+        with torch.no_grad():
+            return self.run_checked(batch)
 
-        is_checked: the items are valid.
-        """
+    def run_checked(self, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
+        """Run a batch whose items are valid; the caller has switched gradients off."""
         if self.memory.level:
             self.memory.check_awake()
-        if not is_checked:
-            self._check(batch)
         draws = None
         if self.ranks.size > 1:
             draws = self._draws_on_ranks(batch)
-        with torch.no_grad(), forward_step(self.kv_manager, batch) as step:
+        with forward_step(self.kv_manager, batch) as step:
             row_slots = self.adapters.row_slots(step.handles, step.counts)
             shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
             with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):

@@ -151,7 +151,7 @@ class OutputRows:
     lora: LoraBatch | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HostMetadata:
     """`AttentionMetadata` as arrays on the host.
 

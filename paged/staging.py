@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate, cycle
 from threading import Lock
@@ -73,7 +72,7 @@ class Staging:
             event = None if new_event is None else new_event()
             self._buffers.append(_Buffer(event))
         self._ring = cycle(self._buffers)
-        self._lock = Lock()
+        self.lock = Lock()
 
     def to_device(self, arrays: Sequence[NDArray[Any]], out: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return the arrays as tensors on the device, in one copy. Every tensor starts at a multiple of 64 bytes.
@@ -83,24 +82,21 @@ class Staging:
         """
         starts = _starts(arrays)
         moved = torch.empty(starts[-1], dtype=torch.uint8, device=self._device) if out is None else out[: starts[-1]]
-        with self._next(len(moved)) as buffer:
+        with self.lock:
+            buffer = self.next_buffer(len(moved))
             for array, start in zip(arrays, starts, strict=False):
                 buffer.bytes[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-            moved.copy_(buffer.memory[: len(moved)], non_blocking=buffer.copied is not None)
+            buffer.send(buffer.memory[: len(moved)], moved)
         return _views(moved, arrays)
 
-    @contextmanager
-    def _next(self, size: int) -> Iterator[_Buffer]:
-        """Yield a buffer of at least `size` bytes; the caller makes one copy out of it."""
-        with self._lock:
-            buffer = next(self._ring)
-            if buffer.copied is not None:
-                buffer.copied.synchronize()
-            if len(buffer.bytes) < size:
-                buffer.grow(size, is_pinned=self._device.type == "cuda")
-            yield buffer
-            if buffer.copied is not None:
-                buffer.copied.record()
+    def next_buffer(self, size: int) -> _Buffer:
+        """Return a buffer of at least `size` bytes; the caller, which holds the lock, makes one copy out of it."""
+        buffer = next(self._ring)
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        if len(buffer.bytes) < size:
+            buffer.grow(size, is_pinned=self._device.type == "cuda")
+        return buffer
 
 
 class FixedCopy:
@@ -120,7 +116,8 @@ class FixedCopy:
 
     def send(self, rows: Sequence[NDArray[Any]], fills: Sequence[int]) -> None:
         """Copy values to the tensors: along the last axis `rows`, then `fills`."""
-        with self._staging._next(self._size) as buffer:
+        with self._staging.lock:
+            buffer = self._staging.next_buffer(self._size)
             memory, source, targets = self._sources.get(buffer) or (None, None, [])
             if memory is not buffer.memory or source is None:
                 source = buffer.memory[: self._size]
@@ -129,8 +126,9 @@ class FixedCopy:
             for target, row, fill in zip(targets, rows, fills, strict=True):
                 count = row.shape[-1]
                 target[..., :count] = row
-                target[..., count:] = fill
-            self._out.copy_(source, non_blocking=buffer.copied is not None)
+                if count < target.shape[-1]:
+                    target[..., count:] = fill
+            buffer.send(source, self._out)
 
 
 def _views(memory: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
@@ -153,6 +151,12 @@ class _Buffer:
         self.copied = copied
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.bytes: NDArray[np.uint8] = self.memory.numpy()
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a part of the memory to the device; on a GPU this returns at once."""
+        target.copy_(source, non_blocking=self.copied is not None)
+        if self.copied is not None:
+            self.copied.record()
 
     def grow(self, size: int, *, is_pinned: bool) -> None:
         """Make capacity for `size` bytes by doubling. The content is lost."""

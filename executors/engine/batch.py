@@ -77,14 +77,13 @@ class Rows:
 
     def advance(self, tokens: Sequence[list[int]]) -> list[Completion]:
         """Append one token to the output of each row, given in a list; return those for which it may be the last."""
-        newest = list(chain.from_iterable(tokens))
-        for token_ids, token in zip(self._token_ids, newest, strict=True):
-            token_ids.append(token)
+        for token_ids, newest in zip(self._token_ids, tokens, strict=True):
+            token_ids += newest
         is_full = any(map(ge, map(len, self._token_ids), self._max_tokens))
-        if not (self._is_watched or is_full) and self._ending_ids.isdisjoint(newest):
+        if not (self._is_watched or is_full) and self._ending_ids.isdisjoint(chain.from_iterable(tokens)):
             return []
         ending = []
-        for completion, token in zip(self.completions, newest, strict=True):
+        for completion, (token,) in zip(self.completions, tokens, strict=True):
             if completion.is_watched or token in completion.ending_ids or completion.is_full:
                 ending.append(completion)
         return ending

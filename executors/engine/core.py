@@ -8,7 +8,6 @@ from functools import partial, wraps
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch.profiler import record_function
 
@@ -338,7 +337,7 @@ class EngineCore(RequestLifecycle):
         completions, batch = output.step.completions, output.step.batch
         if batch is not None and batch.prepared is not None:  # one array in place of a loop over all
             lengths = batch.prepared.host.seq_lens
-            completions = [completions[row] for row in np.flatnonzero(lengths % block_size == 0)]
+            completions = [completions[row] for row in (lengths % block_size == 0).nonzero()[0]]
         else:
             completions = [completion for completion in completions if completion.cached % block_size == 0]
         known = []
@@ -370,7 +369,9 @@ class EngineCore(RequestLifecycle):
         self._sampled = perf_counter()
         token_ids, logprobs = sampled
         if not self._scheduler.are_current(rows):
-            unfinished = [row for row, completion in enumerate(rows.completions) if completion.state is not State.FINISHED]
+            unfinished = [
+                row for row, completion in enumerate(rows.completions) if completion.state is not State.FINISHED
+            ]
             if len(unfinished) < len(token_ids):  # some ended while the step was under way
                 self.metrics.dropped_tokens += len(token_ids) - len(unfinished)
                 rows = Rows([rows.completions[row] for row in unfinished])
