@@ -194,35 +194,6 @@ def prepare(manager: PagedKvCacheManager, batch: UnifiedBatch) -> None:
     object.__setattr__(batch, "prepared", _reserved_step(manager, batch))
 
 
-def decode_step(
-    manager: PagedKvCacheManager, handles: list[KvCacheHandle], token_ids: NDArray[np.int64] | torch.Tensor
-) -> ForwardStep:
-    """Reserve capacity for the next token of sequences whose prompts have run; return their forward.
-
-    Errors are those of `forward_step`.
-
-    token_ids: int64 [n], on the host, or on the device if only the device knows them. They are not published: tell the
-    cache by `PagedKvCacheManager.append_tokens`.
-    """
-    counts = [1] * len(handles)
-    reservation, host = manager.reserve_step(handles, counts)
-    device_ids = None
-    if isinstance(token_ids, torch.Tensor):
-        device_ids = token_ids
-        token_ids = np.zeros(len(handles), np.int64)
-    return ForwardStep(
-        token_ids=token_ids,
-        host=host,
-        row_ids=np.arange(len(handles)),
-        handles=handles,
-        counts=counts,
-        device=manager.device,
-        device_ids=device_ids,
-        reservation=reservation,
-        only_decodes=True,
-    )
-
-
 def _handles(manager: PagedKvCacheManager, columns: BatchColumns, new_ids: list[SeqId]) -> list[KvCacheHandle]:
     """Return the sequence of each item; add to `new_ids` those that are created here."""
     handles = [handle for handle in columns.kv_caches if handle is not None]

@@ -10,21 +10,19 @@ from operator import ge
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paged.batch import BatchColumns, CapturedStates, UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
-from paged.executors.requests.request import Completion, Request
+from paged.executors.requests.request import Completion, Request, State
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts, SampledOnDevice
-from paged.forward_step import decode_step
+from paged.forward_step import ForwardStep
 
 
 class Rows:
     """Completions that run in the same step, one a row, and what stays the same while they decode on together.
 
     Attributes:
-        handles: their sequences in the cache.
         outputs: of their requests.
         reads_tokens: whether the earlier tokens of any must be known to sample its next one.
         takes_batches: whether `next_batch` can run them: they hold cache, and none has embeddings or returns states.
@@ -32,20 +30,22 @@ class Rows:
 
     def __init__(self, completions: list[Completion]) -> None:
         self.completions = completions
-        self.handles = [completion.handle for completion in completions]
+        handles = [completion.handle for completion in completions]
+        self._handles = [handle for handle in handles if handle is not None]
         self.outputs = dict.fromkeys(completion.request_output for completion in completions)
         self.reads_tokens = any(completion.reads_tokens for completion in completions)
         has_embeds = any(completion.request.embeds is not None for completion in completions)
         returns_states = any(completion.states is not None for completion in completions)
-        self.takes_batches = None not in self.handles and not has_embeds and not returns_states
+        self.takes_batches = len(self._handles) == len(handles) and not has_embeds and not returns_states
         self._columns = BatchColumns(
             seq_ids=[completion.seq_id for completion in completions],
-            kv_caches=self.handles,
+            kv_caches=handles,
             counts=[1] * len(completions),
             is_decode=True,
             has_embeds=False,
             wants_logits=True,
         )
+        self._row_ids = np.arange(len(completions))
         self._token_ids = [completion.token_ids for completion in completions]
         self._ending_ids = frozenset[int]().union(*{completion.ending_ids for completion in completions})
         self._is_watched = any(completion.is_watched for completion in completions)
@@ -59,15 +59,29 @@ class Rows:
         Raises:
             OutOfBlocksError: the cache has too few free blocks.
         """
-        tokens: NDArray[np.int64] | torch.Tensor | None = newest
-        if tokens is None:
+        if newest is None:
             tokens = np.array([token_ids[-1] for token_ids in self._token_ids], np.int64)
+        else:
+            tokens = np.zeros(len(self._handles), np.int64)
+        counts = self._columns.counts
+        reservation, host = manager.reserve_step(self._handles, counts)
+        prepared = ForwardStep(
+            token_ids=tokens,
+            host=host,
+            row_ids=self._row_ids,
+            handles=self._handles,
+            counts=counts,
+            device=manager.device,
+            device_ids=newest,
+            reservation=reservation,
+            only_decodes=True,
+        )
         # Without the dataclass's constructor, which takes the items, and which `dataclasses.replace` needs as it is.
         batch = object.__new__(_DecodeBatch)
         batch.__dict__.update(
             rows=self.completions,
             columns=self._columns,
-            prepared=decode_step(manager, self.handles, tokens),  # type: ignore[arg-type]
+            prepared=prepared,
             device_ids=newest,
             is_stacked=True,
             returns_hidden=False,
@@ -106,31 +120,52 @@ class _DecodeBatch(UnifiedBatch):
         return items
 
 
-@dataclass(eq=False)
 class StepBatch:
-    """What runs in one step, with its capacity in the cache.
+    """What runs in one step: the scheduler fills it, then reserves its capacity in the cache.
 
     Attributes:
-        completions: in the order of the batch's items.
-        chunks: those of them that run prompt tokens.
+        decodes: completions that run their newest token, and drafts behind it.
+        chunks: completions that run prompt tokens, with their chunks set.
+        num_prefill_tokens: tokens of `chunks`, counted as they join: the next step's chunks are planned before this
+            step's tokens are read.
+        tokens_left: prompt tokens that may still join; 0 once nothing may.
+        max_chunk: prompt tokens that the step could run of one completion.
+        prompt_rows_left: prompt tokens that may still have logits for each.
+        completions: decodes and chunks, in the order of the batch's items.
         drafts: of `decodes`, row by row; None if there are none.
         batch: what the executor runs; None if each completion is a forward of its own.
         rows: of completions that all decode by one token; None in any other step.
         is_ahead: whether the tokens of the step before are not known yet.
-        num_prefill_tokens: tokens of chunks.
     """
 
-    completions: list[Completion]
-    decodes: list[Completion]
-    chunks: list[Completion]
-    drafts: Drafts | None
-    batch: UnifiedBatch | None
-    rows: Rows | None
-    is_ahead: bool
-    num_prefill_tokens: int = field(init=False)
+    def __init__(self, decodes: list[Completion], tokens_left: int, max_chunk: int, prompt_rows_left: int) -> None:
+        self.decodes = decodes
+        self.chunks: list[Completion] = []
+        self.num_prefill_tokens = 0
+        self.tokens_left = tokens_left
+        self.max_chunk = max_chunk
+        self.prompt_rows_left = prompt_rows_left
+        self.completions = decodes
+        self.drafts: Drafts | None = None
+        self.batch: UnifiedBatch | None = None
+        self.rows: Rows | None = None
+        self.is_ahead = False
 
-    def __post_init__(self) -> None:
-        """Count the tokens now: the next step's chunks are planned before this step's tokens are read."""
+    def add_chunk(self, completion: Completion, count: int) -> None:
+        """Let the next `count` prompt tokens of a completion join."""
+        completion.take_chunk(count)
+        self.chunks.append(completion)
+        self.num_prefill_tokens += len(completion.chunk)
+        self.tokens_left -= count
+
+    def close(self) -> None:
+        """Let nothing more join."""
+        self.tokens_left = 0
+
+    def drop_preempted(self) -> None:
+        """Leave out completions that no longer run."""
+        self.decodes = [completion for completion in self.decodes if completion.state is State.DECODE]
+        self.chunks = [completion for completion in self.chunks if completion.state is State.PREFILL]
         self.num_prefill_tokens = sum(len(completion.chunk) for completion in self.chunks)
 
 

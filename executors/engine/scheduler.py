@@ -10,7 +10,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
@@ -23,7 +23,6 @@ from paged.executors.engine.config import EngineConfig
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.requests.request import Completion, State
-from paged.executors.sampling.sampler import Drafts
 from paged.executors.speculation.drafting import Drafter
 
 _LOG = logging.getLogger("paged")
@@ -37,39 +36,6 @@ _MARGIN = 0.8
 _MASK_WAIT_S = 0.005
 # Fewest prompt tokens that the pacer allows, so that every prompt progresses.
 _SMALLEST_CHUNK = 8
-
-
-@dataclass(eq=False)
-class Plan:
-    """The completions of a step, while it is filled.
-
-    Attributes:
-        tokens_left: prompt tokens that may still join; 0 once nothing may.
-        max_chunk: prompt tokens that the step could run of one completion.
-        prompt_rows_left: prompt tokens that may still have logits for each.
-        chunks: completions that run prompt tokens, with their chunks set.
-    """
-
-    decodes: list[Completion]
-    tokens_left: int
-    max_chunk: int
-    prompt_rows_left: int
-    chunks: list[Completion] = field(default_factory=list)
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        """Number of prompt tokens that have joined."""
-        return sum(len(completion.chunk) for completion in self.chunks)
-
-    def add_chunk(self, completion: Completion, count: int) -> None:
-        """Let the next `count` prompt tokens of a completion join."""
-        completion.take_chunk(count)
-        self.chunks.append(completion)
-        self.tokens_left -= count
-
-    def close(self) -> None:
-        """Let nothing more join."""
-        self.tokens_left = 0
 
 
 class Scheduler:
@@ -162,11 +128,12 @@ class Scheduler:
         that cannot run are planned again in the next step.
         """
         while not self.refused:
-            plan = self.plan()
-            if plan.decodes or plan.chunks:
-                step = self._reserve(plan, in_flight)
-                if step is not None or in_flight is not None:
+            step = self.plan()
+            if step.decodes or step.chunks:
+                if self._reserve(step, in_flight):
                     return step
+                if in_flight is not None:
+                    return None
             elif in_flight is not None:
                 return None
             elif not self.prefilling or not self.make_room():
@@ -205,68 +172,62 @@ class Scheduler:
         reason = "the cache has no room for it, and no request here holds any"
         self.refused.append((self.waiting[0], reason))
 
-    def _reserve(self, plan: Plan, in_flight: StepOutput | None) -> StepBatch | None:
-        """Return the batch of a plan with its capacity, without completions preempted for it; None if none remains."""
-        decodes, chunks = plan.decodes, plan.chunks
-        drafts = None
-        if self._drafter is not None and decodes:
-            drafts = self._drafter.draft(decodes)
-            if drafts is not None:
-                self._metrics.draft_tokens += sum(map(len, drafts.token_ids))
-        while True:
+    def _reserve(self, step: StepBatch, in_flight: StepOutput | None) -> bool:
+        """Reserve the capacity of a step, without completions preempted for it; return whether any remains to run."""
+        if self._drafter is not None and step.decodes:
+            step.drafts = self._drafter.draft(step.decodes)
+            if step.drafts is not None:
+                self._metrics.draft_tokens += sum(map(len, step.drafts.token_ids))
+        while step.decodes or step.chunks:
             try:
-                return self._batch(decodes, chunks, drafts, in_flight)
+                self._make_batch(step, in_flight)
+                return True
             except OutOfBlocksError as error:
                 if in_flight is not None:
-                    return None
-                if drafts is not None:  # run without drafts
-                    for completion in decodes:
+                    return False
+                if step.drafts is not None:  # run without drafts
+                    for completion in step.decodes:
                         completion.follow()
-                    drafts = None
+                    step.drafts = None
                     continue
                 if not self.make_room(error.needed):
-                    self.refused += [(completion, describe(error)) for completion in [*decodes, *chunks]]
-                    return None
-                # Without new drafts, which would take the blocks again.
-                decodes = [completion for completion in decodes if completion.state is State.DECODE]
-                chunks = [completion for completion in chunks if completion.state is State.PREFILL]
-                if not decodes and not chunks:
-                    return None
+                    completions = [*step.decodes, *step.chunks]
+                    self.refused += [(completion, describe(error)) for completion in completions]
+                    return False
+                step.drop_preempted()  # without new drafts, which would take the blocks again
             except BaseException as error:  # of one completion; each then reserves its capacity alone
                 raise_exit(error)
                 self._metrics.failed_forwards += 1
                 if in_flight is not None:
-                    return None
-                if drafts is None:
-                    for completion in decodes:
+                    return False
+                if step.drafts is None:
+                    for completion in step.decodes:
                         completion.follow()
-                return StepBatch([*decodes, *chunks], decodes, chunks, drafts, None, None, is_ahead=False)
+                step.completions = [*step.decodes, *step.chunks]
+                step.batch = step.rows = None
+                return True
+        return False
 
-    def _batch(
-        self,
-        decodes: list[Completion],
-        chunks: list[Completion],
-        drafts: Drafts | None,
-        in_flight: StepOutput | None,
-    ) -> StepBatch:
-        """Return the batch of completions, with its capacity.
+    def _make_batch(self, step: StepBatch, in_flight: StepOutput | None) -> None:
+        """Make the batch of a step, with its capacity.
 
         Raises:
             OutOfBlocksError: the cache has too few free blocks.
         """
-        is_ahead = in_flight is not None
-        rows = None
-        if not chunks and drafts is None and self._space.takes_rows and self._ask_for_tokens is None:
+        step.is_ahead = in_flight is not None
+        decodes = step.decodes
+        if not step.chunks and step.drafts is None and self._space.takes_rows and self._ask_for_tokens is None:
             rows = self.rows_of(decodes)
             newest = None if in_flight is None else in_flight.newest_of(decodes, self._space.device)
-            if rows.takes_batches and (newest is not None or not is_ahead):
+            if rows.takes_batches and (newest is not None or in_flight is None):
                 assert self._space.manager is not None
-                next_batch = rows.next_batch(self._space.manager, newest)
-                return StepBatch(decodes, decodes, [], None, next_batch, rows, is_ahead)
-        if drafts is None:
+                step.batch = rows.next_batch(self._space.manager, newest)
+                step.completions, step.rows = decodes, rows
+                return
+        if step.drafts is None:
             for completion in decodes:
                 completion.follow()
-        completions = [*decodes, *chunks]
+        completions = [*decodes, *step.chunks]
         device_ids = None
         if in_flight is not None:
             late = [completion for completion in decodes if completion.is_behind]
@@ -274,16 +235,16 @@ class Scheduler:
             completions = [*late, *known]
             if late:
                 device_ids = in_flight.newest_of(late, self._space.device)
-        if self._ask_for_tokens is not None and drafts is None:
+        if self._ask_for_tokens is not None and step.drafts is None:
             self._ask_for_tokens(completions)
         batch: UnifiedBatch | None = self._space.reserve(completions, device_ids)
         if self._config.batch_invariant:  # each is a forward of its own; this reservation checked that all fit
             if batch is not None and batch.prepared is not None:
                 batch.prepared.rollback()
             batch = None
-        return StepBatch(completions, decodes, chunks, drafts, batch, None, is_ahead)
+        step.completions, step.batch, step.rows = completions, batch, None
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepBatch:
         """Plan the next step, and admit what fits."""
         config = self._config
         decodes = self._next_decodes()
@@ -291,24 +252,24 @@ class Scheduler:
         if decodes and self.pacer is not None:
             tokens_left = min(tokens_left, self.pacer.max_prefill_tokens)
         max_chunk = min(tokens_left, config.chunk_size or tokens_left)
-        plan = Plan(decodes, tokens_left, max_chunk, self._prompt_rows)
+        step = StepBatch(decodes, tokens_left, max_chunk, self._prompt_rows)
         self._has_begun = False
         index = 0
-        while plan.tokens_left > 0:
+        while step.tokens_left > 0:
             if index == len(self.prefilling):
-                if not self.waiting or not self._admit_next(plan.tokens_left):
+                if not self.waiting or not self._admit_next(step.tokens_left):
                     break
                 if index == len(self.prefilling):  # the admitted one was swapped in, and decodes
-                    plan.decodes.append(self.decoding[-1])
-                    plan.tokens_left -= self._decode_cost
+                    step.decodes.append(self.decoding[-1])
+                    step.tokens_left -= self._decode_cost
                     continue
             completion = self.prefilling[index]
             index += 1
             if config.batch_invariant:
-                self._add_fixed_chunk(completion, plan)
+                self._add_fixed_chunk(completion, step)
             else:
-                self._add_chunk(completion, plan)
-        return plan
+                self._add_chunk(completion, step)
+        return step
 
     def _next_decodes(self) -> list[Completion]:
         """Return the decodes of the next step, as many as the budget allows; the others run in the steps after it."""
@@ -327,47 +288,47 @@ class Scheduler:
             self.decoding = [completion for completion in self.decoding if completion not in running] + decodes
         return decodes
 
-    def _add_fixed_chunk(self, completion: Completion, plan: Plan) -> None:
+    def _add_fixed_chunk(self, completion: Completion, step: StepBatch) -> None:
         """Add the next chunk of a prompt under `batch_invariant`, whose size depends on its request alone."""
         count = completion.fixed_chunk
-        if plan.chunks and (count > plan.tokens_left or completion.wants_prompt_rows):
-            plan.close()  # the next step begins with it
-        elif self._fitting(completion, count, plan) < count and self.num_running > 1:
-            plan.close()
+        if step.chunks and (count > step.tokens_left or completion.wants_prompt_rows):
+            step.close()  # the next step begins with it
+        elif self._fitting(completion, count, step) < count and self.num_running > 1:
+            step.close()
         else:
-            plan.add_chunk(completion, count)
+            step.add_chunk(completion, count)
 
-    def _add_chunk(self, completion: Completion, plan: Plan) -> None:
+    def _add_chunk(self, completion: Completion, step: StepBatch) -> None:
         """Add as many of a prompt's next tokens as fit. If blocks are short, close the plan: nothing overtakes it."""
         config = self._config
-        max_count = min(completion.num_to_prefill, plan.tokens_left, config.chunk_size or plan.tokens_left)
-        num_fitting = self._fitting(completion, max_count, plan)
+        max_count = min(completion.num_to_prefill, step.tokens_left, config.chunk_size or step.tokens_left)
+        num_fitting = self._fitting(completion, max_count, step)
         if num_fitting == 0:
-            plan.close()
+            step.close()
             return
         count = num_fitting
         if completion.wants_prompt_rows:
-            count = min(count, plan.prompt_rows_left)
-            plan.prompt_rows_left -= count
+            count = min(count, step.prompt_rows_left)
+            step.prompt_rows_left -= count
         num_uncut = completion.whole_spans(count)
         if num_uncut > count:  # above the pacer's limit or chunk_size; allowed within the token budget
-            budget_left = config.token_budget - self._decode_cost * len(plan.decodes) - plan.num_chunk_tokens
-            lacks_blocks = self._fitting(completion, num_uncut, plan) < num_uncut and self.num_running > 1
+            budget_left = config.token_budget - self._decode_cost * len(step.decodes) - step.num_prefill_tokens
+            lacks_blocks = self._fitting(completion, num_uncut, step) < num_uncut and self.num_running > 1
             if lacks_blocks or num_uncut > budget_left:
-                plan.close()
+                step.close()
                 return
         if num_uncut == 0:
             return
         # If blocks are short beside other sequences, wait rather than leave the grid.
-        may_wait = bool(plan.decodes or plan.chunks) or (num_fitting < max_count and self.num_running > 1)
-        count = self._space.chunk(completion, num_uncut, max_chunk=plan.max_chunk if may_wait else 0)
+        may_wait = bool(step.decodes or step.chunks) or (num_fitting < max_count and self.num_running > 1)
+        count = self._space.chunk(completion, num_uncut, max_chunk=step.max_chunk if may_wait else 0)
         if count:
-            plan.add_chunk(completion, count)
+            step.add_chunk(completion, count)
 
-    def _fitting(self, completion: Completion, count: int, plan: Plan) -> int:
+    def _fitting(self, completion: Completion, count: int, step: StepBatch) -> int:
         """Return how many of the next `count` prompt tokens have free blocks; at least 1 if nothing else runs."""
-        planned = [(decode, self._decode_cost) for decode in plan.decodes]
-        planned += [(prefill, len(prefill.chunk)) for prefill in plan.chunks]
+        planned = [(decode, self._decode_cost) for decode in step.decodes]
+        planned += [(prefill, len(prefill.chunk)) for prefill in step.chunks]
         num_fitting = self._space.fitting(completion, count, planned)
         return max(num_fitting, 1) if self.num_running == 1 else num_fitting
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from paged import EngineConfig, RequestOutput, SamplingParams
-from paged.executors.engine.batch import Rows
+from paged.executors.engine.batch import Rows, StepBatch
 from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.engine.scheduler import Plan, Scheduler, StepPacer
+from paged.executors.engine.scheduler import Scheduler, StepPacer
 from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.request import Completion, Request, State
 
@@ -66,7 +66,7 @@ def scheduler_of(
     return scheduler, space
 
 
-def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
+def finish_step(scheduler: Scheduler, plan: StepBatch) -> list[Completion]:
     """What the engine does after a forward; those that got a token."""
     ended = []
     for completion in [*plan.decodes, *plan.chunks]:
@@ -81,7 +81,7 @@ def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
     return ended
 
 
-def rows(plan: Plan) -> dict[int, int]:
+def rows(plan: StepBatch) -> dict[int, int]:
     """How many tokens of each request run."""
     pairs = [(one, 1) for one in plan.decodes] + [(one, len(one.chunk)) for one in plan.chunks]
     return {int(one.request.request_id): count for one, count in pairs}
