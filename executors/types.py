@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from time import perf_counter
 
 import torch
-
-from paged.batch import UnifiedBatch, UnifiedBatchItem
-from paged.cache.kv_cache import KvCacheHandle
-from paged.executors.row_batches import is_decode_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,111 +128,3 @@ class ExecutorStatus:
     peak_memory_bytes: int
     graph_replays: int = 0
     unrecorded_steps: int = 0
-
-
-@dataclass(frozen=True)
-class ForwardWork:
-    """Work of one forward: prompts completed, tokens run for prompts, and tokens decoded."""
-
-    prefills: int
-    prefill_tokens: int
-    decodes: int
-
-
-class PromptProgress:
-    """Tracks which prompts have chunks left; `handle_of` returns the live handle of an item, None without one."""
-
-    def __init__(self, handle_of: Callable[[UnifiedBatchItem], KvCacheHandle | None]) -> None:
-        self._handle_of = handle_of
-        self._unfinished: set[KvCacheHandle] = set()
-
-    def work_of(self, batch: UnifiedBatch) -> ForwardWork:
-        """Return the work of a batch's forward."""
-        num_decodes = num_decode_tokens = 0
-        for item in batch.items:
-            if is_decode_step(item) and not self._is_unfinished(self._handle_of(item), item.pos_offset):
-                num_decodes += 1
-                num_decode_tokens += len(item.q_tokens)
-        num_prefill_tokens = batch.total_q_tokens - num_decode_tokens
-        return ForwardWork(batch.num_sampled_items - num_decodes, num_prefill_tokens, num_decode_tokens)
-
-    def update(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """Record which prompts have chunks left, after a forward with some."""
-        unfinished = self._unfinished.copy()
-        for item in items:
-            handle = self._handle_of(item)
-            if handle is None:
-                continue
-            if item.is_final_chunk:
-                unfinished.discard(handle)
-            else:
-                unfinished.add(handle)
-        self._unfinished = {handle for handle in unfinished if handle.is_valid}
-
-    def _is_unfinished(self, handle: KvCacheHandle | None, length: int) -> bool:
-        """Return whether the next token belongs to a prompt: chunks are left, or only a cached prefix is done."""
-        if handle is None:
-            return False
-        return 0 < handle.num_cached_tokens == length or handle in self._unfinished
-
-
-class WorkMeter:
-    """Counts the work of an executor; `memory_bytes` returns the memory it uses at the moment."""
-
-    def __init__(self, device: torch.device, memory_bytes: Callable[[], int]) -> None:
-        self.state = ExecutorState.READY
-        self._device = device
-        self._memory_bytes = memory_bytes
-        self._peak_memory_bytes = memory_bytes()
-        self.prefills = self.decodes = self._prefill_tokens = self._forwards = self.failed_calls = 0
-        self._prefill_seconds = self._decode_seconds = 0.0
-        self._untimed: deque[tuple[ForwardWork, torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    def begin(self) -> torch.cuda.Event | float:
-        """Return the start of a forward: on a GPU an event of the stream, else the time in seconds."""
-        return self._event() if self._device.type == "cuda" else perf_counter()
-
-    def end(self, work: ForwardWork, start: torch.cuda.Event | float) -> None:
-        """Count and time the work of a forward that has succeeded since `start`."""
-        if isinstance(start, float):
-            self._add_seconds(work, perf_counter() - start)
-        else:
-            self._untimed.append((work, start, self._event()))
-            self._collect_times(wait=False)
-        self._forwards += 1
-        self.prefills += work.prefills
-        self._prefill_tokens += work.prefill_tokens
-        self.decodes += work.decodes
-        self._peak_memory_bytes = max(self._peak_memory_bytes, self._memory_bytes())
-
-    def status(self) -> ExecutorStatus:
-        """Return the totals; waits for forwards that still run on a GPU."""
-        self._collect_times(wait=True)
-        return ExecutorStatus(
-            state=self.state,
-            prefill_count=self.prefills,
-            decode_count=self.decodes,
-            prefill_tokens=self._prefill_tokens,
-            failed_calls=self.failed_calls,
-            forwards=self._forwards,
-            average_prefill_seconds=self._prefill_seconds / max(self.prefills, 1),
-            average_decode_seconds=self._decode_seconds / max(self.decodes, 1),
-            memory_bytes=self._memory_bytes(),
-            peak_memory_bytes=self._peak_memory_bytes,
-        )
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _collect_times(self, *, wait: bool) -> None:
-        while self._untimed and (wait or self._untimed[0][2].query()):
-            work, start, end = self._untimed.popleft()
-            end.synchronize()
-            self._add_seconds(work, start.elapsed_time(end) / 1e3)
-
-    def _add_seconds(self, work: ForwardWork, seconds: float) -> None:
-        prefill_share = work.prefill_tokens / (work.prefill_tokens + work.decodes)
-        self._prefill_seconds += seconds * prefill_share
-        self._decode_seconds += seconds * (1 - prefill_share)
