@@ -239,7 +239,9 @@ class UnifiedExecutor(ModelExecutor):
         if not batch.columns.counts:
             return []
         is_prepared = batch.prepared is not None
-        new_ids = set[SeqId]() if is_prepared else self._check_items(batch)
+        new_ids: set[SeqId] = set()
+        if not is_prepared:
+            new_ids = self._check_items(batch)
         try:
             if not is_prepared:
                 with_metadata = [item for item in batch.items if item.metadata]

@@ -205,10 +205,10 @@ class EngineCore(RequestLifecycle):
         return output
 
     def _count(self, step: StepBatch, calls: Sequence[CallResults]) -> None:
-        num_rows = sum(len(call.completions) for call in calls)
+        num_rows = sum(len(completions) for completions, _ in calls)
         prefill_tokens = 0
         if step.num_prefill_tokens or step.drafts is not None:
-            ran = [completion for call in calls for completion in call.completions]
+            ran = [completion for completions, _ in calls for completion in completions]
             num_rows = sum(len(completion.chunk) for completion in ran)
             prefill_tokens = sum(len(completion.chunk) for completion in ran if completion.state is State.PREFILL)
         self.metrics.steps += num_rows > 0

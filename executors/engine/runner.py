@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -25,11 +24,8 @@ from paged.executors.unified_executor import Answers
 _LOG = logging.getLogger("paged")
 
 
-class CallResults(NamedTuple):
-    """The completions of a call, and its answers: one for each item, or in one tensor those of the final ones."""
-
-    completions: list[Completion]
-    answers: Answers
+# The completions of a call, and its answers: one for each item, or in one tensor those of the final ones.
+CallResults = tuple[list[Completion], Answers]
 
 
 class StepRunner:
@@ -61,7 +57,7 @@ class StepRunner:
         if step.batch is None:
             return self._run_apart(step.completions)
         try:
-            return [CallResults(step.completions, self._forward(step.completions, step.batch))]
+            return [(step.completions, self._forward(step.completions, step.batch))]
         except (ExecutorShutDownError, RankFailedError):
             raise
         except WrongResultsError as error:
@@ -87,7 +83,7 @@ class StepRunner:
 
     def _run_apart(self, completions: Sequence[Completion]) -> list[CallResults]:
         """Run each completion in a call of its own; those that raise fail."""
-        results = []
+        results: list[CallResults] = []
         for completion in completions:
             try:
                 batch = self._space.reserve([completion])
@@ -99,7 +95,7 @@ class StepRunner:
                 self._metrics.failed_forwards += 1
                 self._fail_all([completion], error)
             else:
-                results.append(CallResults([completion], answers))
+                results.append(([completion], answers))
         return results
 
     def _forward(self, completions: list[Completion], batch: UnifiedBatch) -> Answers:
