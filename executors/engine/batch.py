@@ -24,6 +24,7 @@ class Rows:
 
     Attributes:
         outputs: of their requests.
+        steps_left: steps until one of them may have all its tokens, counted as they are sampled; 0 or less if unknown.
         reads_tokens: whether the earlier tokens of any must be known to sample its next one.
         takes_batches: whether `next_batch` can run them: they hold cache, and none has embeddings or returns states.
     """
@@ -50,6 +51,8 @@ class Rows:
         self._ending_ids = frozenset[int]().union(*{completion.ending_ids for completion in completions})
         self._is_watched = any(completion.is_watched for completion in completions)
         self._max_tokens = [completion.max_tokens for completion in completions]
+        left = [completion.max_tokens - completion.num_sampled for completion in completions]
+        self.steps_left = min(left, default=0)
 
     def next_batch(self, manager: PagedKvCacheManager, newest: torch.Tensor | None) -> UnifiedBatch:
         """Reserve capacity for the newest token of each row, and return the batch that runs it.
@@ -93,7 +96,7 @@ class Rows:
         """Append one token to the output of each row, given in a list; return those for which it may be the last."""
         for token_ids, newest in zip(self._token_ids, tokens, strict=True):
             token_ids += newest
-        is_full = any(map(ge, map(len, self._token_ids), self._max_tokens))
+        is_full = self.steps_left <= 0 and any(map(ge, map(len, self._token_ids), self._max_tokens))
         if not (self._is_watched or is_full) and self._ending_ids.isdisjoint(chain.from_iterable(tokens)):
             return []
         ending = []

@@ -281,6 +281,7 @@ class EngineCore(RequestLifecycle):
         except BaseException as error:
             raise_exit(error)
             self._update()  # the sampler's state is built again from tokens that only the device may know
+            self._scheduler.drop_rows()
             for completion, sampled in self._runner.sample_apart(completions, answers, drafts):
                 self._keep(Rows([completion]), sampled, output)
             self._fail_all(self._runner.failed)
@@ -289,6 +290,7 @@ class EngineCore(RequestLifecycle):
 
     def _keep(self, rows: Rows, sampled: SampledOnDevice, output: StepOutput) -> None:
         output.parts.append((rows, sampled))
+        rows.steps_left -= 1
         for completion in rows.completions:
             completion.num_sampled += 1
 
@@ -385,6 +387,7 @@ class EngineCore(RequestLifecycle):
                     quietly(self._measure_first_token, request)
         self._changed.update(rows.outputs)
         if step.drafts is not None:
+            rows.steps_left = 0
             tables = logprobs or [[]] * len(completions)
             for completion, ids, table in zip(completions, token_ids, tables, strict=True):
                 self._advance_by_several(completion, ids, table)

@@ -117,6 +117,10 @@ class Scheduler:
             rows = self._rows = Rows(completions)
         return rows
 
+    def drop_rows(self) -> None:
+        """Make rows anew in the next step, as these may be sampled in parts."""
+        self._rows = None
+
     def are_current(self, rows: Rows) -> bool:
         """Return whether no completion has joined or left since these rows were made: then none of them has ended."""
         return rows is self._rows
@@ -273,7 +277,11 @@ class Scheduler:
 
     def _next_decodes(self) -> list[Completion]:
         """Return the decodes of the next step, as many as the budget allows; the others run in the steps after it."""
-        unfinished = [completion for completion in self.decoding if completion.num_sampled < completion.max_tokens]
+        rows = self._rows
+        if rows is not None and rows.steps_left > 0 and rows.completions == self.decoding:
+            unfinished = self.decoding.copy()  # no loop: none of them has all its tokens
+        else:
+            unfinished = [completion for completion in self.decoding if completion.num_sampled < completion.max_tokens]
         decodes = unfinished
         deadline = perf_counter() + _MASK_WAIT_S
         if self._masked:
