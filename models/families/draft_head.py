@@ -174,7 +174,7 @@ class _EagleLayer(_Layer):
         attended = self.attend(joined, metadata.positions, metadata, outputs)
         residual = rows_of((normed if self.norms_residual else hidden).clone(), outputs)
         mixed, residual = self.before_mlp(attended, residual)
-        return self.run_mlp(mixed, residual, None), residual
+        return self.ffn(mixed, None), residual
 
 
 class MultiTokenHead(DraftHead):

@@ -17,7 +17,6 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.operation import Bound
 from paged.kernels.common.scalars import shown
 from paged.kernels.layers.silu_and_mul import silu_and_mul
-from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.dense import gemma_fields
 from paged.models.families.llama import DecoderLayer, Llama, rows_of
@@ -45,7 +44,7 @@ class _Experts(nn.Module):
         self.router_scale = config.hidden_size**-0.5
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Add the experts' output; hidden is the MLP's."""
+        """Return the MLP's output `hidden` plus that of the experts, all [R, hidden_size]."""
         routed_by = self.before_router(residual)[0].mul_(self.router_scale)
         routed = ranks.sum(self.moe(self.before_experts(residual)[0], routed_by=routed_by))
         out: torch.Tensor = self.after_mlp(hidden)[0]
@@ -84,12 +83,17 @@ class _OwnInput(nn.Module):
 class Gemma4Layer(DecoderLayer):
     """A layer that multiplies its complete output, residual stream included, by a factor."""
 
+    experts: _Experts | None
+
     def __init__(self, config: DecoderConfig, index: int) -> None:
         moe = config.moe[index]
         super().__init__(replace(config, moe=(None,) * config.num_layers), index)  # experts stand beside the MLP
         self.layer_scalar = empty_parameter(1)
-        self.experts = None if moe is None else _Experts(config, moe)
-        self.own_input = _OwnInput(config) if config.layer_input_size else None
+        if moe is not None:
+            self.experts = _Experts(config, moe)
+        self.own_input: _OwnInput | None = None
+        if config.layer_input_size:
+            self.own_input = _OwnInput(config)
 
     def forward(
         self,
@@ -107,12 +111,6 @@ class Gemma4Layer(DecoderLayer):
         if self.own_input is not None and own is not None:
             residual.add_(self.own_input(residual, rows_of(own, outputs)))
         return residual.mul_(self.layer_scalar), None
-
-    def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        hidden = super().run_mlp(hidden, residual, lora)
-        if self.experts is not None:
-            hidden = self.experts(hidden, residual, self.ranks)
-        return hidden
 
     @staticmethod
     def num_sums(config: DecoderConfig, index: int) -> int:

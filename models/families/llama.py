@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
@@ -16,20 +16,18 @@ from torch.nn import functional
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.common.device import using_numba
-from paged.kernels.common.operation import Bound, layout
 from paged.kernels.common.torch_ops.linear import linear, pack
-from paged.kernels.lora.batch import LoraBatch
-from paged.kernels.moe.weights import ExpertLinear
 from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.layers.attention import Attention, HeldCaches
-from paged.models.layers.config import AttentionConfig, DecoderConfig, LatentConfig, MoeConfig
+from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
+from paged.models.layers.attention_options import WidthNorm
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.recurrent import RecurrentLayer, recurrent_layer
-from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.layers.rope import rope_table
+from paged.models.layers.share_bound import share_bound
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Track, WeightSlots, untracked
@@ -38,9 +36,7 @@ from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import PackedWeights
 
-# Properties other than tensors that tell layers apart.
-_CONSTANT = (bool, int, float, str, type(None), AttentionConfig, LatentConfig, MoeConfig, RecurrentConfig)
-
+_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 # Modules of Gemma 4 whose names do not appear in a checkpoint.
 _OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?)\b")
 
@@ -50,34 +46,56 @@ class DecoderLayer(nn.Module):
 
     A layer may lack one of both, with its norms.
 
-    ranks: processes that each hold a part of both; their results are added.
+    Attributes:
+        ranks: processes that each hold a part of both; their results are added.
+        experts: experts beside the MLP, which read the residual stream, as in Gemma 4; None for none.
     """
 
     ranks = Ranks()
     attention_class: type[Attention] = Attention
     latent_class: type[LatentAttention] = LatentAttention
+    experts: nn.Module | None
+    before_attention: RmsNorm | None
+    after_attention: RmsNorm | None
+    before_mlp: RmsNorm | None
+    after_mlp: RmsNorm | None
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        norms = config.norms
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
-        is_latent = config.attention[index].latent is not None
-        recurrent, moe, size = config.recurrent[index], config.moe[index], config.intermediate_size[index]
-        attention = self.latent_class if is_latent else self.attention_class
-        self.self_attn = attention(config, index) if config.attends[index] else None
-        self.linear_attn = None if recurrent is None else recurrent_layer(config, recurrent)
+        self.self_attn: Attention | LatentAttention | None = None
+        if config.attends[index]:
+            self.self_attn = self._attention(config, index)
+        self.linear_attn: RecurrentLayer | None = None
+        recurrent = config.recurrent[index]
+        if recurrent is not None:
+            self.linear_attn = recurrent_layer(config, recurrent)
+        moe, size = config.moe[index], config.intermediate_size[index]
         self.has_mlp = moe is not None or size > 0
-        if self.has_mlp:
+        self.experts = None
+        if moe is not None:
+            self.add_module(self.mlp_name, SparseMoe(config, moe))
+        elif size > 0:
             mlp = GatedMlp if config.gated else PlainMlp
-            self.add_module(self.mlp_name, mlp(config, size) if moe is None else SparseMoe(config, moe))
-        mixes = config.attends[index] or recurrent is not None
-        self.norm_names = (
-            *((norms.before_attention, norms.after_attention) if mixes else (None, None)),
-            *((norms.before_mlp, norms.after_mlp) if self.has_mlp else (None, None)),
-        )
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
-            None if name is None else stream_norm(config) for name in self.norm_names
-        )
+            self.add_module(self.mlp_name, mlp(config, size))
+        # Norms by their names here, and their checkpoint names; None for those that the layer lacks.
+        self.norm_names: dict[str, str | None] = dict.fromkeys(_NORMS)
+        if config.attends[index] or recurrent is not None:
+            self.norm_names["before_attention"] = config.norms.before_attention
+            self.norm_names["after_attention"] = config.norms.after_attention
+        if self.has_mlp:
+            self.norm_names["before_mlp"] = config.norms.before_mlp
+            self.norm_names["after_mlp"] = config.norms.after_mlp
+        for attribute, name in self.norm_names.items():
+            setattr(self, attribute, None if name is None else stream_norm(config))
+
+    def _attention(self, config: DecoderConfig, index: int) -> Attention | LatentAttention:
+        layer = config.attention[index]
+        if layer.latent is not None:
+            return self.latent_class(config, index)
+        if layer.shares_kv_with is not None:
+            return SharedKvAttention(config, index)
+        return self.attention_class(config, index)
 
     @property
     def ffn(self) -> GatedMlp | SparseMoe:
@@ -94,8 +112,10 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer; takes and returns (hidden, residual), where hidden is yet to be added to the residual stream.
 
-        If residual is None, hidden is the residual stream. With `outputs`, only those rows are returned.
+        Both are [T, hidden_size]. If residual is None, hidden is the residual stream. With `outputs`, only those rows
+        are returned.
         """
+        # Attention, or the recurrent part.
         if self.self_attn is not None or self.linear_attn is not None:
             if self.before_attention is None:
                 hidden, residual = _enter_without_norm(hidden, residual)
@@ -113,15 +133,24 @@ class DecoderLayer(nn.Module):
                 hidden = hidden.mul_(self.residual_scale)
         elif outputs is not None:
             hidden = hidden[outputs.rows]
-        if outputs is not None and residual is not None:
-            residual = residual[outputs.rows]
+        lora = metadata.lora
+        if outputs is not None:
+            lora = outputs.lora
+            if residual is not None:
+                residual = residual[outputs.rows]
         if not self.has_mlp:
             return hidden, residual
+
+        # The MLP, or experts.
         if self.before_mlp is None:
             hidden, residual = _enter_without_norm(hidden, residual)
         else:
             hidden, residual = self.before_mlp(hidden, residual)
-        hidden = self.run_mlp(hidden, residual, metadata.lora if outputs is None else outputs.lora)
+        hidden = getattr(self, self.mlp_name)(hidden, lora)
+        if self.ranks.size > 1:
+            hidden = self.ranks.sum(hidden)
+        if self.experts is not None:
+            hidden = self.experts(hidden, residual, self.ranks)
         if self.after_mlp is not None:
             hidden, _ = self.after_mlp(hidden)
         if self.residual_scale != 1:
@@ -141,11 +170,6 @@ class DecoderLayer(nn.Module):
         assert self.self_attn is not None
         return cast(torch.Tensor, self.self_attn(hidden, positions, metadata, outputs))
 
-    def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        """Return the MLP's output for normalised `hidden`, which it may overwrite. residual: the stream, unchanged."""
-        hidden = getattr(self, self.mlp_name)(hidden, lora)
-        return self.ranks.sum(hidden) if self.ranks.size > 1 else hidden
-
     @staticmethod
     def num_sums(config: DecoderConfig, index: int) -> int:
         """Return the number of all-reduces in a layer."""
@@ -153,14 +177,16 @@ class DecoderLayer(nn.Module):
         return mixes + (config.moe[index] is not None or config.intermediate_size[index] > 0)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        slots = self.ffn.weight_slots(f"{prefix}.{self.mlp_name}") if self.has_mlp else {}
-        for own_name, mixer in (("self_attn", self.self_attn), ("linear_attn", self.linear_attn)):
-            if mixer is not None:
-                slots |= mixer.weight_slots(f"{prefix}.{own_name}")
-        for name, norm in zip(self.norm_names, norms, strict=True):
-            if norm is not None:
-                slots |= norm.weight_slots(f"{prefix}.{name}")
+        slots: WeightSlots = {}
+        if self.has_mlp:
+            slots |= self.ffn.weight_slots(f"{prefix}.{self.mlp_name}")
+        if self.self_attn is not None:
+            slots |= self.self_attn.weight_slots(f"{prefix}.self_attn")
+        if self.linear_attn is not None:
+            slots |= self.linear_attn.weight_slots(f"{prefix}.linear_attn")
+        for attribute, name in self.norm_names.items():
+            if name is not None:
+                slots |= getattr(self, attribute).weight_slots(f"{prefix}.{name}")
         return slots
 
 
@@ -242,8 +268,9 @@ class Llama(nn.Module):
         self.ranks = ranks
         for layer in self.layers:
             layer.ranks = ranks
-            if ranks.size > 1 and layer.self_attn is not None:
-                layer.self_attn.mean_of_ranks = ranks.mean
+        for module in self.modules():
+            if isinstance(module, WidthNorm) and ranks.size > 1:
+                module.mean_of_ranks = ranks.mean
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache and the rotations of positions below max_seq_len."""
@@ -255,7 +282,7 @@ class Llama(nn.Module):
             sources.append(config.num_layers)
             attention.append(self.draft_head.attention)
         rotations = [(layer.rope, layer.rotated_dim) for layer in attention]
-        tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
+        tables = {rotation: rope_table(*rotation, max_seq_len, device) for rotation in set(rotations)}
         held = HeldCaches()
         for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
             if layer.linear_attn is not None:
@@ -265,9 +292,9 @@ class Llama(nn.Module):
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
             layer.self_attn.bind(*caches, kv_manager.table_of(source), tables[rotation])
             if isinstance(layer.self_attn, LatentAttention) and layer.self_attn.indexer is not None:
-                own = len(layers) + index  # see `cache_config`
-                keys = held.of(kv_manager.k_cache(own))
-                layer.self_attn.indexer.bind(keys, kv_manager.table_of(own), tables[rotation])
+                key_layer = len(layers) + index  # see `cache_config`
+                keys = held.of(kv_manager.k_cache(key_layer))
+                layer.self_attn.indexer.bind(keys, kv_manager.table_of(key_layer), tables[rotation])
             k_scale, v_scale = kv_manager.scales(source)
             if k_scale is not None and v_scale is not None:
                 layer.self_attn.k_scale, layer.self_attn.v_scale = held.of(k_scale), held.of(v_scale)
@@ -289,10 +316,9 @@ class Llama(nn.Module):
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Give every layer k_scale and v_scale of the cache that it reads; a missing scale is 1."""
         for layer, source in zip(self.layers, self.config.cache_layers, strict=True):
-            found = scales[source]
-            if layer.self_attn is None:
-                continue
-            layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
+            if layer.self_attn is not None:
+                layer.self_attn.k_scale = scales[source].get("k_scale")
+                layer.self_attn.v_scale = scales[source].get("v_scale")
         share_bound(self)
 
     def computing(self) -> AbstractContextManager[None]:
@@ -306,9 +332,10 @@ class Llama(nn.Module):
         Packed weights replace the others. A tied head is packed beside the embedding.
         """
         dtype = self.embed_tokens.dtype
-        modules = (module for module in self.modules() if isinstance(module, (Linear, SparseMoe)))
-        sizes = ((partial(_pack, module, dtype), module.bytes_to_pack(dtype)) for module in modules)
-        parts: list[tuple[Callable[[], None], int]] = [(pack_part, size) for pack_part, size in sizes if size]
+        parts: list[tuple[Callable[[], None], int]] = []
+        for module in self.modules():
+            if isinstance(module, (Linear, SparseMoe)) and (size := module.bytes_to_pack(dtype)):
+                parts.append((partial(_pack, module, dtype), size))
         if self.lm_head is None:
             parts.append((self._pack_embedding, self.embed_tokens.nbytes))
         for pack_part, _ in track(parts, desc="packing", unit="B", size=itemgetter(1)):
@@ -359,13 +386,14 @@ class Llama(nn.Module):
         inputs = self.layer_inputs(input_ids, hidden)
         residual: torch.Tensor | None = None
         taps = () if self.draft_head is None or boundaries is None else self.draft_head.taps
-        for index, (layer, own) in enumerate(zip(self.layers, inputs, strict=True), 1):
-            if boundaries is not None and index - 1 in taps:
-                boundaries[index - 1] = _stream(hidden, residual)
-            wanted = outputs if index == len(self.layers) else None
-            hidden, residual = layer(hidden, residual, positions, metadata, wanted, *own)
+        last = len(self.layers) - 1
+        for index, (layer, layer_input) in enumerate(zip(self.layers, inputs, strict=True)):
+            if boundaries is not None and index in taps:
+                boundaries[index] = _stream(hidden, residual)
+            output_rows = outputs if index == last else None
+            hidden, residual = layer(hidden, residual, positions, metadata, output_rows, *layer_input)
             if embeds is not None:
-                embeds.add_deepstack(hidden, index - 1)
+                embeds.add_deepstack(hidden, index)
         if boundaries is not None and len(self.layers) in taps:
             boundaries[len(self.layers)] = _stream(hidden, residual)
         normed: torch.Tensor = self.norm(hidden, residual)[0]
@@ -461,32 +489,6 @@ def family(
 
     Family.model_type, Family.renames, Family.layer_class = model_type, renames, layer_class
     return Family
-
-
-def share_bound(network: nn.Module) -> None:
-    """Let modules with equal weights, caches and sizes share their `Bound`s, so that each is bound once.
-
-    Call it once weights and caches are at their final addresses.
-    """
-    shared: dict[Hashable, Any] = {}
-    for module in network.modules():
-        bounds = {name: value for name, value in vars(module).items() if isinstance(value, Bound)}
-        if bounds:
-            likeness = type(module), *_likeness(module)
-            for name, bound in bounds.items():
-                setattr(module, name, shared.setdefault((name, likeness), Bound(bound.operation, bound.by, bound.step)))
-
-
-def _likeness(module: nn.Module) -> Iterator[Hashable]:
-    for name, value in (*vars(module).items(), *module.named_parameters(), *module.named_buffers()):
-        if isinstance(value, torch.Tensor):
-            yield name, (value.shape, value.dtype) if value.is_mkldnn else layout(value)
-        elif isinstance(value, ExpertLinear):
-            yield name, layout(*value)
-        elif isinstance(value, dict) and not name.startswith("_"):  # parts of a product, not nn.Module's own dicts
-            yield name, *value.items()
-        elif isinstance(value, _CONSTANT):
-            yield name, value
 
 
 def _pack(module: Linear | SparseMoe, dtype: torch.dtype) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
+from paged.errors import UnsupportedError
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.common.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.metadata import AttentionMetadata, EmbeddedRows, OutputRows
-from paged.models.layers.config import DecoderConfig
+from paged.metadata import AttentionMetadata, OutputRows
+from paged.models.layers.attention_options import AxesRotation, HeadsOption, heads_options
+from paged.models.layers.config import AttentionConfig, DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
-from paged.models.layers.rope import rope_axes
 from paged.models.loading.weights import WeightSlots
 
 
@@ -56,10 +57,17 @@ class HeldCaches:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a paged KV cache.
+    """Grouped-query attention over a paged KV cache: project, norm, rotate and write, attend, project.
 
-    Values are the stored ones times the scales; a missing scale is 1. int8 caches have a scale per row. mean_of_ranks:
-    averages a tensor over ranks in place, if all have equal parts of the heads.
+    Shapes: T tokens, R rows that are returned, Hq query heads, Hkv heads of keys and values, D elements of a query or
+    key, Dv elements of a value. Values are the stored ones times the scales; a missing scale is 1. int8 caches have a
+    scale per row.
+
+    Attributes:
+        options: changes of queries, keys and values before they are written; most models have none.
+        head_weights: weights of the norms of query and key heads; None for no norm.
+        axes: rotation by several positions of a token; None for one position.
+        query_factors: float32 [positions, 1, 1], growth of queries with their position; None for none.
     """
 
     k_cache: torch.Tensor
@@ -68,48 +76,49 @@ class Attention(nn.Module):
     v_scale: torch.Tensor | None = None
     table: int
     cos_sin_cache: torch.Tensor
-    rope_axes: torch.Tensor | None = None
-    unit_weight: torch.Tensor | None = None
+    head_weights: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+    axes: AxesRotation | None = None
     query_factors: torch.Tensor | None = None
-    mean_of_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     paged_attention: Callable[..., Any]
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.config = layer = config.attention[index]
         self.eps = config.norms.eps
-        q_size, k_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        has_k = layer.shares_kv_with is None
-        sizes = {
-            "q_proj": 2 * q_size if layer.output_gate else q_size,
-            **({"k_proj": k_size} if has_k else {}),
-            **({"v_proj": layer.num_kv_heads * layer.v_head_dim} if has_k and not layer.k_eq_v else {}),
-        }
+        sizes = _projected_sizes(layer)
         self.sizes = list(sizes.values())
         parts = {"qkv_proj": sum(self.sizes)} if layer.fused else sizes
         self.qkv_proj = Linear(config.hidden_size, parts, bias=layer.qkv_bias)
         self.o_proj = Linear(layer.num_heads * layer.v_head_dim, {"o_proj": config.hidden_size}, bias=layer.o_bias)
-        widths = {"head": (layer.head_dim, layer.head_dim), "width": (q_size, k_size)}
-        q_width, k_width = widths.get(layer.qk_norm or "", (0, 0))
-        self.q_norm = RmsNorm(q_width, config.norms) if q_width else None
-        self.k_norm = RmsNorm(k_width, config.norms) if k_width and has_k else None
+        self.q_norm: RmsNorm | None = None
+        self.k_norm: RmsNorm | None = None
+        if layer.qk_norm == "head":
+            self.q_norm = RmsNorm(layer.head_dim, config.norms)
+            if layer.shares_kv_with is None:
+                self.k_norm = RmsNorm(layer.head_dim, config.norms)
+        self.options = cast("Sequence[HeadsOption]", nn.ModuleList(heads_options(config, index)))
         self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
         # A window of W tokens is the token itself and W - 1 before it.
         self.window_size = (-1, -1) if layer.window is None else (layer.window - 1, -1)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.rms_norm, self.rotary_embedding = Bound(rms_norm), Bound(rotary_embedding, by=1)
         self.qk_norm_rope_and_cache, self.paged_attention = Bound(qk_norm_rope_and_cache), Bound(paged_attention)
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
+        layer, device = self.config, cos_sin_cache.device
         self.k_cache, self.v_cache = k_cache, v_cache
-        self.table, self.cos_sin_cache, device = table, cos_sin_cache, cos_sin_cache.device
-        if self.config.rope is not None and self.config.rope.mrope_section:
-            self.rope_axes = rope_axes(self.config.rope).to(device)
-        if self.config.qk_norm == "unit" or self.config.v_norm:
-            self.unit_weight = torch.ones(self.config.head_dim, device=device)
-        if (growth := self.config.query_growth) is not None:
-            self.query_factors = growth.factors(len(cos_sin_cache), device)
+        self.table, self.cos_sin_cache = table, cos_sin_cache
+        if layer.qk_norm == "unit":
+            unit = torch.ones(layer.head_dim, device=device)
+            self.head_weights = unit, unit
+        elif self.q_norm is not None:
+            self.head_weights = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
+        for option in self.options:
+            option.bind(device)
+        if layer.rope is not None and layer.rope.mrope_section:
+            self.axes = AxesRotation(layer.rope, cos_sin_cache)
+        if layer.query_growth is not None:
+            self.query_factors = layer.query_growth.factors(len(cos_sin_cache), device)
 
     def forward(
         self,
@@ -118,59 +127,77 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """Return [num_tokens, hidden_size], or the rows of `outputs`; write K and V of all tokens to the cache."""
-        layer, queries, embeds = self.config, metadata if outputs is None else outputs, metadata.embeds
-        mask = None if embeds is None else embeds.mask
+        """Return [T, hidden_size], or the rows of `outputs`; write K and V of all tokens to the cache."""
+        layer, embeds = self.config, metadata.embeds
         block_table, slot_mapping = metadata.table(self.table)
-        q, *kv = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
-        keys, values = kv[:1], kv[-1:]
-        if layer.qk_norm == "width":
-            q, *keys = self._norm_width(q, *keys)
-        q = q.unflatten(-1, (layer.num_heads, -1))
-        q_weight = k_weight = self.unit_weight if layer.qk_norm == "unit" else None
-        if layer.qk_norm == "head":
-            assert self.q_norm is not None
-            q_weight, k_weight = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
+
+        # Project.
+        parts = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
+        q = parts[0].unflatten(-1, (layer.num_heads, -1))  # [T, Hq, D]
+        k = parts[1].unflatten(-1, (layer.num_kv_heads, -1))  # [T, Hkv, D]
+        v = parts[-1].unflatten(-1, (layer.num_kv_heads, -1))  # [T, Hkv, Dv]; the keys if there is no `v_proj`
+        gate: torch.Tensor | None = None
         if layer.output_gate:
-            q, gate = q.chunk(2, -1)
-        if keys:
-            k, v = keys[0].unflatten(-1, (-1, layer.head_dim)), values[0].unflatten(-1, (-1, layer.v_head_dim))
-            if layer.v_norm and self.unit_weight is not None:
-                v = self.rms_norm(v, self.unit_weight, self.eps)
-            rotation = self.cos_sin_cache
-            write: Callable[..., torch.Tensor] = self.qk_norm_rope_and_cache
-            if embeds is not None and embeds.rope_positions is not None:
-                # Bound to tables of another shape.
-                (rotation, positions), write = self._rotation(embeds), self.qk_norm_rope_and_cache.operation
-            if layer.norm_after_rope:
-                q, k = self.rotary_embedding(positions, q, k, rotation, interleaved=self.interleaved)
-                rotation = rotation[:, :0]
-            q = write(
-                q,
-                k,
-                v,
-                self.k_cache,
-                self.v_cache,
-                slot_mapping,
-                positions,
-                rotation,
-                q_weight=q_weight,
-                k_weight=k_weight,
-                eps=self.eps,
-                interleaved=self.interleaved,
-                k_scale=self.k_scale,
-                v_scale=self.v_scale,
-            )
-        else:
-            q = q if q_weight is None else self.rms_norm(q, q_weight, self.eps)
-            q, _ = self.rotary_embedding(positions, q, None, self.cos_sin_cache, interleaved=self.interleaved)
+            q, gate = q.chunk(2, -1)  # both [T, Hq, D]
+
+        # Norm, rotate and write.
+        write: Callable[..., torch.Tensor] = self.qk_norm_rope_and_cache
+        rotation, rotation_rows = self.cos_sin_cache, positions
+        if self.axes is not None and embeds is not None and embeds.rope_positions is not None:
+            rotation, rotation_rows = self.axes.of_step(embeds, embeds.rope_positions)
+            write = qk_norm_rope_and_cache  # not bound: this table has another shape in every step
+        for option in self.options:
+            q, k, v, rotation = option(q, k, v, rotation, rotation_rows)
+        q_weight, k_weight = self.head_weights
+        q = write(
+            q,
+            k,
+            v,
+            self.k_cache,
+            self.v_cache,
+            slot_mapping,
+            rotation_rows,
+            rotation,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=self.eps,
+            interleaved=self.interleaved,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )  # [T, Hq, D]
+        return self.attend_and_project(q, gate, positions, block_table, metadata, outputs)
+
+    def attend_and_project(
+        self,
+        q: torch.Tensor,
+        gate: torch.Tensor | None,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor:
+        """Return [R, hidden_size]: attention of rotated queries to the cache, and the projection after it.
+
+        Args:
+            q: [T, Hq, D].
+            gate: [T, Hq, Dv], whose sigmoid multiplies the heads' outputs; None for none.
+            positions: [T].
+            block_table: of the layer's cache.
+        """
+        layer, mask = self.config, None
+        queries: AttentionMetadata | OutputRows = metadata
         if outputs is not None:
-            q, positions = q[outputs.rows], positions[outputs.rows]
+            queries, q, positions = outputs, q[outputs.rows], positions[outputs.rows]  # q: [R, Hq, D]
+            if gate is not None:
+                gate = gate[outputs.rows]
         if self.query_factors is not None:
             q = (q * self.query_factors[positions]).to(q.dtype)
-        out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
-        # Bound without a mask, which only some steps with embeddings have.
-        attend = self.paged_attention if mask is None else paged_attention
+
+        # Attend.
+        attend = self.paged_attention
+        if metadata.embeds is not None and metadata.embeds.mask is not None:
+            attend, mask = paged_attention, metadata.embeds.mask  # not bound: few steps have a mask
+        out = q.new_empty(*q.shape[:-1], layer.v_head_dim)  # [R, Hq, Dv]
         attend(
             q,
             self.k_cache,
@@ -191,40 +218,62 @@ class Attention(nn.Module):
             plan=queries.plan,
             out=out,
         )
-        if layer.output_gate:
-            out *= (gate if outputs is None else gate[outputs.rows]).sigmoid()
-        projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)
+        if gate is not None:
+            out *= gate.sigmoid()
+
+        # Project.
+        projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)  # [R, hidden_size]
         return projected
-
-    def _rotation(self, embeds: EmbeddedRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines for each token of a step with several axes, and each token's row there."""
-        rope, axes = embeds.rope_positions, self.rope_axes
-        assert rope is not None
-        assert axes is not None
-        key = id(self.cos_sin_cache)
-        if key not in embeds.rotations:
-            columns = torch.arange(len(axes), device=rope.device)
-            rows = torch.arange(rope.shape[1], device=rope.device)
-            embeds.rotations[key] = self.cos_sin_cache[rope[axes].T, columns].contiguous(), rows
-        return embeds.rotations[key]
-
-    def _norm_width(self, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Normalise queries, and keys if given, over all heads of all ranks, with one all-reduce."""
-        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-        if self.mean_of_ranks is None:
-            return [norm(x)[0] for norm, x in zip(norms, parts, strict=True)]
-        wide = [x.float() for x in parts]
-        means = self.mean_of_ranks(torch.stack([x.square().mean(-1, keepdim=True) for x in wide]))
-        return [
-            (x * (mean + self.eps).rsqrt() * norm.weight).to(part.dtype)
-            for x, mean, norm, part in zip(wide, means, norms, parts, strict=True)
-        ]
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
                 slots |= norm.weight_slots(f"{prefix}.{name}")
+        for option in self.options:
+            slots |= option.weight_slots(prefix)
         if self.sinks is not None:
             slots[f"{prefix}.sinks"] = self.sinks
         return slots
+
+
+class SharedKvAttention(Attention):
+    """Attention to the keys and values of an earlier layer (Gemma 4, 2026): it projects and writes none."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__(config, index)
+        layer = self.config
+        if layer.qk_norm == "width" or layer.output_gate or layer.norm_after_rope:
+            raise UnsupportedError(
+                f"layer {index} reads K/V of layer {layer.shares_kv_with}, expected norms of heads before the rotation "
+                "and no output gate"
+            )
+        self.rms_norm, self.rotary_embedding = Bound(rms_norm), Bound(rotary_embedding, by=1)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> torch.Tensor:
+        """Return [T, hidden_size], or the rows of `outputs`."""
+        q = self.qkv_proj(hidden, metadata.lora).unflatten(-1, (self.config.num_heads, -1))  # [T, Hq, D]
+        q_weight, _ = self.head_weights
+        if q_weight is not None:
+            q = self.rms_norm(q, q_weight, self.eps)
+        q, _ = self.rotary_embedding(positions, q, None, self.cos_sin_cache, interleaved=self.interleaved)
+        block_table, _ = metadata.table(self.table)
+        return self.attend_and_project(q, None, positions, block_table, metadata, outputs)
+
+
+def _projected_sizes(layer: AttentionConfig) -> dict[str, int]:
+    """Return the output sizes of the projections before attention, by name."""
+    sizes = {"q_proj": layer.num_heads * layer.head_dim}
+    if layer.output_gate:
+        sizes["q_proj"] *= 2  # a gate beside each head's query
+    if layer.shares_kv_with is None:
+        sizes["k_proj"] = layer.num_kv_heads * layer.head_dim
+        if not layer.k_eq_v:
+            sizes["v_proj"] = layer.num_kv_heads * layer.v_head_dim
+    return sizes

@@ -253,7 +253,7 @@ def step_bytes(
     """
     logits = -(-config.vocab_size // size)
     # Norms over all heads sum one float32 for queries and one for keys.
-    norms = sum(1 if one.shares_kv_with is not None else 2 for one in config.attention if one.qk_norm == "width")
+    norms = sum(2 for layer in config.attention if layer.qk_norm == "width")
     return {
         "sum": (num_tokens * (num_sums - last_sums) + num_rows * last_sums) * config.hidden_size * itemsize
         + num_tokens * 4 * norms,
