@@ -72,42 +72,50 @@ class Split:
     Attributes:
         rows: int64, query rows of the sequences that expand; None for all.
         pieces: what they see, in order: pieces of contexts, then the rest of every sequence with its own queries.
-        others: the sequences that absorb; None if there are none.
+        absorbed: the sequences that absorb; None if there are none.
     """
 
     rows: torch.Tensor | None
     pieces: tuple[Piece, ...]
-    others: AbsorbedPart | None
+    absorbed: AbsorbedPart | None
 
 
 def split_step(
     host: HostMetadata, table: int, block_size: int, sizes: LatentConfig, num_heads: int, itemsize: int, device: Any
 ) -> Split | None:
     """Return how to compute a step, or None if no sequence expands."""
-    offsets, seq_lens = host.cu_seqlens_q.astype(np.int64), host.seq_lens.astype(np.int64)
-    q_lens = np.diff(offsets)
-    chosen = np.array([expands(*pair, sizes) for pair in zip(q_lens.tolist(), seq_lens.tolist(), strict=True)], bool)
-    if not chosen.any():
+    cu_seqlens_q = host.cu_seqlens_q.astype(np.int64)
+    q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    seq_lens = host.seq_lens.astype(np.int64)
+    pairs = zip(q_lens.tolist(), seq_lens.tolist(), strict=True)
+    is_expanded = np.array([expands(q_len, seq_len, sizes) for q_len, seq_len in pairs], bool)
+    if not is_expanded.any():
         return None
     token_bytes = num_heads * (sizes.nope_dim + sizes.rope_dim + sizes.v_head_dim) * itemsize
-    at_once = max(1, PIECE_BYTES // (token_bytes * block_size))
-    own = np.flatnonzero(chosen)
-    pieces = [
-        _piece(blocks, counts, lengths, q_lens[own], is_last, device)
-        for blocks, counts, lengths, is_last in _parts(
-            host.block_tables[table][own], seq_lens[own], q_lens[own], block_size, at_once
-        )
-    ]
-    if chosen.all():
+    blocks_at_once = max(1, PIECE_BYTES // (token_bytes * block_size))
+    seqs = np.flatnonzero(is_expanded)
+    tables = host.block_tables[table][seqs]
+    pieces: list[Piece] = []
+    for blocks, counts, lengths, is_last in _parts(tables, seq_lens[seqs], q_lens[seqs], block_size, blocks_at_once):
+        pieces.append(_piece(blocks, counts, lengths, q_lens[seqs], is_last, device))
+    if is_expanded.all():
         return Split(None, tuple(pieces), None)
-    rest = np.flatnonzero(~chosen)
-    row_of = np.repeat(chosen, q_lens)
-    arrays = np.flatnonzero(row_of), np.flatnonzero(~row_of), rest, _offsets(q_lens[rest]), host.seq_lens[rest]
-    rows, other_rows, seqs, cu_seqlens_q, lengths = to_device(arrays, device)
-    longest = int(q_lens[rest].max())
-    plan = AttentionPlan(cu_seqlens_q, lengths, max_seqlen_q=longest, max_seqlen_k=int(seq_lens[rest].max()))
-    others = AbsorbedPart(other_rows, seqs, cu_seqlens_q, lengths, longest, plan)
-    return Split(rows, tuple(pieces), others)
+    is_expanded_row = np.repeat(is_expanded, q_lens)
+    absorbed = np.flatnonzero(~is_expanded)
+    rows, absorbed_rows, absorbed_seqs, offsets, absorbed_lens = to_device(
+        (
+            np.flatnonzero(is_expanded_row),
+            np.flatnonzero(~is_expanded_row),
+            absorbed,
+            _offsets(q_lens[absorbed]),
+            host.seq_lens[absorbed],
+        ),
+        device,
+    )
+    longest = int(q_lens[absorbed].max())
+    plan = AttentionPlan(offsets, absorbed_lens, max_seqlen_q=longest, max_seqlen_k=int(seq_lens[absorbed].max()))
+    part = AbsorbedPart(absorbed_rows, absorbed_seqs, offsets, absorbed_lens, longest, plan)
+    return Split(rows, tuple(pieces), part)
 
 
 def _offsets(q_lens: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -119,23 +127,24 @@ def _parts(
     seq_lens: NDArray[np.int64],
     q_lens: NDArray[np.int64],
     block_size: int,
-    at_once: int,
+    blocks_at_once: int,
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], bool]]:
     """Yield blocks, their number and the tokens in them of each sequence, and whether they are the last ones.
 
     The last part begins with the block of a sequence's first query, so that only it needs the causal mask.
     """
-    whole = (seq_lens - q_lens) // block_size  # blocks before the queries
-    owners = np.repeat(np.arange(len(whole)), whole)
-    indices = np.arange(len(owners)) - np.repeat(np.cumsum(whole) - whole, whole)
-    for start in range(0, len(owners), at_once):
-        seqs = owners[start : start + at_once]
-        counts = np.bincount(seqs, minlength=len(whole))
-        yield tables[seqs, indices[start : start + at_once]], counts, counts * block_size, False
-    counts = -(-seq_lens // block_size) - whole
-    spans = zip(tables, whole, whole + counts, strict=True)
+    num_before = (seq_lens - q_lens) // block_size  # blocks before the queries
+    # Of each such block, the sequence and the index in its table.
+    owners = np.repeat(np.arange(len(num_before)), num_before)
+    indices = np.arange(len(owners)) - np.repeat(np.cumsum(num_before) - num_before, num_before)
+    for start in range(0, len(owners), blocks_at_once):
+        seqs = owners[start : start + blocks_at_once]
+        counts = np.bincount(seqs, minlength=len(num_before))
+        yield tables[seqs, indices[start : start + blocks_at_once]], counts, counts * block_size, False
+    counts = -(-seq_lens // block_size) - num_before
+    spans = zip(tables, num_before, num_before + counts, strict=True)
     blocks = np.concatenate([row[first:end] for row, first, end in spans])
-    yield blocks, counts, seq_lens - whole * block_size, True
+    yield blocks, counts, seq_lens - num_before * block_size, True
 
 
 def _piece(
@@ -150,20 +159,18 @@ def _piece(
     table = starts[:, None] + np.minimum(np.arange(max(counts.max(), 1)), np.maximum(counts - 1, 0)[:, None])
     table = np.minimum(table, max(len(blocks) - 1, 0)).astype(np.int32)
     arrays = blocks.astype(np.int64), table, _offsets(q_lens), lengths.astype(np.int32)
-    on_device, block_table, cu_seqlens_q, seq_lens = to_device(arrays, device)
+    block_ids, block_table, cu_seqlens_q, seq_lens = to_device(arrays, device)
     longest = int(q_lens.max())
     plan = AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=longest, max_seqlen_k=int(lengths.max()))
-    return Piece(
-        on_device,
-        {
-            "block_table": block_table,
-            "cu_seqlens_q": cu_seqlens_q,
-            "seq_lens": seq_lens,
-            "max_seqlen_q": longest,
-            "causal": is_last,
-            "plan": plan,
-        },
-    )
+    arguments = {
+        "block_table": block_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "seq_lens": seq_lens,
+        "max_seqlen_q": longest,
+        "causal": is_last,
+        "plan": plan,
+    }
+    return Piece(block_ids, arguments)
 
 
 def attend_expanded(
@@ -180,17 +187,22 @@ def attend_expanded(
     expand: latents [num_tokens, rank] to what heads have of them, [num_tokens, num_heads, nope + v].
     """
     state: tuple[torch.Tensor, torch.Tensor] | None = None
+    stored = kv_cache
+    if kv_cache.element_size() == 1:
+        stored = kv_cache.view(torch.uint8)  # 8-bit floats have no indexing
     for piece in pieces:
-        stored = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
-        rows = stored[piece.blocks].view(kv_cache.dtype)
+        rows = stored[piece.blocks].view(kv_cache.dtype)  # [blocks, block_size, rank + rope]
         if rows.dtype != q.dtype:
             rows = dequantized(rows, sizes.rank, k_scale).to(q.dtype)
         heads = expand(rows[..., : sizes.rank].flatten(0, 1)).unflatten(0, rows.shape[:2])
-        nope, values = heads.split((sizes.nope_dim, sizes.v_head_dim), -1)
+        nope, values = heads.split((sizes.nope_dim, sizes.v_head_dim), -1)  # [blocks, block_size, H, nope or v]
         rope = rows[..., None, sizes.rank :].expand(*nope.shape[:-1], sizes.rope_dim)
-        found: Any = paged_attention(
+        piece_state: Any = paged_attention(
             q, torch.cat([nope, rope], -1), values, softmax_scale=softmax_scale, return_lse=True, **piece.arguments
         )
-        state = found if state is None else merge_attn_states(*state, *found)
+        if state is None:
+            state = piece_state
+        else:
+            state = merge_attn_states(*state, *piece_state)
     assert state is not None
     return state[0]

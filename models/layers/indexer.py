@@ -42,41 +42,42 @@ class Indexer(nn.Module):
 
     def bind(self, k_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give it the cache of its keys, the index of their block table, and the layer's rotary table."""
-        keys = k_cache.squeeze(2)
-        is_plain = keys.shape[2] == self.config.head_dim
-        self.key_cache, self.table, self.cos_sin_cache = (
-            keys if is_plain else keys.view(torch.uint8),
-            table,
-            cos_sin_cache,
-        )
+        self.table, self.cos_sin_cache = table, cos_sin_cache
+        self.key_cache = k_cache.squeeze(2)
+        if self.key_cache.shape[2] != self.config.head_dim:  # e4m3 keys and their scales
+            self.key_cache = self.key_cache.view(torch.uint8)
 
-    def write(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
-        """Write the keys of all tokens to the cache."""
-        keys = self.k_norm(self.wk(hidden))[0].unsqueeze(1)
-        self.rotate(positions, keys, None, self.cos_sin_cache, interleaved=self.config.interleaved)
-        write_index_keys(keys.squeeze(1), self.key_cache, metadata.table(self.table)[1])
-
-    def choose(
+    def forward(
         self,
         hidden: torch.Tensor,
         q_latent: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        queries: AttentionMetadata | OutputRows,
+        outputs: OutputRows | None,
     ) -> torch.Tensor | None:
-        """Return the keys of each row, int32 [num_rows, top_k]; None if no sequence of the step can have more.
+        """Write the keys of all tokens; return those that each row attends to, int32 [R, top_k].
 
-        hidden, q_latent, positions: of the rows of `queries`. q_latent: the queries' latent after its norm.
+        None if no sequence of the step can have more than top_k keys.
+
+        q_latent: the queries' latent after its norm, [T, q_rank]. R is T, or the rows of `outputs`.
         """
-        config, block_table = self.config, metadata.table(self.table)[0]
+        config = self.config
+        block_table, slot_mapping = metadata.table(self.table)
+        keys = self.k_norm(self.wk(hidden))[0]  # [T, head_dim]
+        self.rotate(positions, keys.unsqueeze(1), None, self.cos_sin_cache, interleaved=config.interleaved)
+        write_index_keys(keys, self.key_cache, slot_mapping)
         if block_table.shape[1] * self.key_cache.shape[1] <= config.top_k:
             return None
-        q = self.wq_b(q_latent).unflatten(-1, (config.num_heads, config.head_dim))
+        queries: AttentionMetadata | OutputRows = metadata
+        if outputs is not None:
+            queries = outputs
+            hidden, q_latent, positions = hidden[outputs.rows], q_latent[outputs.rows], positions[outputs.rows]
+        q = self.wq_b(q_latent).unflatten(-1, (config.num_heads, config.head_dim))  # [R, H, head_dim]
         self.rotate(positions, q, None, self.cos_sin_cache, interleaved=config.interleaved)
         weights = functional.linear(hidden, self.weights_proj).float() * (config.num_heads * config.head_dim) ** -0.5
         return self.choose_keys(
             q,
-            weights,
+            weights,  # [R, H]
             self.key_cache,
             block_table=block_table,
             cu_seqlens_q=queries.cu_seqlens_q,
@@ -86,7 +87,7 @@ class Indexer(nn.Module):
         )
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = (
-            self.wq_b.weight_slots(prefix) | self.wk.weight_slots(prefix) | self.k_norm.weight_slots(f"{prefix}.k_norm")
-        )
-        return slots | {f"{prefix}.weights_proj.weight": self.weights_proj}
+        slots = self.wq_b.weight_slots(prefix) | self.wk.weight_slots(prefix)
+        slots |= self.k_norm.weight_slots(f"{prefix}.k_norm")
+        slots[f"{prefix}.weights_proj.weight"] = self.weights_proj
+        return slots

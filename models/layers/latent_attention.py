@@ -34,13 +34,12 @@ class UpProjection(Linear):
 
     def matrices(self, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights, [num_heads, rows of a head, latent]; packed ones are multiplied by the identity."""
-        weight = self.weight if self.packed is None else None
-        if weight is None:
-            weight = self(torch.eye(self.in_features, dtype=dtype, device=self._device())).T.contiguous()
+        if self.packed is None:
+            weight: torch.Tensor = self.weight
+        else:
+            device = next(self.parameters()).device
+            weight = self(torch.eye(self.in_features, dtype=dtype, device=device)).T.contiguous()
         return weight.view(num_heads, -1, self.in_features)
-
-    def _device(self) -> torch.device:
-        return next(self.parameters()).device
 
 
 class LatentAttention(nn.Module):
@@ -48,6 +47,8 @@ class LatentAttention(nn.Module):
 
     A head's key is its up-projection of the latent beside dimensions that rotate, which all heads share. Queries absorb
     the up-projection of keys, so that they meet latents directly, and the result gets that of values.
+
+    Shapes: T tokens, R rows that are returned, H heads; rank, nope, rope and v as in `LatentConfig`.
     """
 
     kv_cache: torch.Tensor
@@ -57,7 +58,6 @@ class LatentAttention(nn.Module):
     cos_sin_cache: torch.Tensor
     up: torch.Tensor
     query_factors: torch.Tensor | None = None
-    mean_of_ranks: object = None
     attend: Callable[..., Any]
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
@@ -80,11 +80,11 @@ class LatentAttention(nn.Module):
         if sizes.index is not None and sizes.q_rank is not None:
             self.indexer = Indexer(hidden, sizes.q_rank, sizes.index)
         self.kv_norm = RmsNorm(sizes.rank, norms)
-        of_a_head = sizes.nope_dim + sizes.v_head_dim
-        self.kv_b_proj = UpProjection(sizes.rank, {"kv_b_proj": layer.num_heads * of_a_head})
+        head_size = sizes.nope_dim + sizes.v_head_dim
+        self.kv_b_proj = UpProjection(sizes.rank, {"kv_b_proj": layer.num_heads * head_size})
         self.o_proj = Linear(layer.num_heads * sizes.v_head_dim, {"o_proj": hidden}, bias=layer.o_bias)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.write, self.attend = Bound(mla_norm_rope_and_cache), Bound(paged_mla_attention, step="plan")
+        self.write, self.attend = Bound(mla_norm_rope_and_cache), Bound(paged_mla_attention)
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
@@ -103,19 +103,23 @@ class LatentAttention(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """Return [num_tokens, hidden_size], or the rows of `outputs`; write latents of all tokens to the cache."""
-        sizes, queries = self.sizes, metadata if outputs is None else outputs
-        _, slot_mapping = metadata.table(self.table)
-        down = self.down_proj(hidden)
+        """Return [T, hidden_size], or the rows of `outputs`; write latents of all tokens to the cache."""
+        sizes = self.sizes
+        block_table, slot_mapping = metadata.table(self.table)
+
+        # Project.
+        down = self.down_proj(hidden)  # [T, rank + rope], after q_rank columns if queries have a latent
         q_latent = hidden
         if self.q_b_proj is None:
             q = self.q_proj(hidden, metadata.lora)
         else:
-            q_latent, down = down.split((sizes.q_rank, down.shape[1] - sizes.q_rank), -1)
-            q_latent = self.q_norm(q_latent)[0]
+            q_latent, down = down.split((sizes.q_rank, sizes.rank + sizes.rope_dim), -1)
+            q_latent, _ = self.q_norm(q_latent)  # [T, q_rank]
             q = self.q_b_proj(q_latent)
-        latent, k_rope = down.split((sizes.rank, sizes.rope_dim), -1)
-        q = q.unflatten(-1, (self.config.num_heads, -1))
+        latent, k_rope = down.split((sizes.rank, sizes.rope_dim), -1)  # [T, rank], [T, rope]
+        q = q.unflatten(-1, (self.config.num_heads, -1))  # [T, H, nope + rope]
+
+        # Norm, rotate and write. The rotated part of queries changes in place.
         self.write(
             q[..., sizes.nope_dim :],
             latent,
@@ -129,45 +133,52 @@ class LatentAttention(nn.Module):
             interleaved=self.interleaved,
             scale=self.k_scale,
         )
-        if self.indexer is not None:
-            self.indexer.write(hidden, positions, metadata)
-        if outputs is not None:
-            q, positions = q[outputs.rows], positions[outputs.rows]
-            if self.indexer is not None:
-                hidden, q_latent = hidden[outputs.rows], q_latent[outputs.rows]
+
+        # Attend.
         indices: torch.Tensor | None = None
         if self.indexer is not None:
-            indices = self.indexer.choose(hidden, q_latent, positions, metadata, queries)
+            indices = self.indexer(hidden, q_latent, positions, metadata, outputs)
+        queries: AttentionMetadata | OutputRows = metadata
+        if outputs is not None:
+            queries, q, positions = outputs, q[outputs.rows], positions[outputs.rows]  # q: [R, H, nope + rope]
         if self.query_factors is not None:
             q = (q * self.query_factors[positions]).to(q.dtype)
         if outputs is None and indices is None:
-            out = self._attend(q, metadata)
+            out = self._attend(q, block_table, metadata)  # [T, H, v]
         else:
-            out = self._absorbed(q, metadata.table(self.table)[0], metadata.seq_lens, queries, indices)
-        projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)
+            out = self._absorbed(q, block_table, metadata.seq_lens, queries, indices)  # [R, H, v]
+
+        # Project.
+        projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)  # [R, hidden_size]
         return projected
 
-    def _attend(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """Attention of all rows, [num_tokens, num_heads, nope + rope] -> [num_tokens, num_heads, v_head_dim]."""
-        block_table, split = metadata.table(self.table)[0], self._split(metadata)
+    def _attend(self, q: torch.Tensor, block_table: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return attention of all rows, [T, H, nope + rope] -> [T, H, v]: expanded where that takes less."""
+        split = self._split(metadata)
         if split is None:
             return self._absorbed(q, block_table, metadata.seq_lens, metadata)
         expanded = attend_expanded(
             q if split.rows is None else q[split.rows],
             self.kv_cache,
             split.pieces,
-            lambda latents: linear(latents, self.up.flatten(0, 1)).unflatten(-1, (self.config.num_heads, -1)),
+            self._expand,
             self.sizes,
             self.config.softmax_scale,
             self.k_scale,
         )
-        if split.others is None:
+        absorbed = split.absorbed
+        if absorbed is None:
             return expanded
-        out, others = expanded.new_empty(*q.shape[:2], self.sizes.v_head_dim), split.others
+        out = expanded.new_empty(*q.shape[:2], self.sizes.v_head_dim)
         out[split.rows] = expanded
-        table = block_table[others.seqs]
-        out[others.rows] = self._absorbed(q[others.rows], table, others.seq_lens, others)
+        table = block_table[absorbed.seqs]
+        out[absorbed.rows] = self._absorbed(q[absorbed.rows], table, absorbed.seq_lens, absorbed)
         return out
+
+    def _expand(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return keys and values of all heads, [T, rank] -> [T, H, nope + v]."""
+        heads: torch.Tensor = linear(latents, self.up.flatten(0, 1)).unflatten(-1, (self.config.num_heads, -1))
+        return heads
 
     def _split(self, metadata: AttentionMetadata) -> Split | None:
         """Return how the step is divided, made once a step; None to absorb everywhere.
@@ -177,15 +188,14 @@ class LatentAttention(nn.Module):
         host = metadata.host
         if host is None or host.max_seqlen_q == 1 or torch.compiler.is_dynamo_compiling() or recording() is not None:
             return None
-        made = metadata.plan.runs.setdefault("expanded latents", {})
+        splits: dict[object, Split | None] = metadata.plan.runs.setdefault("expanded latents", {})
         key = self.table, self.config
-        if key not in made:
+        if key not in splits:
             block_size, device = self.kv_cache.shape[1], self.kv_cache.device
-            made[key] = split_step(
+            splits[key] = split_step(
                 host, self.table, block_size, self.sizes, self.config.num_heads, self.up.itemsize, device
             )
-        found: Split | None = made[key]
-        return found
+        return splits[key]
 
     def _absorbed(
         self,
@@ -195,11 +205,11 @@ class LatentAttention(nn.Module):
         queries: Queries,
         indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention to latents; q [num_tokens, num_heads, nope + rope] -> [num_tokens, num_heads, v_head_dim]."""
+        """Return attention to latents, q [R, H, nope + rope] -> [R, H, v]."""
         sizes = self.sizes
         nope, rope = q.split((sizes.nope_dim, sizes.rope_dim), -1)
-        keys, values = self.up.split((sizes.nope_dim, sizes.v_head_dim), 1)
-        latent_q = torch.bmm(nope.transpose(0, 1), keys).transpose(0, 1)
+        keys, values = self.up.split((sizes.nope_dim, sizes.v_head_dim), 1)  # [H, nope, rank], [H, v, rank]
+        latent_q = torch.bmm(nope.transpose(0, 1), keys).transpose(0, 1)  # [R, H, rank]
         attended = latent_q.new_empty(*q.shape[:2], sizes.rank)
         self.attend(
             torch.cat([latent_q, rope], -1),
@@ -218,13 +228,14 @@ class LatentAttention(nn.Module):
         return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        linears = [self.down_proj, self.kv_b_proj, self.o_proj]
-        linears.append(self.q_proj if self.q_b_proj is None else self.q_b_proj)
         slots: WeightSlots = {}
-        for each in linears:
-            slots |= each.weight_slots(prefix)
+        for projection in (self.down_proj, self.kv_b_proj, self.o_proj):
+            slots |= projection.weight_slots(prefix)
         slots |= self.kv_norm.weight_slots(f"{prefix}.kv_a_layernorm")
-        if self.q_b_proj is not None:
+        if self.q_b_proj is None:
+            slots |= self.q_proj.weight_slots(prefix)
+        else:
+            slots |= self.q_b_proj.weight_slots(prefix)
             slots |= self.q_norm.weight_slots(f"{prefix}.q_a_layernorm")
         if self.indexer is not None:
             slots |= self.indexer.weight_slots(f"{prefix}.indexer")

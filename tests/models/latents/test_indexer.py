@@ -30,15 +30,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
     """What indexers return."""
-    found: list[torch.Tensor | None] = []
-    own = Indexer.choose
+    results: list[torch.Tensor | None] = []
+    forward_pass = Indexer.forward
 
-    def choose(*arguments: Any) -> torch.Tensor | None:
-        found.append(own(*arguments))
-        return found[-1]
+    def recorded(*arguments: Any) -> torch.Tensor | None:
+        results.append(forward_pass(*arguments))
+        return results[-1]
 
-    monkeypatch.setattr(Indexer, "choose", choose)
-    return found
+    monkeypatch.setattr(Indexer, "forward", recorded)
+    return results
 
 
 def test_an_indexer_that_chooses_all_equals_dense_attention(
