@@ -8,7 +8,7 @@ from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.models.families.dense import query_growth
-from paged.models.families.experts import after_dense, sigmoid_experts
+from paged.models.families.experts import after_dense, grouped_experts, sigmoid_experts
 from paged.models.families.llama import family
 from paged.models.layers.config import IndexConfig, LatentConfig, MoeConfig
 from paged.models.layers.decoder_config import count_layers, moe_config
@@ -16,7 +16,7 @@ from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig
 
 
-def _latent_attention(hf: HfConfig) -> dict[str, Any]:
+def _latent_attention(hf: HfConfig, index: IndexConfig | None = None) -> dict[str, Any]:
     """Return the fields of attention.
 
     The norms within it have their own eps, 1e-6 in the authors' code and in transformers, whatever rms_norm_eps says.
@@ -36,14 +36,14 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
     magnitude = section.number("mscale_all_dim", 0.0, may_be_zero=True)
     if magnitude and section.text("rope_type", section.text("type", "default")) != "default":
         scale *= yarn_magnitude(section.number("factor"), magnitude) ** 2
+    q_rank = hf.optional_integer("q_lora_rank")
+    latent = LatentConfig(rank=rank, q_rank=q_rank, nope_dim=nope, rope_dim=rope, v_head_dim=v_head_dim, index=index)
     return {
         "num_heads": num_heads,
         "num_kv_heads": 1,
         "head_dim": rank + rope,
         "v_head_dim": rank,
-        "latent": LatentConfig(
-            rank=rank, q_rank=hf.optional_integer("q_lora_rank"), nope_dim=nope, rope_dim=rope, v_head_dim=v_head_dim
-        ),
+        "latent": latent,
         "softmax_scale": scale,
         "num_mtp_layers": hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", 0, least=0), least=0),
     }
@@ -68,19 +68,19 @@ def _deepseek_v2(hf: HfConfig) -> dict[str, Any]:
         shared_size=hf.integer("moe_intermediate_size") * hf.integer("n_shared_experts"),
         **groups,
     )
-    return {
+    return dict(
         **_latent_attention(hf),
-        "rope": rope_config(hf, interleaved=True),
-        "mlp_bias": hf.flag("mlp_bias"),
-        "moe": after_dense(hf, moe),
-    }
+        rope=rope_config(hf, interleaved=True),
+        mlp_bias=hf.flag("mlp_bias"),
+        moe=after_dense(hf, moe),
+    )
 
 
 def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek-V3, V3.1 and R1 (2024), Kimi K2 (Moonshot AI, 2025): sigmoid routing with a bias; GLM-4.7-Flash (Z.ai,
     2026): the same, with `mlp_layer_types`."""
     rope = rope_config(hf, interleaved=hf.flag("rope_interleave", True))
-    return {**_latent_attention(hf), "rope": rope, "moe": _by_mlp_layer_types(hf)}
+    return dict(**_latent_attention(hf), rope=rope, moe=_by_mlp_layer_types(hf))
 
 
 def _deepseek_v32(hf: HfConfig) -> dict[str, Any]:
@@ -104,11 +104,11 @@ def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
     if kinds := {*hf.items("layer_types", str)} - {"indexed_attention"}:
         raise UnsupportedError(f"{hf.source}: layer type {min(kinds)!r}, known is 'indexed_attention'")
     num_heads, head_dim, top_k = (hf.integer(key) for key in ("index_n_heads", "index_head_dim", "index_topk"))
-    index, fields = IndexConfig(num_heads, head_dim, top_k, interleaved), _latent_attention(hf)
+    fields = _latent_attention(hf, IndexConfig(num_heads, head_dim, top_k, interleaved))
     if head_dim < fields["latent"].rope_dim:
         raise CheckpointError(f"{hf.source}: index_head_dim {head_dim} is less than qk_rope_head_dim")
-    latent = replace(fields["latent"], q_rank=hf.integer("q_lora_rank"), index=index)
-    return {**fields, "latent": latent, "rope": rope_config(hf, interleaved=True), "moe": _by_mlp_layer_types(hf)}
+    hf.integer("q_lora_rank")  # the indexer reads the queries' latent
+    return dict(**fields, rope=rope_config(hf, interleaved=True), moe=_by_mlp_layer_types(hf))
 
 
 def _by_mlp_layer_types(hf: HfConfig) -> tuple[MoeConfig | None, ...]:
@@ -128,28 +128,28 @@ def _mistral4(hf: HfConfig) -> dict[str, Any]:
     """Mistral Small 4 (Mistral AI, 2026): softmax routing; queries grow with their position as in Ministral 3."""
     hf.choice("n_group", 1)  # a group counts the sum of its two best, which softmax routing does not have
     hf.choice("topk_group", 1)
-    moe = sigmoid_experts(hf, scoring="softmax", correction_bias=None, float32_router=False)
+    moe = grouped_experts(hf)
     rope = rope_config(hf, is_partial=True, interleaved=hf.flag("rope_interleave"))
     share = hf.integer("qk_rope_head_dim") / (hf.integer("qk_nope_head_dim") + hf.integer("qk_rope_head_dim"))
     if (rotated := rope_section(hf).number("partial_rotary_factor", share)) != share:  # of all a head's dimensions
         raise CheckpointError(f"{hf.source}: partial_rotary_factor {rotated}, expected {share}")
-    return {
+    return dict(
         **_latent_attention(hf),
-        "rope": replace(rope, fraction=1.0),
-        "query_growth": query_growth(hf),
-        "moe": after_dense(hf, moe),
-    }
+        rope=replace(rope, fraction=1.0),
+        query_growth=query_growth(hf),
+        moe=after_dense(hf, moe),
+    )
 
 
 def _minicpm3(hf: HfConfig) -> dict[str, Any]:
     """MiniCPM3 (OpenBMB, 2024): no experts; multipliers as in MiniCPM (Hu et al., 2024)."""
     hidden, no_scale = hf.integer("hidden_size"), sqrt(count_layers(hf))
-    return {
+    return dict(
         **_latent_attention(hf),
-        "embedding_scale": hf.number("scale_emb"),
-        "residual_scale": hf.number("scale_depth", no_scale) / no_scale,
-        "logits_scale": hf.integer("dim_model_base", hidden) / hidden,
-    }
+        embedding_scale=hf.number("scale_emb"),
+        residual_scale=hf.number("scale_depth", no_scale) / no_scale,
+        logits_scale=hf.integer("dim_model_base", hidden) / hidden,
+    )
 
 
 # Keys are names in `architectures` of config.json.

@@ -1,4 +1,7 @@
-"""Families without experts; they differ from Llama only in fields of `decoder_config`."""
+"""Families without experts; they differ from Llama only in fields of `decoder_config`.
+
+A family with fields of another joins them in `dict(**others, name=value)`, which refuses a field that is given twice.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ NO_BIAS = {"qkv_bias": False, "o_bias": False}
 # Norms of Hunyuan's heads.
 HUNYUAN_RENAMES = {r"\.query_layernorm\.": ".q_norm.", r"\.key_layernorm\.": ".k_norm."}
 _STARCODER_RENAMES = {r"\.mlp\.c_fc\.": ".mlp.up_proj.", r"\.mlp\.c_proj\.": ".mlp.down_proj."}
-# OLMo 2 (OLMo Team, 2024): norms only after attention and MLP, and over all query and key heads together.
-OLMO: dict[str, Any] = {
+_GLM4_NORMS = {"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
+# Norms only after attention and MLP.
+NORMS_AFTER: dict[str, Any] = {
     "before_attention": None,
     "after_attention": "post_attention_layernorm",
     "before_mlp": None,
     "after_mlp": "post_feedforward_layernorm",
-    "qk_norm": "width",
 }
 
 
@@ -47,7 +50,7 @@ def _apertus(hf: HfConfig) -> dict[str, Any]:
 
 def _arcee(hf: HfConfig) -> dict[str, Any]:
     """Arcee's AFM (Arcee AI, 2025): MLPs without a gate."""
-    return {**_no_gate(hf), "mlp_bias": hf.flag("mlp_bias")}
+    return dict(**_no_gate(hf), mlp_bias=hf.flag("mlp_bias"))
 
 
 def _no_gate(hf: HfConfig) -> dict[str, Any]:
@@ -60,7 +63,9 @@ def _ernie(hf: HfConfig) -> dict[str, Any]:
     has_bias = hf.flag("use_bias")
     return {
         "rope": rope_config(hf, interleaved=True),
-        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), has_bias),
+        "qkv_bias": has_bias,
+        "o_bias": has_bias,
+        "mlp_bias": has_bias,
     }
 
 
@@ -73,8 +78,11 @@ def _exaone4(hf: HfConfig) -> dict[str, Any]:
     # Published models also give a pattern such as "LLLG", beside `layer_types`.
     period = 1 if window is None or isinstance(pattern, str) else hf.integer("sliding_window_pattern")
     windows, rope = layer_windows(hf, window, lambda layer: (layer + 1) % period != 0), rope_config(hf)
-    rotates_all = None if window is not None else rope
-    return {"window": windows, "rope": by_window(windows, rotates_all, rope), **OLMO, **NO_BIAS, "qk_norm": "head"}
+    rope_of_all = None
+    if window is None:
+        rope_of_all = rope
+    ropes = by_window(windows, rope_of_all, rope)
+    return dict(**NORMS_AFTER, **NO_BIAS, window=windows, rope=ropes, qk_norm="head")
 
 
 def _gemma(hf: HfConfig) -> dict[str, Any]:
@@ -91,12 +99,13 @@ def _gemma2(hf: HfConfig) -> dict[str, Any]:
     """Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP, soft caps of scores and logits, a window in
     every second layer from the first on."""
     window = hf.optional_integer("sliding_window")
-    return {
+    return dict(
         **gemma_fields(hf),
-        "softcap": hf.softcap("attn_logit_softcapping"),
-        "softmax_scale": hf.number("query_pre_attn_scalar") ** -0.5,
-        "window": layer_windows(hf, window, lambda layer: layer % 2 == 0),
-    }
+        zero_centred=True,
+        softcap=hf.softcap("attn_logit_softcapping"),
+        softmax_scale=hf.number("query_pre_attn_scalar") ** -0.5,
+        window=layer_windows(hf, window, lambda layer: layer % 2 == 0),
+    )
 
 
 def _gemma3(hf: HfConfig) -> dict[str, Any]:
@@ -104,22 +113,22 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
     rotation."""
     windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
     ropes = ropes_by_kind(hf, hf.number("rope_local_base_freq"))
-    return {
+    return dict(
         **gemma_fields(hf),
-        "softmax_scale": hf.number("query_pre_attn_scalar") ** -0.5,
-        "window": windows,
-        "rope": by_window(windows, *ropes),
-        "qk_norm": "head",
-    }
+        zero_centred=True,
+        softmax_scale=hf.number("query_pre_attn_scalar") ** -0.5,
+        window=windows,
+        rope=by_window(windows, *ropes),
+        qk_norm="head",
+    )
 
 
 def gemma_fields(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields that all Gemma families share."""
+    """Return the fields that Gemma 2, 3 and 4 share."""
     return {
         "logits_softcap": hf.softcap("final_logit_softcapping"),
         "activation": ACTIVATIONS[hf.choice("hidden_activation", *ACTIVATIONS)],
         "embedding_scale": hf.integer("hidden_size") ** 0.5,
-        "zero_centred": True,
         "after_attention": "post_attention_layernorm",
         "before_mlp": "pre_feedforward_layernorm",
         "after_mlp": "post_feedforward_layernorm",
@@ -128,21 +137,31 @@ def gemma_fields(hf: HfConfig) -> dict[str, Any]:
 
 def _glm(hf: HfConfig) -> dict[str, Any]:
     """GLM-4 (GLM Team, 2024): biases before attention; half of each head rotates, in neighbouring pairs."""
-    return {
-        "rope": rope_config(hf, is_partial=True, interleaved=True),
-        "qkv_bias": hf.flag("attention_bias"),
-        "o_bias": False,
-        "fused_mlp": True,
-    }
+    return dict(**_glm_fields(hf), qkv_bias=hf.flag("attention_bias"))
 
 
 def _glm4(hf: HfConfig) -> dict[str, Any]:
     """GLM-4-0414 (GLM Team, 2025): GLM-4 with additional norms after attention and MLP."""
-    return {**_glm(hf), "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
+    return dict(**_glm(hf), **_GLM4_NORMS)
+
+
+def _glm4v(hf: HfConfig) -> dict[str, Any]:
+    """Text part of GLM-4.1V (GLM Team, 2025): GLM-4-0414, always with biases before attention."""
+    hf.value("attention_bias")
+    return dict(**_glm_fields(hf), **_GLM4_NORMS, qkv_bias=True)
+
+
+def _glm_fields(hf: HfConfig) -> dict[str, Any]:
+    return {"rope": rope_config(hf, is_partial=True, interleaved=True), "o_bias": False, "fused_mlp": True}
+
+
+def _granite(hf: HfConfig) -> dict[str, Any]:
+    """Granite 3 (IBM, 2024)."""
+    return dict(**granite_fields(hf), mlp_bias=hf.flag("mlp_bias"))
 
 
 def granite_fields(hf: HfConfig) -> dict[str, Any]:
-    """Granite 3 (IBM, 2024): multipliers of embeddings, scores, residuals and logits."""
+    """Return the multipliers of embeddings, scores, residuals and logits."""
     return {
         "softmax_scale": hf.number("attention_multiplier"),
         "embedding_scale": hf.number("embedding_multiplier"),
@@ -172,18 +191,18 @@ def hunyuan(hf: HfConfig) -> dict[str, Any]:
 
 def mistral(hf: HfConfig) -> dict[str, Any]:
     """Mistral (Jiang et al., 2023): all layers have the window `sliding_window`; if it is null, they see all tokens."""
-    return {"window": hf.optional_integer("sliding_window"), **NO_BIAS}
+    return dict(**NO_BIAS, window=hf.optional_integer("sliding_window"))
 
 
 def _ministral(hf: HfConfig) -> dict[str, Any]:
     """Ministral 8B (Mistral AI, 2024): Mistral with a window in some layers only."""
     window = hf.optional_integer("sliding_window")
-    return {"window": layer_windows(hf, window, lambda layer: window is not None), **NO_BIAS}
+    return dict(**NO_BIAS, window=layer_windows(hf, window, lambda layer: window is not None))
 
 
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
     """Ministral 3 (Mistral AI, 2025): queries grow with the log of their position beyond the pre-training length."""
-    return {**mistral(hf), "query_growth": query_growth(hf)}
+    return dict(**mistral(hf), query_growth=query_growth(hf))
 
 
 def query_growth(hf: HfConfig) -> QueryGrowth:
@@ -195,21 +214,27 @@ def query_growth(hf: HfConfig) -> QueryGrowth:
 
 def _nemotron(hf: HfConfig) -> dict[str, Any]:
     """Nemotron-4 and Minitron (Nvidia, 2024): layer norms, MLPs without a gate; part of each head rotates."""
-    return {
-        **_arcee(hf),
-        "rope": rope_config(hf, is_partial=True),
-        "eps": hf.number("norm_eps"),
-        "zero_centred": True,
-        "subtracts_mean": True,
-        "bias": True,
-    }
+    return dict(
+        **_no_gate(hf),
+        mlp_bias=hf.flag("mlp_bias"),
+        rope=rope_config(hf, is_partial=True),
+        eps=hf.number("norm_eps"),
+        zero_centred=True,
+        subtracts_mean=True,
+        bias=True,
+    )
+
+
+def _olmo2(hf: HfConfig) -> dict[str, Any]:
+    """OLMo 2 (OLMo Team, 2024): norms after attention and MLP, and over all query and key heads together."""
+    return dict(**NORMS_AFTER, qk_norm="width")
 
 
 def _olmo3(hf: HfConfig) -> dict[str, Any]:
     """OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers; these do not scale their rotation."""
     windows = periodic_windows(hf, 4)
     ropes = ropes_by_kind(hf, hf.defaults["rope_theta"])
-    return {"window": windows, "rope": by_window(windows, *ropes), **OLMO}
+    return dict(**_olmo2(hf), window=windows, rope=by_window(windows, *ropes))
 
 
 def _phi3(hf: HfConfig) -> dict[str, Any]:
@@ -217,12 +242,7 @@ def _phi3(hf: HfConfig) -> dict[str, Any]:
 
     Only part of each head rotates; longrope scaling is possible.
     """
-    return {
-        **mistral(hf),
-        "rope": rope_config(hf, is_partial=True),
-        "fused": True,
-        "fused_mlp": True,
-    }
+    return dict(**mistral(hf), rope=rope_config(hf, is_partial=True), fused=True, fused_mlp=True)
 
 
 def _qwen2(hf: HfConfig) -> dict[str, Any]:
@@ -261,21 +281,23 @@ def _seed_oss(hf: HfConfig) -> dict[str, Any]:
 def _starcoder2(hf: HfConfig) -> dict[str, Any]:
     """StarCoder2 (Lozhkov et al., 2024): layer norms, biases everywhere, MLPs without a gate."""
     has_bias = hf.flag("use_bias")
-    return {
+    return dict(
         **_no_gate(hf),
-        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), has_bias),
-        "window": hf.optional_integer("sliding_window"),
-        "eps": hf.number("norm_epsilon"),
-        "subtracts_mean": True,
-        "bias": True,
-    }
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=has_bias,
+        window=hf.optional_integer("sliding_window"),
+        eps=hf.number("norm_epsilon"),
+        subtracts_mean=True,
+        bias=True,
+    )
 
 
 def _smollm3(hf: HfConfig) -> dict[str, Any]:
     """SmolLM3 (Hugging Face, 2025): every fourth layer does not rotate; only these may have a window."""
     rotates, rope, window = rotating_layers(hf), rope_config(hf), window_if_used(hf)
     return {
-        "rope": tuple(rope if one else None for one in rotates),
+        "rope": tuple(rope if is_rotated else None for is_rotated in rotates),
         "window": layer_windows(hf, window, lambda layer: window is not None and not rotates[layer]),
         "mlp_bias": hf.flag("mlp_bias"),
     }
@@ -292,14 +314,14 @@ DENSE = {
     "Gemma3ForCausalLM": family("gemma3_text", _gemma3),
     "GlmForCausalLM": family("glm", _glm),
     "Glm4ForCausalLM": family("glm4", _glm4),
-    "GraniteForCausalLM": family("granite", lambda hf: {"mlp_bias": hf.flag("mlp_bias"), **granite_fields(hf)}),
+    "GraniteForCausalLM": family("granite", _granite),
     "HeliumForCausalLM": family("helium", _helium),
     "HunYuanDenseV1ForCausalLM": family("hunyuan_v1_dense", hunyuan, HUNYUAN_RENAMES),
     "MistralForCausalLM": family("mistral", mistral),
     "MinistralForCausalLM": family("ministral", _ministral),
     "Ministral3ForCausalLM": family("ministral3", _ministral3),
     "NemotronForCausalLM": family("nemotron", _nemotron),
-    "Olmo2ForCausalLM": family("olmo2", lambda hf: OLMO),
+    "Olmo2ForCausalLM": family("olmo2", _olmo2),
     "Olmo3ForCausalLM": family("olmo3", _olmo3),
     "Phi3ForCausalLM": family("phi3", _phi3),
     "Qwen2ForCausalLM": family("qwen2", _qwen2),
@@ -310,7 +332,7 @@ DENSE = {
 }
 # Text parts of multimodal models that have no architecture of their own.
 DENSE_PARTS = (
-    family("glm4v_text", lambda hf: {**_glm4(hf), "qkv_bias": True}),  # GLM-4.1V (GLM Team, 2025)
+    family("glm4v_text", _glm4v),
     family("qwen2_vl_text", _qwen2),
     family("qwen2_5_vl_text", _qwen2),
     family("qwen3_vl_text", lambda hf: {"qk_norm": "head"}),  # Qwen3 without windows (Qwen Team, 2025)

@@ -1,4 +1,7 @@
-"""Families with experts; they differ from Llama only in fields of `decoder_config` and names of weights."""
+"""Families with experts; they differ from Llama only in fields of `decoder_config` and names of weights.
+
+Fields are joined as in `dense`: none is given twice.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +76,13 @@ def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
     )
     step, first = hf.integer("moe_layer_interval"), hf.integer("moe_layer_start_index", least=0)
     last = hf.integer("moe_layer_end_index", least=-1)
-    last = layers - 1 if last == -1 else last
-    return {
-        "rope": rope_config(hf, interleaved=True),
-        **NO_BIAS,
-        "moe": tuple(moe if first <= layer <= last and (layer + 1) % step == 0 else None for layer in range(layers)),
-    }
+    if last == -1:
+        last = layers - 1
+    experts: list[MoeConfig | None] = [None] * layers
+    for layer in range(first, min(last + 1, layers)):
+        if (layer + 1) % step == 0:
+            experts[layer] = moe
+    return dict(**NO_BIAS, rope=rope_config(hf, interleaved=True), moe=tuple(experts))
 
 
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
@@ -93,15 +97,20 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def sigmoid_experts(hf: HfConfig, **fields: Any) -> MoeConfig:
-    """Return experts with the routing of DeepSeek-V3, or with other `fields` of MoeConfig."""
-    size = hf.integer("moe_intermediate_size")
-    own: dict[str, Any] = {
-        "scoring": "sigmoid",
-        "correction_bias": "gate.e_score_correction_bias",
-        "float32_router": True,
-        "shared_size": size * hf.integer("n_shared_experts"),
-    }
+def sigmoid_experts(hf: HfConfig, shared_size: int | None = None) -> MoeConfig:
+    """Return experts with the routing of DeepSeek-V3.
+
+    shared_size: intermediate size of the shared MLP; None for `n_shared_experts` times that of an expert.
+    """
+    bias = "gate.e_score_correction_bias"
+    return grouped_experts(hf, shared_size, scoring="sigmoid", correction_bias=bias, float32_router=True)
+
+
+def grouped_experts(hf: HfConfig, shared_size: int | None = None, **fields: Any) -> MoeConfig:
+    """Return experts from the best groups beside a shared MLP, with the routing in `fields` of MoeConfig."""
+    shared_by_count = hf.integer("moe_intermediate_size") * hf.integer("n_shared_experts")
+    if shared_size is None:
+        shared_size = shared_by_count
     return moe_config(
         hf,
         size_key="moe_intermediate_size",
@@ -110,7 +119,8 @@ def sigmoid_experts(hf: HfConfig, **fields: Any) -> MoeConfig:
         num_expert_groups=hf.integer("n_group"),
         topk_groups=hf.integer("topk_group"),
         routed_scaling_factor=hf.number("routed_scaling_factor"),
-        **own | fields,
+        shared_size=shared_size,
+        **fields,
     )
 
 
@@ -140,8 +150,7 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
         router_name="router",
         is_mxfp4=is_mxfp4,
     )
-    return {
-        **({"quantization": None} if is_mxfp4 else {}),
+    fields = {
         "window": layer_windows(hf, hf.optional_integer("sliding_window"), lambda layer: layer % 2 == 0),
         "sinks": True,
         "activation": "swiglu_oai",
@@ -149,13 +158,16 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
         "dtype": weights_dtype(hf, "bfloat16"),
         "moe": moe,
     }
+    if is_mxfp4:
+        fields["quantization"] = None  # the experts' own
+    return fields
 
 
 def granite_moe(hf: HfConfig) -> dict[str, Any]:
     """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, and optionally a shared MLP."""
     shared_size = hf.integer("shared_intermediate_size", 0, least=0)
     moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
-    return {"moe": moe, "fused_mlp": True, **granite_fields(hf)}
+    return dict(**granite_fields(hf), moe=moe, fused_mlp=True)
 
 
 def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
@@ -177,7 +189,7 @@ def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
         )
         for top_k in set(top_ks)
     }
-    return {**hunyuan(hf), "moe": tuple(moe[top_k] for top_k in top_ks)}
+    return dict(**hunyuan(hf), moe=tuple(moe[top_k] for top_k in top_ks))
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
@@ -226,7 +238,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
     """Mixtral (Jiang et al., 2024): experts in every layer with weights that sum to 1; no window by default."""
     hf.choice("norm_topk_prob", True)
-    return {**mistral(hf), "moe": moe_config(hf, renormalize=True, **_MIXTRAL_NAMES)}
+    return dict(**mistral(hf), moe=moe_config(hf, renormalize=True, **_MIXTRAL_NAMES))
 
 
 def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
@@ -246,13 +258,13 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
     )
     rotary_dim = hf.optional_integer("rotary_dim")
     fraction = 1.0 if rotary_dim is None else rotary_dim / read_head_dim(hf)
-    return {
-        "rope": rope_config(hf, fraction=fraction, is_partial=True),
+    return dict(
         **NO_BIAS,
-        "qk_norm": "width",
-        "moe": moe,
-        "num_mtp_layers": hf.integer("num_mtp_modules", 0, least=0),
-    }
+        rope=rope_config(hf, fraction=fraction, is_partial=True),
+        qk_norm="width",
+        moe=moe,
+        num_mtp_layers=hf.integer("num_mtp_modules", 0, least=0),
+    )
 
 
 def _olmoe(hf: HfConfig) -> dict[str, Any]:
@@ -270,6 +282,7 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
         "o_bias": False,
         "moe": qwen_experts(
             hf,
+            renormalize=hf.flag("norm_topk_prob"),
             shared_size=hf.integer("shared_expert_intermediate_size"),
             shared_name="shared_expert",
             shared_gate="shared_expert_gate",
@@ -279,7 +292,11 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     """Qwen3 MoE (Yang et al., 2025): experts instead of most layers' MLP; all layers have the same window."""
-    return {"window": window_if_used(hf), "qk_norm": "head", "moe": qwen_experts(hf)}
+    return {
+        "window": window_if_used(hf),
+        "qk_norm": "head",
+        "moe": qwen_experts(hf, renormalize=hf.flag("norm_topk_prob")),
+    }
 
 
 def _qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
@@ -297,10 +314,12 @@ def _solar_open(hf: HfConfig) -> dict[str, Any]:
 def qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
     """Return experts for every decoder_sparse_step-th layer except mlp_only_layers."""
     step, dense = hf.integer("decoder_sparse_step"), set(hf.items("mlp_only_layers", int))
-    fields = {"renormalize": hf.flag("norm_topk_prob"), **fields}
     moe = moe_config(hf, size_key="moe_intermediate_size", **fields)
-    layers = range(count_layers(hf))
-    return tuple(moe if layer not in dense and (layer + 1) % step == 0 else None for layer in layers)
+    experts: list[MoeConfig | None] = []
+    for layer in range(count_layers(hf)):
+        is_sparse = layer not in dense and (layer + 1) % step == 0
+        experts.append(moe if is_sparse else None)
+    return tuple(experts)
 
 
 # Keys are names in `architectures` of config.json.

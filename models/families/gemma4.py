@@ -197,7 +197,8 @@ class Gemma4(Llama):
             )
         return decoder_config(
             hf,
-            **gemma_fields(hf) | {"softmax_scale": 1.0, "zero_centred": False},
+            **gemma_fields(hf),
+            softmax_scale=1.0,
             layer_input_size=input_size,
             layer_input_vocab_size=input_vocab_size,
             window=windows,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from paged.errors import CheckpointError
-from paged.models.families.dense import NO_BIAS, OLMO
+from paged.models.families.dense import NORMS_AFTER
 from paged.models.families.experts import qwen_experts
 from paged.models.families.llama import DecoderLayer, family
 from paged.models.layers.config import DecoderConfig
@@ -45,7 +45,7 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
         gate="sigmoid" if hf.choice("output_gate_type", "silu", "swish", "sigmoid") == "sigmoid" else "silu",
     )
     return {
-        "recurrent": tuple(recurrent if one == _KINDS[0] else None for one in kinds),
+        "recurrent": tuple(recurrent if kind == _KINDS[0] else None for kind in kinds),
         "rope": rope_config(hf, fraction=fraction, is_partial=True),
         "qk_norm": "head",
         "output_gate": True,
@@ -70,13 +70,14 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
     hf.choice("norm_topk_prob", True)
     shared_size = hf.integer("shared_expert_intermediate_size")
     moe = qwen_experts(hf, renormalize=True, shared_size=shared_size, **_SHARED)
-    return {**_qwen(hf), "moe": moe, "intermediate_size": hf.integer("moe_intermediate_size")}
+    return dict(**_qwen(hf), moe=moe, intermediate_size=hf.integer("moe_intermediate_size"))
 
 
 def _qwen3_next(hf: HfConfig) -> dict[str, Any]:
     """Qwen3-Next (Qwen Team, 2025): projections stored by key head; experts in most layers."""
     shared_size = hf.integer("shared_expert_intermediate_size")
-    return {**_qwen(hf, by_head=True), "moe": qwen_experts(hf, shared_size=shared_size, **_SHARED)}
+    moe = qwen_experts(hf, renormalize=hf.flag("norm_topk_prob"), shared_size=shared_size, **_SHARED)
+    return dict(**_qwen(hf, by_head=True), moe=moe)
 
 
 # Names of layers and norms in published checkpoints. transformers 5 stores experts one by one, too.
@@ -99,10 +100,11 @@ def _lfm2_fields(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
         conv_width=hf.integer("conv_L_cache", least=2), size=hf.integer("hidden_size"), bias=hf.flag("conv_bias")
     )
     return {
-        "recurrent": tuple(conv if one == "conv" else None for one in kinds),
+        "recurrent": tuple(conv if kind == "conv" else None for kind in kinds),
         "activation": "silu",  # no key says so
         "qk_norm": "head",
-        **NO_BIAS,
+        "qkv_bias": False,
+        "o_bias": False,
         "eps": hf.number("norm_eps"),
         "before_attention": "operator_norm",
         "before_mlp": "ffn_norm",
@@ -119,7 +121,7 @@ def _lfm2(hf: HfConfig) -> dict[str, Any]:
         size = int(hf.number("block_ffn_dim_multiplier") * int(2 * size / 3))
         multiple = hf.integer("block_multiple_of")
         size = -(-size // multiple) * multiple
-    return {**_lfm2_fields(hf, kinds), "intermediate_size": size}
+    return dict(**_lfm2_fields(hf, kinds), intermediate_size=size)
 
 
 def _lfm2_moe(hf: HfConfig) -> dict[str, Any]:
@@ -134,10 +136,8 @@ def _lfm2_moe(hf: HfConfig) -> dict[str, Any]:
         routed_scaling_factor=hf.number("routed_scaling_factor"),
     )
     num_dense = hf.integer("num_dense_layers", least=0)
-    return {
-        **_lfm2_fields(hf, kinds),
-        "moe": tuple(None if layer < num_dense else moe for layer in range(len(kinds))),
-    }
+    experts = tuple(None if layer < num_dense else moe for layer in range(len(kinds)))
+    return dict(**_lfm2_fields(hf, kinds), moe=experts)
 
 
 # Published names of norms; the norms' places follow from the kind of layer.
@@ -191,11 +191,11 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
     )
     section = rope_section(hf).values
     theta = (section if "rope_theta" in section else hf.values).get("rope_theta", hf.defaults["rope_theta"])
-    return {
-        **OLMO,
-        "recurrent": tuple(recurrent if one == _KINDS[0] else None for one in kinds),
-        "rope": None if theta is None else rope_config(hf),
-    }
+    rope = None
+    if theta is not None:
+        rope = rope_config(hf)
+    layers = tuple(recurrent if kind == _KINDS[0] else None for kind in kinds)
+    return dict(**NORMS_AFTER, qk_norm="width", recurrent=layers, rope=rope)
 
 
 # Keys are names in `architectures` of config.json.

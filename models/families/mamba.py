@@ -106,10 +106,10 @@ def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
         "rope": rope_config(hf) if rotates else None,
     }
     if _has_experts(hf):
-        return {**granite_moe(hf), **fields}
+        return dict(**granite_moe(hf), **fields)
     hf.value("num_experts_per_tok")  # published, and ignored
     size = hf.integer("shared_intermediate_size")
-    return {**granite_fields(hf), **fields, "intermediate_size": size, "fused_mlp": True}
+    return dict(**granite_fields(hf), **fields, intermediate_size=size, fused_mlp=True)
 
 
 def _has_experts(hf: HfConfig) -> bool:

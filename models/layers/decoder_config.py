@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +45,20 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
         UnsupportedError: the activation, dtype, rope type or quantisation is not supported.
     """
     num_layers = count_layers(hf)
-    values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
-    values = {"v_head_dim": values["head_dim"], "moe": None, "recurrent": None, **values}
-    values.setdefault("attends", tuple(one is None for one in _per_layer(values["recurrent"], num_layers)))
-    stretched = [one.longest for one in _per_layer(values["rope"], 1) if one is not None]
-    values["max_position_embeddings"] = min(max(values["max_position_embeddings"], *stretched, 0), _MAX_POSITIONS)
+    values = dict(fields)
+    for name, read in _FIELDS.items():
+        if name not in fields:
+            values[name] = read(hf)
+    values.setdefault("v_head_dim", values["head_dim"])
+    values.setdefault("moe", None)
+    values.setdefault("recurrent", None)
+    if "attends" not in fields:
+        values["attends"] = tuple(layer is None for layer in _per_layer(values["recurrent"], num_layers))
+    longest: int = values["max_position_embeddings"]
+    for rope in _per_layer(values["rope"], 1):
+        if rope is not None:
+            longest = max(longest, rope.longest)
+    values["max_position_embeddings"] = min(longest, _MAX_POSITIONS)
     norms = NormConfig(**_taken(values, NormConfig))
     layers = {name: _per_layer(value, num_layers) for name, value in _taken(values, AttentionConfig).items()}
     attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
@@ -60,11 +68,11 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     for layer in set(attention):
         _check_attention(layer, config.max_position_embeddings, hf)
     for index, source in enumerate(config.cache_layers):
-        own, read = attention[index].cache_kind, attention[source].cache_kind
-        if own != read:
+        expected, kind = attention[index].cache_kind, attention[source].cache_kind
+        if kind != expected:
             raise CheckpointError(
-                f"{hf.source}: layer {index} reads K/V of layer {source}, whose KV heads, sizes and window are {read}, "
-                f"expected {own}"
+                f"{hf.source}: layer {index} reads K/V of layer {source}, whose KV heads, sizes and window are {kind}, "
+                f"expected {expected}"
             )
     return config
 
@@ -162,7 +170,7 @@ def layer_windows(
         raise UnsupportedError(f"{hf.source}: layer type {shown(min(unknown))}, known are full_attention, {kind}")
     if window is None and kind in kinds:
         raise CheckpointError(f"{hf.source}: layer_types has {kind}, but there is no sliding_window")
-    return tuple(window if one == kind else None for one in kinds)
+    return tuple(window if layer_kind == kind else None for layer_kind in kinds)
 
 
 def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
@@ -230,7 +238,9 @@ def read_head_dim(hf: HfConfig) -> int:
 # Field -> how it is read if the family does not give it; fields without an entry take their defaults. Only
 # `attention_bias` adds biases.
 _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
-    **{name: partial(HfConfig.integer, key=name) for name in ("hidden_size", "intermediate_size", "vocab_size")},
+    "hidden_size": lambda hf: hf.integer("hidden_size"),
+    "intermediate_size": lambda hf: hf.integer("intermediate_size"),
+    "vocab_size": lambda hf: hf.integer("vocab_size"),
     "model_type": lambda hf: hf.text("model_type"),
     "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
     "activation": lambda hf: ACTIVATIONS[hf.choice("hidden_act", *ACTIVATIONS)],
@@ -243,7 +253,8 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "head_dim": read_head_dim,
     "rope": rope_config,
     "softmax_scale": lambda hf: read_head_dim(hf) ** -0.5,
-    **dict.fromkeys(("qkv_bias", "o_bias"), lambda hf: hf.flag("attention_bias")),
+    "qkv_bias": lambda hf: hf.flag("attention_bias"),
+    "o_bias": lambda hf: hf.flag("attention_bias"),
     # of norms
     "eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
 }
