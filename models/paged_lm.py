@@ -156,13 +156,17 @@ class PagedCausalLM(DecoderOnlyLLM):
         if self.memory.level:
             self.memory.check_awake()
         draws = None
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 and not batch.returns_hidden:
             draws = self._draws_on_ranks(batch)
         with forward_step(self.kv_manager, batch) as step:
             row_slots = self.adapters.row_slots(step.handles, step.counts)
             shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
             with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):
-                rows = self.run_step(step, shape, row_slots, draws)
+                rows = self.run_step(step, shape, row_slots)
+                if draws is not None:
+                    rows = self.draw(rows, draws)
+                elif self.ranks.size > 1 and not step.returns_hidden:
+                    rows = self.gather_logits(rows)
             answers = answer_batch(rows, batch) if draws is None else _tokens_by_item(rows, batch)
         self.num_graph_replays += shape is not None
         self.adapters.count(step.handles, step.counts)
@@ -262,31 +266,31 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def _draws_on_ranks(self, batch: UnifiedBatch) -> Draws | None:
         """Return the draws of a batch, if every item wants a token alone and the ranks can draw it."""
-        draws = draws_of([item.logits_policy for item in batch.items if item.is_final_chunk])
-        if draws is None or self._num_candidates(draws) is None:
+        policies = [item.logits_policy for item in batch.items if item.is_final_chunk]
+        draws = draws_of(policies)
+        if not policies or draws is None or self._num_candidates(draws) is None:
             return None
         return draws
 
     def run_step(
-        self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None, draws: Draws | None
+        self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None
     ) -> torch.Tensor:
-        """Run one forward and return the logits of the wanted rows, float32 [num_rows, vocab_size].
+        """Run one forward; return this rank's columns of the wanted rows, float32 [num_rows, num_logits].
 
-        With `step.returns_hidden`, return their hidden states; with `draws`, the drawn tokens, int64 [num_rows]. Ranks
-        other than the first return only their part of logits.
+        With `step.returns_hidden`, the columns are those of hidden states, and each rank has all.
 
-        shape: shape of the graph that runs the step. row_slots: from `LoraAdapters.row_slots`.
+        Args:
+            shape: shape of the graph that runs the step.
+            row_slots: from `LoraAdapters.row_slots`.
         """
         with self.network.computing():
             if shape is not None:
-                logits, features = self.graphs.run(step, shape, row_slots)
+                rows, features = self.graphs.run(step, shape, row_slots)
             else:
-                logits, features = self._run_layers(step, row_slots)
+                rows, features = self._run_layers(step, row_slots)
             if self.drafts is not None and features is not None:
                 self.drafts.follow(step, features)
-            if step.returns_hidden or self.ranks.size == 1 or not len(logits):
-                return logits
-            return self._of_all_ranks(logits, draws)
+            return rows
 
     def _run_layers(
         self, step: ForwardStep, row_slots: NDArray[np.int32] | None
@@ -314,17 +318,26 @@ class PagedCausalLM(DecoderOnlyLLM):
             hidden = hidden[step.sample_rows]
         return hidden.float() if step.returns_hidden else self.network.logits(hidden), features
 
-    def _of_all_ranks(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
-        """Return the logits of the whole vocabulary, or the tokens drawn from them, from every rank's part."""
-        if draws is not None:
-            count = self._num_candidates(draws)
-            assert count is not None
-            rest = to_device(draws, self.device)
-            return draw_tokens(self.ranks, logits, self.network.rows.start, *rest, num_candidates=count)
-        rows = self._rows_of_ranks
-        padded = functional.pad(logits, (0, rows - logits.shape[1])) if logits.shape[1] < rows else logits
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return on rank 0 the logits of all ranks, float32 [num_rows, vocab_size]; on other ranks their own.
+
+        All ranks call it.
+        """
+        if len(logits) == 0:
+            return logits
+        missing = self._rows_of_ranks - logits.shape[1]
+        if missing:
+            logits = functional.pad(logits, (0, missing))
         # Send the dtype that the head computes.
-        return self.ranks.gather(padded.to(self.dtype)).float()[:, : self._config.vocab_size]
+        return self.ranks.gather(logits.to(self.dtype)).float()[:, : self._config.vocab_size]
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Return tokens drawn from the logits of all ranks, int64 [num_rows], valid on rank 0; all ranks call it."""
+        num_candidates = self._num_candidates(draws)
+        assert num_candidates is not None
+        rules = to_device(draws, self.device)
+        with self.network.computing():
+            return draw_tokens(self.ranks, logits, self.network.rows.start, *rules, num_candidates=num_candidates)
 
     def _embeds_limits(self) -> EmbedsLimits | None:
         """Return what the network takes as embeddings; None if its layers read token ids, too."""

@@ -109,7 +109,11 @@ def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArr
             message.step.device_ids = ranks.broadcast(ids, on_device=True)
         step, slots = message.step, message.row_slots
         shape = model.graphs.shape_of(step, is_adapted=slots is not None)
-        model.run_step(step, shape, slots, message.draws)
+        rows = model.run_step(step, shape, slots)
+        if message.draws is not None:
+            model.draw(rows, message.draws)
+        elif not step.returns_hidden:
+            model.gather_logits(rows)
     elif kind is Kind.MOVE_BLOCKS:
         name = arrays[0].tobytes().decode()
         assert name in _MOVES
