@@ -67,9 +67,13 @@ def check_hit(num_cached_tokens: int, num_tokens: int, *, cached: bool) -> None:
 
     The last token is always computed. Ours shares its block and copies it; the peer computes the whole block.
     """
-    least, most = (((num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE), num_tokens - 1) if cached else (0, 0)
-    if not least <= num_cached_tokens <= most:
-        raise WrongResultError(f"{num_cached_tokens} tokens were found in the prefix cache, expected {least} to {most}")
+    lowest = highest = 0
+    if cached:
+        lowest, highest = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE, num_tokens - 1
+    if not lowest <= num_cached_tokens <= highest:
+        raise WrongResultError(
+            f"{num_cached_tokens} tokens were found in the prefix cache, expected {lowest} to {highest}"
+        )
 
 
 def _manager(num_blocks: int = NUM_BLOCKS, *, prefix_cache: bool = True) -> PagedKvCacheManager:
@@ -89,9 +93,12 @@ def _publish_free(cache: PagedKvCacheManager, tokens: list[int]) -> None:
 def allocate_free(num_tokens: int, *, prefix_cache: bool, num_blocks: int = NUM_BLOCKS) -> Samples:
     """Allocate a sequence, with a look-up if the prefix cache is on, and free it."""
     cache, fresh = _manager(num_blocks, prefix_cache=prefix_cache), prompts(num_tokens)
+    tokens = None
     if prefix_cache:
         _publish_free(cache, next(fresh))  # an empty index would need no look-up
-    for tokens in fresh if prefix_cache else itertools.repeat(None):
+    while True:
+        if prefix_cache:
+            tokens = next(fresh)
         start = perf_counter()
         cache.free(cache.allocate("prompt", num_tokens, token_ids=tokens))
         yield perf_counter() - start
@@ -112,7 +119,8 @@ def decode_step() -> Samples:
         cache, lengths = _decoding()
         for step in range(1, DECODE_STEPS + 1):
             start = perf_counter()
-            cache.reserve([KvSlotRequest(index, length + step) for index, length in enumerate(lengths)]).commit()
+            requests = [KvSlotRequest(index, length + step) for index, length in enumerate(lengths)]
+            cache.reserve(requests).commit()
             yield perf_counter() - start
 
 
@@ -130,8 +138,8 @@ def metadata(*, num_chunks: int) -> Samples:
                 cache.build_metadata(items)
                 seconds = perf_counter() - start
                 reservation.commit()
-            for handle, length in zip(handles[-num_chunks:] if num_chunks else (), lengths[-num_chunks:], strict=False):
-                cache.truncate(handle, length)
+            for index in range(len(handles) - num_chunks, len(handles)):
+                cache.truncate(handles[index], lengths[index])
             yield seconds
 
 
@@ -150,7 +158,9 @@ def prefix_match(num_tokens: int, *, cached: bool) -> Samples:
     known = next(fresh)
     _publish_free(cache, known)
     while True:
-        tokens = known if cached else next(fresh)
+        tokens = known
+        if not cached:
+            tokens = next(fresh)
         start = perf_counter()
         handle = cache.allocate("prompt", token_ids=tokens)
         seconds = perf_counter() - start
@@ -175,21 +185,22 @@ def evict(num_tokens: int, num_blocks: int) -> Samples:
 
 
 _PROMPT = {"num_tokens": _NUM_TOKENS}
+_CACHED = {**_PROMPT, "prefix_cache": True}
 CASES = [
     Case("allocate_free.no_prefix_cache", allocate_free, {**_PROMPT, "prefix_cache": False}),
-    Case("allocate_free.prefix_cache", allocate_free, {**_PROMPT, "prefix_cache": True}),
+    Case("allocate_free.prefix_cache", allocate_free, _CACHED),
     Case("publish_free", publish_free, _PROMPT),
     Case("decode_step", decode_step),
-    *(
-        Case(f"prefix_match.{kilo}k_cached", prefix_match, {"num_tokens": kilo << 10, "cached": True})
-        for kilo in (4, 8, 16, 32)
-    ),
+    Case("prefix_match.4k_cached", prefix_match, {"num_tokens": 4 << 10, "cached": True}),
+    Case("prefix_match.8k_cached", prefix_match, {"num_tokens": 8 << 10, "cached": True}),
+    Case("prefix_match.16k_cached", prefix_match, {"num_tokens": 16 << 10, "cached": True}),
+    Case("prefix_match.32k_cached", prefix_match, {"num_tokens": 32 << 10, "cached": True}),
     Case("prefix_match.32k_new", prefix_match, {"num_tokens": 32 << 10, "cached": False}),
     Case("evict", evict, {**_PROMPT, "num_blocks": 4096}),
     Case("metadata.decode", metadata, {"num_chunks": 0}, has_peer=False, goal_us=100.0),
     Case("metadata.mixed", metadata, {"num_chunks": 8}, has_peer=False),
-    *(
-        Case(f"pool.{name}", allocate_free, {**_PROMPT, "prefix_cache": True, "num_blocks": count}, has_peer=False)
-        for name, count in (("1k", 1_000), ("10k", 10_000), ("100k", 100_000), ("1M", 1_000_000))
-    ),
+    Case("pool.1k", allocate_free, {**_CACHED, "num_blocks": 1_000}, has_peer=False),
+    Case("pool.10k", allocate_free, {**_CACHED, "num_blocks": 10_000}, has_peer=False),
+    Case("pool.100k", allocate_free, {**_CACHED, "num_blocks": 100_000}, has_peer=False),
+    Case("pool.1M", allocate_free, {**_CACHED, "num_blocks": 1_000_000}, has_peer=False),
 ]

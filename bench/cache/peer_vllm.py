@@ -59,7 +59,10 @@ def _allocate(cache: KVCacheManager, request: Request, num_tokens: int) -> None:
 def allocate_free(num_tokens: int, *, prefix_cache: bool) -> Iterator[float]:
     """The request and its hashes are there before; with the prefix cache its blocks are published."""
     cache, fresh = _manager(prefix_cache=prefix_cache), prompts(num_tokens)
-    for request in map(_request, fresh) if prefix_cache else itertools.repeat(_request(next(fresh))):
+    request = _request(next(fresh))
+    while True:
+        if prefix_cache:
+            request = _request(next(fresh))
         start = perf_counter()
         _allocate(cache, request, num_tokens)
         cache.free(request)
@@ -107,7 +110,9 @@ def prefix_match(num_tokens: int, *, cached: bool) -> Iterator[float]:
     _allocate(cache, first, num_tokens)
     cache.free(first)
     while True:
-        tokens = known if cached else next(fresh)
+        tokens = known
+        if not cached:
+            tokens = next(fresh)
         start = perf_counter()
         _, hit, _ = cache.get_computed_blocks(_request(tokens))
         seconds = perf_counter() - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from time import perf_counter, sleep
 from typing import NamedTuple
 
@@ -90,17 +91,17 @@ def quiet_runs(
 
 
 def _watched(engine: Callable[[int], Run], number: int) -> Run:
-    """Run an engine, and note what disturbed it."""
+    """Run an engine; add its late kernels and CPU steal to the run."""
     before = stolen_seconds()
     with late_kernels() as late:
         run = engine(number)
     WATCHDOG.progress()
-    of_cores = [end - start for start, end in zip(before, stolen_seconds(), strict=True)]
-    return run._replace(late_kernels=", ".join(late), stolen=max(of_cores) / run.seconds)
+    stolen = max(end - start for start, end in zip(before, stolen_seconds(), strict=True))
+    return run._replace(late_kernels=", ".join(late), stolen=stolen / run.seconds)
 
 
 def _most_stolen(runs: Mapping[str, Sequence[Run]]) -> float:
-    return max(run.stolen for engine_runs in runs.values() for run in engine_runs)
+    return max(run.stolen for run in chain(*runs.values()))
 
 
 def row_beside(
@@ -138,8 +139,9 @@ def row_beside(
             medians = [statistics.median(run.first_seconds) for run in runs[engine]]
             detail[f"{prefix}first_token_ms"] = statistics.median(medians) * 1e3
     late: dict[str, None] = {}
-    for engine_runs in runs.values():
-        late |= dict.fromkeys(run.late_kernels for run in engine_runs if run.late_kernels)
+    for run in chain(*runs.values()):
+        if run.late_kernels:
+            late[run.late_kernels] = None
     return {
         "name": name,
         "value": num_tokens / ours["median_us"] * 1e6,

@@ -26,20 +26,25 @@ def weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -
     assert isinstance(executor.model, PagedCausalLM)
     num_experts, top_k = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
     reached = 1 - (1 - top_k / num_experts) ** num_tokens
-    head_name = "embed_tokens" if config["tie_word_embeddings"] else "lm_head.weight"
+    head_name = "lm_head.weight"
+    if config["tie_word_embeddings"]:
+        head_name = "embed_tokens"
     last_products = -2.0 * config["hidden_size"] * config["num_key_value_heads"] * _head_dim(config)
     num_bytes = products = 0.0
     head_bytes = head_products = 0
     for name, weight in executor.model.network.named_parameters():
         size = weight.numel() * weight.element_size()
-        is_expert = name.endswith((".w1", ".w2"))
         if name == head_name:
             head_bytes, head_products = size, weight.numel()
         elif name != "embed_tokens":
-            num_bytes += size * (reached if is_expert else 1)
-            own = weight.numel() * (top_k / num_experts if is_expert else 1)
-            products += own
-            last_products += own if name.startswith(f"layers.{config['num_hidden_layers'] - 1}.") else 0
+            share_read = share_of_row = 1.0
+            if name.endswith((".w1", ".w2")):  # of experts
+                share_read, share_of_row = reached, top_k / num_experts
+            row_products = share_of_row * weight.numel()
+            num_bytes += share_read * size
+            products += row_products
+            if name.startswith(f"layers.{config['num_hidden_layers'] - 1}."):
+                last_products += row_products
     return Weights(int(num_bytes), int(products), int(last_products), head_bytes, head_products)
 
 
@@ -53,17 +58,20 @@ def generation(
     """
     assert executor.kv_manager is not None
     count, prompt_tokens, decodes = len(prompt_lengths), sum(prompt_lengths), new_tokens - 1
-    first, later = (weights(executor, config, num_tokens) for num_tokens in (prompt_tokens, count))
+    first, later = weights(executor, config, prompt_tokens), weights(executor, config, count)
     stats, cache = executor.kv_manager.stats(), executor.kv_manager.config
     kv_bytes = stats.bytes_per_block // cache.block_size
-    read_tokens = sum(decodes * length + decodes * (decodes + 1) // 2 for length in prompt_lengths)
-    pairs = sum((length + decodes) * (length + decodes + 1) // 2 for length in prompt_lengths)
-    last_pairs = pairs - sum(length * (length - 1) // 2 for length in prompt_lengths)
+    read_tokens = pairs = last_pairs = 0
+    for length in prompt_lengths:
+        all_pairs = (length + decodes) * (length + decodes + 1) // 2
+        read_tokens += decodes * length + decodes * (decodes + 1) // 2
+        pairs += all_pairs
+        last_pairs += all_pairs - length * (length - 1) // 2
     num_bytes = first.layer_bytes + decodes * later.layer_bytes + new_tokens * later.head_bytes + read_tokens * kv_bytes
     products = (prompt_tokens + decodes * count) * later.layer_products + new_tokens * count * later.head_products
     products -= (prompt_tokens - count) * later.last_products
-    all_pairs = pairs * (config["num_hidden_layers"] - 1) + last_pairs
-    attention = 2 * all_pairs * config["num_attention_heads"] * _head_dim(config)
+    attention = 2 * (pairs * (config["num_hidden_layers"] - 1) + last_pairs)
+    attention *= config["num_attention_heads"] * _head_dim(config)
     return Cost(2 * (products + attention), num_bytes)
 
 

@@ -16,7 +16,7 @@ from paged.bench.benchmark import Json, Setting
 from paged.bench.engine import vllm_process
 from paged.bench.engine.beside import OURS, Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.engine.cost import generation
-from paged.bench.engine.models import MODELS, save_random
+from paged.bench.engine.models import MODELS, random_prompts, save_random
 from paged.bench.engine.peer_process import PEERS, PeerProcess
 from paged.bench.limits import Ceilings
 from paged.bench.timing import measured_ceilings
@@ -41,8 +41,7 @@ class Workload(NamedTuple):
     new_tokens: int
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        rng = random.Random(seed)
-        return [[rng.randrange(vocab_size) for _ in range(length)] for length in self.lengths]
+        return random_prompts(random.Random(seed), vocab_size, self.lengths)
 
     @property
     def num_tokens(self) -> int:
@@ -88,8 +87,9 @@ class _Engines:
             arguments = (folder, str(dtype).removeprefix("torch."), str(torch.get_num_threads()), mode)
             log = Path(folder) / f"peer.{mode}.log"
             self.peers[name] = PeerProcess(name, PEER_PYTHON, vllm_process.__file__, *arguments, log=log)
-            # In 16 bits the two largest of some thousand logits are often closer than their errors.
-            share = 0.9 if dtype == torch.float32 else 0.5
+            share = 0.9
+            if dtype != torch.float32:
+                share = 0.5  # in 16 bits the two largest of some thousand logits are often closer than their errors
             check_same_texts(our_tokens, _run_peer(self.peers[name], prompts, 1).tokens, 1, share)
 
 
@@ -107,11 +107,17 @@ def beside_vllm(name: str, model: str, dtype: torch.dtype, workload: Workload, t
     engines = _engines(model, dtype)
     vocab_size, new_tokens = engines.config["vocab_size"], workload.new_tokens
     cost = generation(engines.executor, engines.config, workload.lengths, new_tokens)
-    rates: list[Ceilings] = []
+    limits = Ceilings(copy=0, read=0, matmul=0)
 
     def measure_rates() -> None:
+        nonlocal limits
         num_bytes = cost.num_bytes // new_tokens
-        rates.append(measured_ceilings(torch.device("cpu"), dtype, _CEILING_REPEATS, num_bytes))
+        rates = measured_ceilings(torch.device("cpu"), dtype, _CEILING_REPEATS, num_bytes)
+        limits = Ceilings(
+            copy=max(limits.copy, rates.copy),
+            read=max(limits.read, rates.read),
+            matmul=max(limits.matmul, rates.matmul),
+        )
 
     def turn(run: Callable[[list[list[int]], int], Run], number: int) -> Run:
         return run(workload.prompts(vocab_size, number), new_tokens)
@@ -124,10 +130,5 @@ def beside_vllm(name: str, model: str, dtype: torch.dtype, workload: Workload, t
     measure_rates()
     turns = {engine: partial(turn, run) for engine, run in runners.items()}
     runs = quiet_runs(turns, _ROUNDS, _MAX_ROUNDS, rest_s=_REST_S, after_round=measure_rates)
-    limits = Ceilings(
-        copy=max(rate.copy for rate in rates),
-        read=max(rate.read for rate in rates),
-        matmul=max(rate.matmul for rate in rates),
-    )
     peer_name = f"{PEER} {engines.peers[PEER].about['version']}"
     return row_beside(name, runs, workload.num_tokens, cost, limits, target, peer_name)

@@ -16,7 +16,7 @@ import torch
 from paged import Engine, EngineConfig, SamplingParams
 from paged.bench.benchmark import Json, Setting
 from paged.bench.engine.cost import weights
-from paged.bench.engine.models import MODELS, random_executor, warm_up
+from paged.bench.engine.models import MODELS, random_executor, random_prompts, warm_up
 from paged.bench.limits import Cost, at_least, speed
 from paged.bench.timing import ceilings, late_kernels
 from paged.bench.watchdog import WATCHDOG
@@ -27,7 +27,7 @@ _CEILING_REPEATS = 10
 
 @contextmanager
 def timed_replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
-    """Events before and after every replay, then and later, of the CUDA graphs that are captured inside."""
+    """Record events before and after every replay of a CUDA graph that is captured inside, also after the end."""
     events, replay = [], torch.cuda.CUDAGraph.replay
 
     def replay_timed(graph: torch.cuda.CUDAGraph) -> None:
@@ -71,8 +71,8 @@ def decode(
     engine = Engine(executor, EngineConfig(token_budget=max(8192, batch)), eos_token_ids=())
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=per_sequence - context)
-    for _ in range(batch):
-        engine.add_request([rng.randrange(config["vocab_size"]) for _ in range(context)], params)
+    for prompt in random_prompts(rng, config["vocab_size"], [context] * batch):
+        engine.add_request(prompt, params)
     steps: list[float] = []
     with late_kernels() as late:
         start = perf_counter()

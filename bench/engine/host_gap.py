@@ -1,7 +1,7 @@
 """How long a device waits for the host between two decode steps, measured without a device.
 
-The engine runs its GPU path over CPU tensors. In place of the device stands a clock: every replayed step takes a given
-time, one after the other, and tokens can be read when their step has ended. What the clock idles is the host's doing.
+The engine runs its GPU path over CPU tensors. A clock stands in for the device: replayed steps take a fixed time, one
+after the other, and tokens can be read when their step has ended. The clock idles only if the host is late.
 
     python -m bench.engine.host_gap                      # tables of Engine and AsyncEngine
     python -m cProfile -s tottime -m bench.engine.host_gap --batches 256 --device-ms 0
@@ -9,7 +9,6 @@ time, one after the other, and tokens can be read when their step has ended. Wha
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from paged import AsyncEngine, Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.bench.benchmark import option_parser
 from paged.bench.engine.models import MODELS, random_executor
 from paged.executors.sampling import sampler
 from paged.models import paged_lm, step_graphs
@@ -55,21 +55,21 @@ class Clock:
         self._end = 0.0
 
     def run(self) -> None:
-        """Launch a step behind those that run."""
+        """Launch a step after those that run."""
         now = perf_counter()
         self.gaps.append(max(0.0, now - self._end))
         self.starts.append(now)
         self._end = max(now, self._end) + self.seconds
 
     def copy(self, host_copy: HostCopy, tensor: torch.Tensor) -> None:
-        """Copy to the host what the last step gives."""
+        """Copy the last step's result to the host."""
         host_copy.__dict__.update(_tensor=tensor, _end=self._end)
 
     def wait(self, host_copy: HostCopy) -> NDArray[Any]:
         """Wait for the step of a copy."""
         end: float = host_copy.__dict__["_end"]
-        while (left := end - perf_counter()) > 0:
-            sleep(max(0.0, left - _SPIN_S))
+        while perf_counter() < end:
+            sleep(max(0.0, end - perf_counter() - _SPIN_S))
         values: NDArray[Any] = host_copy.__dict__["_tensor"].numpy()
         return values
 
@@ -115,7 +115,7 @@ def prompt(number: int) -> list[int]:
 
 
 def begin(engine: Engine, num_sequences: int, num_steps: int) -> None:
-    """Bring so many sequences to decode."""
+    """Start so many decoding sequences."""
     for number in range(num_sequences):
         engine.add_request(prompt(number), params(num_steps))
     while engine.status().decoding < num_sequences:
@@ -126,7 +126,7 @@ def begin(engine: Engine, num_sequences: int, num_steps: int) -> None:
 
 
 def engine_row(num_sequences: int, device_ms: float, num_steps: int = 200) -> list[str]:
-    """Host time of a step without a device, and what a device of `device_ms` a step idles before each."""
+    """Return a row: host time of a step without a device, and idle time before steps of `device_ms`."""
     with pretended(num_sequences, 2 * num_steps) as (clock, engine):
         begin(engine, num_sequences, 2 * num_steps)
         clock.starts.clear()
@@ -171,7 +171,7 @@ async def async_engine_row(num_sequences: int, device_ms: float, num_steps: int 
 
 
 def _periods(clock: Clock) -> list[float]:
-    return [after - before for before, after in zip(clock.starts, clock.starts[1:], strict=False)]
+    return np.diff(clock.starts).tolist()  # type: ignore[no-any-return]
 
 
 def _gaps(clock: Clock) -> list[str]:
@@ -183,7 +183,7 @@ def _gaps(clock: Clock) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = option_parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--device-ms", type=float, nargs="+", default=[1.0, 5.0])
     options = parser.parse_args(arguments)

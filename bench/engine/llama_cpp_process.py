@@ -48,7 +48,9 @@ def write(folder: Path, form: str) -> Path:
             if values.ndim == 1:
                 writer.add_tensor(theirs, values)
                 continue
-            kind = gguf.GGMLQuantizationType["Q8_0" if theirs in ("token_embd.weight", "output.weight") else form]
+            kind = gguf.GGMLQuantizationType[form]
+            if theirs in ("token_embd.weight", "output.weight"):
+                kind = gguf.GGMLQuantizationType["Q8_0"]
             writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -85,7 +87,7 @@ class Decoder:
 
 def main(folder: str, form: str, threads: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what anything else prints is no answer
+    os.dup2(2, 1)  # other output must not mix with answers
     path = write(Path(folder), form)
     lib: Any = importlib.import_module("llama_cpp")
     lib.llama_backend_init()

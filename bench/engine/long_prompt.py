@@ -22,7 +22,7 @@ def long_prompt(name: str, model: str, stretch: float | None, setting: Setting) 
     Those take longer as the decodes grow: from the median of `repeats` before to that of as many after.
     """
     device, repeats = setting.device, setting.repeats
-    length = 32_768 if device.type == "cuda" else 4096
+    length = {"cuda": 32_768, "cpu": 4096}[device.type]
     # For prompts that come in 8 tokens a step, the least that is paced.
     room = _NUM_DECODES * (100 + 2 * repeats + length // 8) + length
     executor = random_executor(MODELS[model], device, room)
@@ -46,12 +46,12 @@ def long_prompt(name: str, model: str, stretch: float | None, setting: Setting) 
         return seconds
 
     with late_kernels() as late:
-        before = statistics.median(step() for _ in range(repeats))
+        before = statistics.median([step() for _ in range(repeats)])
         long = engine.add_request([7] * length, SamplingParams(temperature=0, max_tokens=1))
         samples = []
         while not long.finished:
             samples.append(step())
-        after = statistics.median(step() for _ in range(repeats))
+        after = statistics.median([step() for _ in range(repeats)])
     growth = (after - before) / len(samples)
     stretches = [seconds / (before + growth * index) for index, seconds in enumerate(samples)]
     worst = max(stretches)

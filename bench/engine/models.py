@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +30,11 @@ _MEMORY_SHARE = 0.95
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def _config(architecture: str, model_type: str, *sizes: int, **rest: Any) -> dict[str, Any]:
+def _config(architecture: str, model_type: str, *sizes: int, **options: Any) -> dict[str, Any]:
     """sizes: of _SIZES."""
     shared = {"max_position_embeddings": 40_960, "rms_norm_eps": 1e-6}
     named = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
-    return {**named, **shared, **dict(zip(_SIZES, sizes, strict=True)), **rest}
+    return {**named, **shared, **dict(zip(_SIZES, sizes, strict=True)), **options}
 
 
 _SMALL: dict[str, Any] = {"vocab_size": 8000, "tie_word_embeddings": True}
@@ -41,8 +42,8 @@ _QWEN3: dict[str, Any] = {"vocab_size": 151_936, "tie_word_embeddings": False, "
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _8B = (4096, 12_288, 36, 32, 8)
 _FEW_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
-# What config.json says of them: of the larger Qwens as published, as far as it matters here; Llama-8B is Qwen3-8B
-# without its norms of queries and keys, and with a small vocabulary.
+# Items of their config.json that matter here. The larger Qwens are as published; Llama-8B is Qwen3-8B without its norms
+# of queries and keys, and with a small vocabulary.
 MODELS = {
     "Llama-10M": _config("Llama", "llama", 288, 768, 8, 9, 3, **_SMALL),
     "Llama-100M": _config("Llama", "llama", 768, 2304, 13, 12, 3, **_SMALL),
@@ -54,6 +55,14 @@ MODELS = {
     "Qwen3-8B": _config("Qwen3", "qwen3", *_8B, **_QWEN3),
     "Qwen3-30B-A3B": _config("Qwen3Moe", "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3, **_EXPERTS),
 }
+
+
+def random_prompts(rng: random.Random, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Return a prompt of random tokens for each length."""
+    prompts = []
+    for length in lengths:
+        prompts.append([rng.randrange(vocab_size) for _ in range(length)])
+    return prompts
 
 
 def save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str, device: str = "cpu") -> Any:
@@ -110,7 +119,7 @@ def _random_network(
     device: torch.device,
     **_: bool,
 ) -> Llama:
-    """Instead of loading: normal numbers that keep the variance of what passes through, and norms of 1."""
+    """Replace loading: weights from a normal distribution that keeps the variance of activations, and norms of 1."""
     network = meta_network(network_class, config, dtype).to_empty(device=device)
     for weight in network.parameters():
         if weight.dim() == 1:

@@ -22,7 +22,7 @@ PEERS = Path(__file__).resolve().parents[2] / ".peers"
 class PeerProcess:
     """A script in the Python of its environment, which answers a line of JSON with another.
 
-    about: what its first line says, such as its version.
+    about: its first line, such as its version.
 
     Raises:
         FileNotFoundError: the environment does not exist.

@@ -93,7 +93,7 @@ def decode_step(name: str, form: str, batch: int, setting: Setting) -> Json:
 
 
 def _sample(model: PagedCausalLM, batch: int) -> Sample:
-    """Return what runs some steps and returns the median of their seconds."""
+    """Return a function that runs some steps and returns the median of their seconds."""
     model.reset()
     for seq in range(batch):
         model.prefill(seq, list(range(_CONTEXT)))

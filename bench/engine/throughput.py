@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import tempfile
-from dataclasses import fields
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,7 @@ from paged import LlmExecutor
 from paged.bench.benchmark import Json, Setting
 from paged.bench.engine.beside import OURS, Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.engine.cost import generation
-from paged.bench.engine.models import MODELS, save_random, warm_up
+from paged.bench.engine.models import MODELS, random_prompts, save_random, warm_up
 from paged.bench.timing import measured_ceilings
 from paged.bench.watchdog import WATCHDOG
 from paged.kernels.attention.config import default_block_size
@@ -36,10 +36,8 @@ def throughput(size: str, target: float, setting: Setting) -> Json:
 
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     config, device, rng = MODELS[f"Llama-{size}"], setting.device, random.Random(0)
-    prompts = []
-    for _ in range(_NUM_PROMPTS):
-        length = rng.randint(8, 128)
-        prompts.append([rng.randrange(config["vocab_size"]) for _ in range(length)])
+    lengths = [rng.randint(8, 128) for _ in range(_NUM_PROMPTS)]
+    prompts = random_prompts(rng, config["vocab_size"], lengths)
     with tempfile.TemporaryDirectory() as folder:
         model = save_random(config, setting.dtype, folder, device.type)
         WATCHDOG.progress()
@@ -61,7 +59,7 @@ def throughput(size: str, target: float, setting: Setting) -> Json:
 
     # transformers 5.17 calls it block_size.
     page = "block_size"
-    if "page_size" in (field.name for field in fields(ContinuousBatchingConfig)):
+    if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters:
         page = "page_size"
     options: dict[str, Any] = {page: _PEER_BLOCK, "num_blocks": _CACHE_TOKENS // _PEER_BLOCK}
     sized = ContinuousBatchingConfig(**options, max_batch_tokens=2048, use_cuda_graph=False)
@@ -74,11 +72,12 @@ def throughput(size: str, target: float, setting: Setting) -> Json:
         "transformers sized": lambda _: run_peer(sized, _NEW_TOKENS),
     }
     runs = quiet_runs(engines, *_ROUNDS[device.type])
-    # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
-    length = _NEW_TOKENS if setting.dtype == torch.float32 else 1
+    length = _NEW_TOKENS
+    if setting.dtype != torch.float32:
+        length = 1  # in 16 bits almost every text turns somewhere in 64 tokens
     for our_run, their_run in zip(runs[OURS], runs["transformers sized"], strict=True):
         check_same_texts(our_run.tokens, their_run.tokens, length)
-    cost = generation(executor, config, [len(prompt) for prompt in prompts], _NEW_TOKENS)
+    cost = generation(executor, config, lengths, _NEW_TOKENS)
     limits = measured_ceilings(device, setting.dtype, _CEILING_REPEATS, cost.num_bytes // _NEW_TOKENS)
     num_tokens = _NUM_PROMPTS * _NEW_TOKENS
     return row_beside(f"throughput.{size}", runs, num_tokens, cost, limits, target, "transformers")

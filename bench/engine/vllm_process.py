@@ -3,9 +3,9 @@ nothing of this package.
 
     python -P vllm_process.py CHECKPOINT DTYPE THREADS MODE
 
-MODE is `eager`, `compiled`, which is to have torch.compile look at its layers, or `processes`: eager, with the
-scheduler in another process than the model. First it writes its version, in a line of JSON; then for each line with
-`prompts` and `new_tokens` one with the whole `seconds`, each prompt's `first_seconds` and its `tokens`.
+MODE is `eager`, `compiled` (by torch.compile) or `processes`: eager, with the scheduler in another process than the
+model. First it writes its version, in a line of JSON. For each line with `prompts` and `new_tokens` it then writes one
+with the total `seconds`, each prompt's `first_seconds` and its `tokens`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTINGS = {
 
 def main(folder: str, dtype: str, threads: str, mode: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what anything else prints is no answer
+    os.dup2(2, 1)  # other output must not mix with answers
     cores = sorted(os.sched_getaffinity(0))[: int(threads)]
     os.environ.update(SETTINGS)
     if mode == "processes":  # it leaves a core of its own to the scheduler unless it is told where to run

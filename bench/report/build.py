@@ -22,9 +22,10 @@ from paged.printable import one_line
 
 
 class Cell(NamedTuple):
-    """text: what stands there. value: the number behind it, by which a column is sorted. note: shown when pointed at.
+    """A cell of a table.
 
-    marks: (met, text) a goal, which get a sign and a colour. bar: the share of the cell's width behind the text.
+    value: the number by which a column is sorted. note: a tooltip. marks: (met, text) of each goal, shown with a sign
+    and a colour. bar: the share of the cell's width behind the text.
     """
 
     text: str = ""
@@ -41,14 +42,18 @@ Column = tuple[str, Callable[[Json], Cell]]
 def _number(head: str, name: str, pattern: str = "{:,.1f}") -> Column:
     def cell(row: Json) -> Cell:
         value = row.get(name)
-        return Cell() if value is None else Cell(pattern.format(value), value)
+        if value is None:
+            return Cell()
+        return Cell(pattern.format(value), value)
 
     return head, cell
 
 
 def _share(row: Json) -> Cell:
     percent = row.get("percent")
-    return Cell() if percent is None else Cell(f"{percent:,.1f}", percent, bar=max(0, min(percent / 100, 1)))
+    if percent is None:
+        return Cell()
+    return Cell(f"{percent:,.1f}", percent, bar=max(0, min(percent / 100, 1)))
 
 
 def _ratio(text: str, ratio: float) -> Cell:
@@ -58,46 +63,67 @@ def _ratio(text: str, ratio: float) -> Cell:
 
 def _peer(name: str) -> Column:
     def cell(row: Json) -> Cell:
-        if peer := row.get("peers", {}).get(name):
+        peer = row.get("peers", {}).get(name)
+        if peer:
             return _ratio(f"{peer['median_us']:,.1f} ({peer['ratio']:.2f}x)", peer["ratio"])
         reason = row.get("absent", {}).get(name, "")
-        return Cell(reason.partition(":")[0] if is_fault(reason) else "", None, reason)
+        if is_fault(reason):
+            return Cell(reason.partition(":")[0], note=reason)
+        return Cell(note=reason)
 
     return f"{name}, µs (over ours)", cell
 
 
 def _over_chosen(row: Json) -> Cell:
     ratio = row.get("over_chosen")
-    return Cell() if ratio is None else _ratio(f"{ratio:.3f}x", ratio)
+    if ratio is None:
+        return Cell()
+    return _ratio(f"{ratio:.3f}x", ratio)
 
 
 def _goals(row: Json) -> Cell:
-    judged = [goal for goal in row.get("goals", []) if None not in (goal["met"], goal["value"])]
-    return Cell(marks=tuple((goal["met"], f"{goal['text']}: {goal['value']:.4g}") for goal in judged))
+    marks = []
+    for goal in row.get("goals", []):
+        if None not in (goal["met"], goal["value"]):
+            marks.append((goal["met"], f"{goal['text']}: {goal['value']:.4g}"))
+    return Cell(marks=tuple(marks))
 
 
 def _ended(row: Json) -> Cell:
     code = row.get("returncode")
-    return Cell() if code is None else Cell(marks=((code == 0, "well" if code == 0 else f"failed ({code})"),))
+    if code is None:
+        return Cell()
+    if code == 0:
+        return Cell(marks=((True, "well"),))
+    return Cell(marks=((False, f"failed ({code})"),))
 
 
 def _named(head: str, name: str, pattern: str = "{}") -> Column:
-    """A tile, or what a value is made of."""
+    """Return a column of texts; a dictionary is shown as its items."""
 
     def cell(row: Json) -> Cell:
-        found = row.get(name, "")
-        if isinstance(found, dict):
-            found = ", ".join(f"{each} {pattern.format(value)}" for each, value in found.items())
-        return Cell(found)
+        text = row.get(name, "")
+        if isinstance(text, dict):
+            text = ", ".join(f"{part} {pattern.format(value)}" for part, value in text.items())
+        return Cell(text)
 
     return head, cell
 
 
+def _case_name(row: Json) -> Cell:
+    name = row["name"]
+    if not row.get("cold", True):
+        name = f"{name} (warm)"
+    return Cell(name)
+
+
 def columns(runs: Sequence[Run]) -> list[Column]:
     """Return every column that rows of one benchmark may have; `table` drops empty columns."""
-    peers = dict.fromkeys(name for run in runs for name in run.ratios)
+    peers: dict[str, float] = {}
+    for run in runs:
+        peers |= run.ratios
     return [
-        ("case", lambda row: Cell(row["name"] + ("" if row.get("cold", True) else " (warm)"))),
+        ("case", _case_name),
         _named("tile", "tile"),
         ("speed over the chooser's", _over_chosen),
         _number("p20, µs", "p20_us"),
@@ -125,21 +151,31 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 
 def table(runs: Sequence[Run]) -> dict[str, Any]:
     """Heads and lines of one benchmark's table, without empty columns."""
-    rows = [row | {"device": run.about["device"], "date": run.about["date"][:10]} for run in runs for row in run.rows]
-    cells = {head: [cell(row) for row in rows] for head, cell in columns(runs)}
-    kept = {head: column for head, column in cells.items() if any(cell != Cell() for cell in column)}
-    heads = [(head, any(cell.value is not None for cell in column)) for head, column in kept.items()]
-    has_bars = any(cell.bar is not None for column in kept.values() for cell in column)
-    return {"heads": heads, "lines": list(zip(*kept.values(), strict=True)), "has_bars": has_bars}
+    rows = []
+    for run in runs:
+        about = {"device": run.about["device"], "date": run.about["date"][:10]}
+        rows += [row | about for row in run.rows]
+    heads = []
+    kept = []
+    has_bars = False
+    for head, cell_of in columns(runs):
+        column = [cell_of(row) for row in rows]
+        if all(cell == Cell() for cell in column):
+            continue
+        is_number = any(cell.value is not None for cell in column)
+        has_bars = has_bars or any(cell.bar is not None for cell in column)
+        heads.append((head, is_number))
+        kept.append(column)
+    return {"heads": heads, "lines": list(zip(*kept, strict=True)), "has_bars": has_bars}
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole HTML, which loads nothing."""
-    sections = [
-        {"id": benchmark, "title": title, "table": table(members), "runs": members}
-        for benchmark, title in TITLES.items()
-        if (members := [run for run in runs if run.benchmark == benchmark])
-    ]
+    """Return the HTML, which loads no other file."""
+    sections = []
+    for benchmark, title in TITLES.items():
+        members = [run for run in runs if run.benchmark == benchmark]
+        if members:
+            sections.append({"id": benchmark, "title": title, "table": table(members), "runs": members})
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined,
@@ -148,7 +184,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs of all files, by benchmark, each of which makes a page.
+    """Read the runs of all files, sorted by benchmark; check that each of them makes a page.
 
     Raises:
         ResultsError: a file cannot be read, or does not hold what a benchmark writes.
@@ -159,8 +195,8 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
         try:
             page(runs[-1:])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
-            said = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ResultsError(f"{path}: not what the benchmark writes with --json: {said}") from error
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise ResultsError(f"{path}: not what the benchmark writes with --json: {reason}") from error
     return sorted(runs, key=lambda run: list(TITLES).index(run.benchmark))
 
 

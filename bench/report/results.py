@@ -24,7 +24,7 @@ TITLES = {
     "sanitize": "Concurrency sanitizer",
     "gpu": "Steps of the run",
 }
-"""Whatever writes results, in the order of the page."""
+"""Title by benchmark, in the order of the page."""
 # The largest results have 200 KB; a file may be /dev/zero, and Python makes up to 30 bytes of every byte of JSON.
 _MAX_BYTES = 16 << 20
 
@@ -44,50 +44,57 @@ class Run:
 
     @cached_property
     def ratios(self) -> dict[str, float]:
-        """Whoever has a time in at least one row, and the geometric mean of its ratios."""
-        found: dict[str, list[float]] = {}
+        """Geometric mean of the ratios of each peer that has a time."""
+        ratios: dict[str, list[float]] = {}
         for row in self.rows:
             for name, peer in row.get("peers", {}).items():
-                found.setdefault(name, []).append(peer["ratio"])
-        return {name: statistics.geometric_mean(ratios) for name, ratios in found.items()}
+                ratios.setdefault(name, []).append(peer["ratio"])
+        return {name: statistics.geometric_mean(ratios[name]) for name in ratios}
 
     @property
     def judged(self) -> list[bool]:
-        """Every goal that something could be compared with: met or not."""
-        return [goal["met"] for row in self.rows for goal in row.get("goals", []) if goal["met"] is not None]
+        """Whether each goal is met, without those that could not be compared."""
+        verdicts = []
+        for row in self.rows:
+            for goal in row.get("goals", []):
+                if goal["met"] is not None:
+                    verdicts.append(goal["met"])
+        return verdicts
 
     @property
     def versions(self) -> str:
-        """Of everything that took part."""
-        named = {name: self.about[name] for name in ("python", "torch", "triton") if self.about.get(name)}
-        return ", ".join(f"{name} {version}" for name, version in (named | self.about.get("peers", {})).items())
+        """Versions of Python, packages and peers."""
+        versions = {name: self.about.get(name) for name in ("python", "torch", "triton")}
+        versions |= self.about.get("peers", {})
+        return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
     @property
     def notes(self) -> list[str]:
         """Notes that are in no table: missing cases, and remarks on the whole run."""
-        found = [f"{name}: {reason}" for name, reason in self.about.get("absent", {}).items()]
-        if not_run := self.about.get("not_run", []):
-            found.append(f"Not run: {', '.join(map(str, not_run))}.")
-        return found
+        notes = [f"{name}: {reason}" for name, reason in self.about.get("absent", {}).items()]
+        not_run = self.about.get("not_run", [])
+        if not_run:
+            notes.append(f"Not run: {', '.join(map(str, not_run))}.")
+        return notes
 
     @property
     def faults(self) -> dict[str, str]:
-        """What was refused its row, and peers that were wrong or failed, with the reason."""
-        return dict(self.about.get("refused", {})) | {
-            f"{row['name']}, {peer}": reason
-            for row in self.rows
-            for peer, reason in row.get("absent", {}).items()
-            if is_fault(reason)
-        }
+        """Reasons of refused cases, and of peers that were wrong or failed."""
+        faults = dict(self.about.get("refused", {}))
+        for row in self.rows:
+            for peer, reason in row.get("absent", {}).items():
+                if is_fault(reason):
+                    faults[f"{row['name']}, {peer}"] = reason
+        return faults
 
 
 def is_fault(reason: str) -> bool:
-    """A peer that took part and was wrong or failed, unlike one that is not there or cannot take the case."""
+    """Return whether a peer took part and was wrong or failed, unlike one that is absent or cannot take the case."""
     return reason.startswith(("wrong", "failed"))
 
 
 def read(path: Path) -> Run:
-    """The run of a file.
+    """Read the run of a file.
 
     Raises:
         ResultsError: it cannot be read, is no JSON, or no benchmark's results.
@@ -104,17 +111,23 @@ def read(path: Path) -> Run:
         raise ResultsError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ResultsError(f"{path}: no JSON: {error}") from error
-    benchmark = about.get("benchmark") if isinstance(about, dict) else type(about).__name__
-    rows = "steps" if benchmark == "gpu" else "rows"
+    benchmark: Any = type(about).__name__
+    rows = "rows"
+    if isinstance(about, dict):
+        benchmark = about.get("benchmark")
+    if benchmark == "gpu":
+        rows = "steps"
     if not isinstance(about, dict) or benchmark not in list(TITLES) or rows not in about:
         raise ResultsError(f"{path}: {rows} of benchmark {benchmark!r}, expected one of {', '.join(TITLES)}")
     return Run(xml_text(path.name), benchmark, about, about.pop(rows))
 
 
 def _shown(value: Any) -> Any:
-    """With all texts as a page and a terminal take them."""
+    """Return the value with texts that a page and a terminal can show."""
     if isinstance(value, str):
         return xml_text(value)
     if isinstance(value, dict):
         return {xml_text(name): _shown(item) for name, item in value.items()}
-    return [_shown(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return value

@@ -69,14 +69,18 @@ def _benchmarked(case: Case, device: torch.device, dtype: torch.dtype) -> Result
 
 
 def _attention(problem: Problem, device: torch.device, dtype: torch.dtype) -> Results:
-    # Without the log-sum-exp the PyTorch implementation takes another path.
-    for return_lse in (True,) if use_triton(torch.empty(0, device=device)) else (True, False):
-        yield from _solved(solve(replace(problem, dtype=dtype), device, return_lse=return_lse))
+    problem = replace(problem, dtype=dtype)
+    yield from _solved(solve(problem, device))
+    if not use_triton(torch.empty(0, device=device)):
+        # Without the log-sum-exp the PyTorch implementation takes another path.
+        yield from _solved(solve(problem, device, return_lse=False))
 
 
 def _latent_attention(problem: mla_problem.Problem, device: torch.device, dtype: torch.dtype) -> Results:
     # Scaled codes of the published fp8 form are rounded to the dtype of q.
-    judged_as = torch.bfloat16 if problem.form == "packed" else None
+    judged_as = None
+    if problem.form == "packed":
+        judged_as = torch.bfloat16
     return _solved(mla_problem.solve(replace(problem, dtype=dtype), device), judged_as)
 
 
@@ -88,15 +92,16 @@ def _solved(solved: Solved, judged_as: torch.dtype | None = None) -> Results:
 
 def _chosen_keys(is_packed: bool, device: torch.device, dtype: torch.dtype) -> Results:
     problem = Problem("", ((1, 300), (3, 3), (9, 40)), (32, 1), 128, padding_rows=1, dtype=dtype)
-    given = mla_problem.index_problem(problem, device, is_packed=is_packed)
+    arguments = mla_problem.index_problem(problem, device, is_packed=is_packed)
     for top_k in (16, 2048):
-        yield from _both("choose_keys", mla_reference, **given, top_k=top_k)
+        yield from _both("choose_keys", mla_reference, **arguments, top_k=top_k)
 
 
 def _both(operation: str, reference: ModuleType, *arguments: Any, **options: Any) -> Results:
     """An operation beside the function of its name in a module of references, for the same arguments."""
-    got, want = (tensors(getattr(module, operation)(*arguments, **options)) for module in (paged, reference))
-    yield from map(Result, got, want)
+    got = getattr(paged, operation)(*arguments, **options)
+    want = getattr(reference, operation)(*arguments, **options)
+    yield from map(Result, tensors(got), tensors(want))
 
 
 def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> Results:
@@ -104,8 +109,9 @@ def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> R
     for tokens in (1, 12):
         case = MoeCase(MoeModel("", 8, 2, 48, 40, 8), tokens, "balanced")
         layer = case.layer(device, dtype)
-        x, w1, *others = layer.arguments(case.batch(device, dtype))
-        w1 = w1[:, :40] if activation == "relu2" else w1
+        x, w1, w2, topk_weights, topk_ids = layer.arguments(case.batch(device, dtype))
+        if activation == "relu2":
+            w1 = w1[:, :40]
         options: dict[str, Any] = {
             "activation": activation,
             "interleaved": True,
@@ -113,7 +119,7 @@ def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> R
             "w2_bias": torch.randn(8, 48, device=device),
             "expert_map": torch.tensor([3, 0, -1, 7, 5, -1, 1, 2], dtype=torch.int32, device=device),
         }
-        for result in _both("fused_moe", moe_reference, x, 4 * w1, *others, **options):
+        for result in _both("fused_moe", moe_reference, x, 4 * w1, w2, topk_weights, topk_ids, **options):
             yield result._replace(budgets=moe_budgets(dtype))
 
 
@@ -162,7 +168,8 @@ def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Resu
     angles = torch.rand(64, 12, device=device) * 6
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
     positions = torch.tensor([0, 40, 7, 7], device=device)
-    q, k = (torch.randn(4, heads, 96, device=device, dtype=dtype) for heads in (5, 1))
+    q = torch.randn(4, 5, 96, device=device, dtype=dtype)
+    k = torch.randn(4, 1, 96, device=device, dtype=dtype)
     want = [layers_reference.rotate(x, positions, cos_sin, interleaved) for x in (q, k)]
     rotated_q, rotated_k = paged.rotary_embedding(positions, q, k, cos_sin, interleaved=interleaved)
     assert rotated_k is not None
@@ -172,7 +179,7 @@ def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Resu
 
 def _skipped_slots(device: torch.device, dtype: torch.dtype) -> Results:
     """Negative slots are skipped, in caches where K and V of a block lie side by side, blocks of 24 and odd heads."""
-    key, value = (torch.randn(5, 3, 80, device=device, dtype=dtype) for _ in range(2))
+    key, value = torch.randn(2, 5, 3, 80, device=device, dtype=dtype)
     k_cache, v_cache = torch.randn(4, 2, 24, 3, 80, device=device, dtype=dtype).unbind(1)
     slots = torch.tensor([95, -1, 0, 25, -7], device=device)
     want = cache_reference.reshape_and_cache(key.cpu(), value.cpu(), k_cache.cpu(), v_cache.cpu(), slots)
@@ -183,19 +190,20 @@ def _skipped_slots(device: torch.device, dtype: torch.dtype) -> Results:
 
 def _int8_rows(device: torch.device, dtype: torch.dtype) -> Results:
     """Rows of int8 times their scales are the rows, to half a step of their largest magnitude / 127."""
-    written = [torch.randn(5, 3, 80, device=device, dtype=dtype) * 10.0**power for power in (-2, 3)]
+    key, value = torch.randn(2, 5, 3, 80, device=device, dtype=dtype)
+    key, value = key / 100, value * 1000
     caches = torch.zeros(2, 4, 24, 3, 80, dtype=torch.int8, device=device).unbind()
     k_scale, v_scale = torch.zeros(4, 24, 3, 2, device=device).unbind(-1)
     slots = torch.tensor([95, 2, 0, 25, 7], device=device)
-    paged.reshape_and_cache(*written, *caches, slots, k_scale=k_scale, v_scale=v_scale)
-    for rows, cache, scale in zip(written, caches, (k_scale, v_scale), strict=True):
+    paged.reshape_and_cache(key, value, *caches, slots, k_scale=k_scale, v_scale=v_scale)
+    for rows, cache, scale in zip((key, value), caches, (k_scale, v_scale), strict=True):
         yield Result((cache * scale.unsqueeze(-1)).flatten(0, 1)[slots], rows, judged_as=torch.bfloat16)
 
 
 def _empty_states(device: torch.device, dtype: torch.dtype) -> Results:
     """Rows that saw nothing, in one part or in both."""
-    out_a, out_b = (torch.randn(7, 3, 80, device=device, dtype=dtype) for _ in range(2))
-    lse_a, lse_b = (torch.randn(3, 7, device=device) * 5 for _ in range(2))
+    out_a, out_b = torch.randn(2, 7, 3, 80, device=device, dtype=dtype)
+    lse_a, lse_b = torch.randn(2, 3, 7, device=device) * 5
     lse_a[:, 1:4] = -math.inf
     lse_b[:, 3:6] = -math.inf
     yield from _both("merge_attn_states", attention_reference, out_a, lse_a, out_b, lse_b)
@@ -227,10 +235,15 @@ def _oracle(heads: tuple[int, int], device: torch.device, dtype: torch.dtype) ->
     )
     manager = PagedKvCacheManager(cache)
     executor = PagedAttentionExecutor(config, manager)
-    texts = {name: torch.randint(0, config.vocab_size, (length,)).tolist() for name, length in (("a", 61), ("b", 24))}
+    texts = {
+        "a": torch.randint(0, config.vocab_size, (61,)).tolist(),
+        "b": torch.randint(0, config.vocab_size, (24,)).tolist(),
+    }
 
     def run(*items: tuple[str, int, int]) -> Results:
-        batch = [UnifiedBatchItem(name, texts[name][start:end], pos_offset=start) for name, start, end in items]
+        batch = []
+        for name, start, end in items:
+            batch.append(UnifiedBatchItem(name, texts[name][start:end], pos_offset=start))
         for (name, _, end), row in zip(items, executor.unified_decode(UnifiedBatch(batch)), strict=True):
             assert row is not None
             yield Result(row.to(dtype), expected_logits(config, texts[name][:end]))
@@ -251,25 +264,28 @@ def _oracle(heads: tuple[int, int], device: torch.device, dtype: torch.dtype) ->
     yield from run(("c", 9, 33), ("a", 50, 61))
 
 
+def _listed() -> list[Check]:
+    """Return a check for each benchmark case, problem, activation and format."""
+    checks = []
+    for case in CASES:
+        checks.append(Check(case.name, partial(_benchmarked, case), is_quick=case.name not in _SLOW))
+    for problem in PROBLEMS:
+        name = f"paged_attention: {problem.name}"
+        checks.append(Check(name, partial(_attention, problem), is_quick=problem.name in _QUICK))
+    for latent_problem in mla_problem.PROBLEMS:
+        name = f"paged_mla_attention: {latent_problem.name}"
+        is_quick = latent_problem.name in ("mixed batch", "chosen keys", "packed")
+        checks.append(Check(name, partial(_latent_attention, latent_problem), is_quick))
+    for activation in (*_ACTIVATIONS, "relu2"):
+        name = f"fused_moe: {activation}"
+        checks.append(Check(name, partial(_moe_options, activation), is_quick=activation == "swiglu_oai"))
+    for layout in FORMATS:
+        checks.append(Check(f"fused_moe: {layout}", partial(_quantized_moe, layout)))
+    return checks
+
+
 CHECKS = (
-    *(Check(case.name, partial(_benchmarked, case), is_quick=case.name not in _SLOW) for case in CASES),
-    *(
-        Check(f"paged_attention: {problem.name}", partial(_attention, problem), is_quick=problem.name in _QUICK)
-        for problem in PROBLEMS
-    ),
-    *(
-        Check(
-            f"paged_mla_attention: {problem.name}",
-            partial(_latent_attention, problem),
-            is_quick=problem.name in ("mixed batch", "chosen keys", "packed"),
-        )
-        for problem in mla_problem.PROBLEMS
-    ),
-    *(
-        Check(f"fused_moe: {activation}", partial(_moe_options, activation), is_quick=activation == "swiglu_oai")
-        for activation in (*_ACTIVATIONS, "relu2")
-    ),
-    *(Check(f"fused_moe: {layout}", partial(_quantized_moe, layout)) for layout in FORMATS),
+    *_listed(),
     Check("choose_keys", partial(_chosen_keys, False)),
     Check("choose_keys: e4m3", partial(_chosen_keys, True)),
     Check("route_tokens: groups, bias, shared experts", _routing),

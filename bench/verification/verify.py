@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -62,15 +63,21 @@ def run(args: argparse.Namespace) -> int:
     from paged.kernels.common.compat import HAS_TRITON, interpreting
     from paged.kernels.common.device import has_numba, use_triton
 
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if args.device == "cuda" or (has_gpu and args.device is None):
+        device = torch.device("cuda")
+    if device.type == "cuda" and not has_gpu:
         raise UnsupportedError("--device cuda: torch finds no GPU; see `paged info`")
     if args.backend == "triton" and device.type == "cpu" and HAS_TRITON and not interpreting():
         # The interpreter must be chosen before triton is imported.
-        given = [name for name in ("quick", "json") if getattr(args, name)]
         command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", "triton"]
-        options = [*(f"--{name}" for name in given), "--only", args.only]
-        return subprocess.run([*command, *options], env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+        command += ["--only", args.only]
+        if args.quick:
+            command.append("--quick")
+        if args.json:
+            command.append("--json")
+        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     choice = args.backend or os.environ.get("PAGED_BACKEND", "")
     can_run_numba = device.type == "cpu" and has_numba()
     if choice == "numba" and not can_run_numba:
@@ -79,16 +86,19 @@ def run(args: argparse.Namespace) -> int:
         )
     if not choice and can_run_numba and not interpreting():
         choice = "numba"
+    backend, where = choice or "torch", f"on {device}"
     with mock.patch.dict(os.environ, {"PAGED_BACKEND": choice}):
-        by_triton = use_triton(device)
-        rows = list(_check_all(args, device, interpreted=by_triton and device.type == "cpu"))
+        interpreted = False
+        if use_triton(device):
+            backend, interpreted = "triton", device.type == "cpu"
+        rows = list(_check_all(args, device, interpreted=interpreted))
     wrong = sum(not row.ok for row in rows)
-    backend = "triton" if by_triton else choice or "torch"
+    if interpreted:
+        where = "in Triton's interpreter"
     if args.json:
         report = {"device": str(device), "backend": backend, "interpreted": interpreting(), "wrong": wrong}
         print(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
-        where = "in Triton's interpreter" if by_triton and device.type == "cpu" else f"on {device}"
         print(f"{len(rows) - wrong} of {len(rows)} right, by {backend} {where}")
     return int(wrong > 0 or not rows)
 
@@ -100,22 +110,23 @@ def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: b
     from paged.bench.benchmark import benchmark_dtype, check_only, released
     from paged.bench.verification.cases import CHECKS
 
-    check_only(args.only, [check.name for check in CHECKS if check.is_quick or not args.quick])
-
-    # The interpreter holds bfloat16 as raw integers, and only part of its arithmetic converts them.
-    has = (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16)
-    pairs = [
-        (check, dtype)
-        for check in CHECKS
-        if args.only in check.name and (check.is_quick or not args.quick)
-        for dtype in ((benchmark_dtype(device),) if args.quick else has)
-    ]
-    width = max([len(check.name) for check, _ in pairs] + [4])
+    checks = list(CHECKS)
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    if interpreted:
+        # The interpreter holds bfloat16 as raw integers, and only part of its arithmetic converts them.
+        dtypes.remove(torch.bfloat16)
+    if args.quick:
+        checks = [check for check in checks if check.is_quick]
+        dtypes = [benchmark_dtype(device)]
+    check_only(args.only, [check.name for check in checks])
+    checks = [check for check in checks if args.only in check.name]
+    width = max(len(check.name) for check in checks)
     if not args.json:
         print(f"{'case':{width}}  {'dtype':8}  {'error / budget':>14}  {'ms':>7}")
-    for check, dtype in pairs:
+    for check, dtype in itertools.product(checks, dtypes):
         row = _row(check, device, dtype)
-        if is_lost := not released(device):
+        is_lost = not released(device)
+        if is_lost:
             row = replace(row, ok=False, error=f"{row.error or ''} the device is lost: no other check can run".strip())
         if not args.json:
             _print(row, width)
@@ -133,7 +144,8 @@ def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
     try:
         for result in check.results(device, dtype):
             shares = result.shares()
-            worst = max(worst, float(shares.max()) if shares.numel() else 0.0)
+            if shares.numel():
+                worst = max(worst, float(shares.max()))
             count += 1
     except Exception as error:  # the other operations still get their rows
         return Row(check.name, name, None, time.perf_counter() - start, False, f"{type(error).__name__}: {error}")
@@ -144,7 +156,10 @@ def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
 
 
 def _print(row: Row, width: int) -> None:
-    worst = "" if row.worst is None else f"{row.worst:.3f}"
-    note = "ok" if row.ok else f"WRONG {row.error or ''}"
+    worst, note = "", "ok"
+    if row.worst is not None:
+        worst = f"{row.worst:.3f}"
+    if not row.ok:
+        note = f"WRONG {row.error or ''}"
     text = f"{row.case:{width}}  {row.dtype:8}  {worst:>14}  {1e3 * row.seconds:7.1f}  {note}".rstrip()
     print(text, flush=True)  # in case a later check ends the process
