@@ -32,7 +32,7 @@ Json = dict[str, Any]
 Write = Callable[[str], object]
 INTERPRETING = "TRITON_INTERPRET=1: times in the interpreter mean nothing; unset it to benchmark"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# How the reason of a case begins that made no progress.
+# First words of the reason if a case made no progress.
 HUNG = "it hung"
 # Exit code of a benchmark whose process can no longer use the GPU.
 DEVICE_LOST = 3
@@ -61,7 +61,7 @@ _OPTIONS: dict[str, Json] = {
     },
     "threads": {"type": int, "help": "PyTorch threads on a CPU; default: %(default)s"},
 }
-# Those of every benchmark that `bench.gpu` runs.
+# Options of every benchmark that `bench.gpu` runs.
 RESUMABLE = ("json", "only", "cases", "repeats", "budget", "resume", "case-limit")
 
 
@@ -101,7 +101,7 @@ class Setting:
 
     @property
     def scale(self) -> str:
-        """Which sizes of a kernel's case are measured."""
+        """The sizes of a kernel's case that are measured, one of `bench.kernels.cases.SCALES`."""
         if self.small:
             return "small"
         return "full"
@@ -273,7 +273,7 @@ def benchmark_dtype(device: torch.device) -> torch.dtype:
 
 
 def backend_name(device: torch.device, *, has_loops: bool = True) -> str:
-    """Return what operations on the device run by; has_loops: whether numba kernels of them exist."""
+    """Return the backend of operations on the device. has_loops: whether they have numba kernels."""
     if use_triton(device):
         return "triton"
     if has_loops and wants_loops():

@@ -17,9 +17,9 @@ class WrongResultError(Exception):
 
 
 class Result(NamedTuple):
-    """A tensor that an operation made, beside the reference's.
+    """An operation's tensor and the reference's.
 
-    judged_as: the dtype whose budget it has, by default its own. budgets: how many of them.
+    judged_as: dtype whose error budget counts; None for that of `got`. budgets: factor on this budget.
     """
 
     got: torch.Tensor

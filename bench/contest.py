@@ -22,7 +22,8 @@ OURS = "ours"
 class Peer:
     """Another implementation of an operation.
 
-    refuses(case, dtype, device): returns why it takes no part, or None. make: returns its calls, from a case's tensors.
+    refuses(case, dtype, device): returns the reason why it takes no part, or None. make: returns its calls on a case's
+    tensors.
     """
 
     name: str
@@ -43,9 +44,9 @@ def peers_of(peers: Sequence[Peer], case: Any, setting: Setting) -> list[str]:
 class Contest:
     """Implementations of one operation on the same tensors.
 
-    about: what the row says beside its times. cost: of a call; None if only times are compared. is_cold: whether the
-    tensors exceed the cache. max_seconds: no more samples than fit into this, beyond min_samples. samples: times a call
-    of each implementation. absent: why others take no part.
+    about: the row's items other than times. cost: of a call; None if only times are compared. is_cold: whether the
+    tensors exceed the cache. max_seconds: after min_samples, limit of the time for more. samples: times a call, by
+    implementation. absent: the reason by absent peer.
     """
 
     about: Json

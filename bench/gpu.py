@@ -54,23 +54,26 @@ _TEST_PROCESSES = 14
 _SKIPPED_TESTS = r"[\[-]torch[\]-]|pytorch|numba|test_checks_see_the_fault|test_plan.py"
 # A benchmark starts no case this long before its end: most take a few seconds.
 _LAST_CASE_SECONDS = 10.0
-# Processes that a benchmark may use up.
-_MOST_PROCESSES = 6
-# What is left of a slice's time for packing.
+# Largest number of processes of a benchmark, of which all but the last ended early.
+_MAX_PROCESSES = 6
+# Seconds of a slice that are kept for packing.
 _PACKING_SECONDS = 15.0
-# Archives of kernels end behind the kernel that takes them past this; the compressor holds less than a MiB back.
+# An archive of kernels is closed after the kernel that takes it past this; the compressor buffers less than a MiB.
 _ARCHIVE_BYTES = 13 << 20
-# What compilers say of kernels, Triton, LLVM and ptxas: it is in the log alone.
+# Messages of Triton, LLVM and ptxas about kernels: only the log gets them.
 _COMPILER_WARNING = re.compile(r"ptxas|wgmma|MLIR|(loc\(.*\)|\w:\d+:\d+): (warning|remark):")
-# What ncu is asked: limits, why warps stall, L2 and shared memory, registers and programs an SM.
+# Sections of ncu: limits, reasons of stalls, L2 and shared memory, registers and programs an SM.
 _NCU_SECTIONS = ("SpeedOfLight", "SchedulerStats", "WarpStateStats", "MemoryWorkloadAnalysis",
                  "MemoryWorkloadAnalysis_Tables", "Occupancy", "LaunchStats")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Step:
-    """share: of its slice's time. command: takes its seconds. resumes: whether it is a benchmark, continued by the same
-    command if its process ended early."""
+    """A process of a slice.
+
+    share: of the slice's time. command: returns the command for a number of seconds. resumes: whether it is a
+    benchmark, which the same command continues if its process ended early.
+    """
 
     slice: int
     name: str
@@ -81,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """returncode: negative after a signal, SIGKILL at the time limit. summary: the last printed line."""
+    """Result of a step. returncode: negative after a signal, SIGKILL at the limit. summary: the last printed line."""
 
     name: str
     limit_s: float
@@ -138,7 +141,7 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
         return timed(number, "compile", share, *ahead, *map(str, files))
 
     def profile(name: str, kernel: str, module: str, case: str) -> list[Step]:
-        """Have ncu look at the first two launches of a kernel in a case; no step where there is no ncu.
+        """Profile the first two launches of a kernel in a case by ncu; no step if there is no ncu.
 
         Prompts launch a tile for short sequences, too, and experts two products.
         """
@@ -162,7 +165,7 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
 
     memcheck = _tool("compute-sanitizer")
     gpu = ("--device", "cuda")
-    every = [
+    all_steps = [
         bench(1, "ceilings", 20, "kernels.run", *gpu, "--only", "rms_norm"),
         compiled(1, 70),
         bench(1, "verify", 75, "verification.run", *gpu),
@@ -195,11 +198,11 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
     ]
     if memcheck is not None:
         verify = [*PYTHON, "paged", "verify", "--quick"]
-        every.append(plain(5, "memcheck", 200, memcheck, "--error-exitcode", "9", *verify))
-    every.append(report(5))
+        all_steps.append(plain(5, "memcheck", 200, memcheck, "--error-exitcode", "9", *verify))
+    all_steps.append(report(5))
     if cases:
-        return [step for step in every if step.resumes and step.name != "ceilings"]
-    return every
+        return [step for step in all_steps if step.resumes and step.name != "ceilings"]
+    return all_steps
 
 
 def _tool(name: str) -> str | None:
@@ -208,10 +211,10 @@ def _tool(name: str) -> str | None:
 
 
 def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO) -> Outcome:
-    """Run a step, passing its output on line by line; at its limit it is killed with all that it started."""
+    """Run a step and pass its output on line by line; at its limit, kill it and its children."""
     start = time.monotonic()
     end = start + seconds
-    for _ in range(_MOST_PROCESSES):
+    for _ in range(_MAX_PROCESSES):
         remaining = end - time.monotonic()
         returncode, summary = _run_process(step.command(remaining), remaining, variables, log)
         if returncode in (0, 1) or not step.resumes or end - time.monotonic() < _LAST_CASE_SECONDS:
@@ -221,7 +224,7 @@ def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: Text
 
 
 def _run_process(command: Sequence[str], seconds: float, variables: Mapping[str, str], log: TextIO) -> tuple[int, str]:
-    """Return the exit code and the last line; what the process started ends with it, or at the limit."""
+    """Return the exit code and the last line. The process's children end with it, or at the limit."""
     summary = ""
     log.write(f"\n=== at most {seconds:.0f} s: {' '.join(command)}\n")
     process = subprocess.Popen(
@@ -262,7 +265,7 @@ def _run_process(command: Sequence[str], seconds: float, variables: Mapping[str,
 
 
 def pack_results(work: Path, path: Path) -> None:
-    """Write everything but the compiled kernels to one file, atomically."""
+    """Write all results, without compiled kernels, to one file, atomically."""
     draft = path.with_suffix(".part")
     with tarfile.open(draft, "w:xz", preset=1) as archive:
         for member in sorted(work.iterdir()):
@@ -299,8 +302,10 @@ def unpack(paths: Sequence[Path], work: Path) -> None:
 
 
 def requeue(folder: Path) -> None:
-    """Put cases that were refused, or running when their time was up, behind the others; those that hung stay refused,
-    as each would take most of a minute again."""
+    """Put cases that were refused, or running at the time limit, behind the others.
+
+    Cases that hung stay refused: each would take most of a minute again.
+    """
     for path in folder.glob("*.json"):
         results = json.loads(path.read_text())
         if "not_run" not in results:
@@ -361,7 +366,7 @@ def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Refuses a machine without a GPU, where a benchmark of it would mean nothing."""
+    """Run the steps that the arguments choose; refuse a machine without a GPU."""
     parser = option_parser(__doc__)
     parser.add_argument("--slice", type=int, nargs="+", choices=_SLICES, default=_SLICES, help="all by default")
     parser.add_argument(

@@ -52,7 +52,7 @@ def groups(ids: Sequence[str], max_tests: int) -> list[list[str]]:
 def run_group(ids: Sequence[str], limit: float, note: Callable[[str], object]) -> tuple[int, str]:
     """Run tests in a process; return its exit code, -9 if killed after `limit` seconds of silence, and its output.
 
-    If it ended early, other processes run the tests that it had not begun, and their output follows. note: is given
+    If it ended early, other processes run the tests that it had not begun, and their output follows. note: called with
     every line at once.
     """
     code, text = _run_process(ids, limit, note)
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     num_failed = 0
 
     def note(line: str) -> None:
-        """Keep at once that a test has passed, in case this process is killed."""
+        """Write down each passed test at once, in case this process is killed."""
         passed = re.match("(.+::.+) PASSED", line)
         if passed and args.done:
             with args.done.open("a") as file:

@@ -76,7 +76,7 @@ def late_kernels() -> Iterator[list[str]]:
 
 @contextmanager
 def timed() -> Iterator[None]:
-    """Check a measurement inside.
+    """Refuse a measurement during which a kernel was compiled.
 
     Raises:
         CompiledWhileTimedError: at the end, if there were `late_kernels`.
@@ -98,13 +98,13 @@ def stolen_seconds() -> list[float]:
             ticks[name] = int(numbers[7])
     seconds = []
     for core in sorted(os.sched_getaffinity(0)):
-        num_ticks = ticks.get(f"cpu{core}", 0)  # a container may count its cores anew
+        num_ticks = ticks.get(f"cpu{core}", 0)  # a container may number its cores differently
         seconds.append(num_ticks / os.sysconf("SC_CLK_TCK"))
     return seconds
 
 
 def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Sample]:
-    """Warm up `calls`, which differ only in their tensors. Return how they are timed, and what times one.
+    """Warm up `calls`, which differ only in their tensors. Return the method, and a function that times one call.
 
     "graph": events around the replay of a CUDA graph of all calls. "events": events around the calls themselves,
     including host work, for operations that cannot be captured. "host clock": one call at a time.

@@ -1,4 +1,4 @@
-"""End this process if its case makes no progress: whoever waits for a GPU that hangs waits for good."""
+"""End this process if its case makes no progress: a call that waits for a hung GPU never returns."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-# Between the stack and the end, so that the stack is written.
+# Seconds from the limit to the end of the process, in which the stacks are written.
 _GRACE_S = 1.0
-# How much sooner than at its limit a case may end: putting the alarm off starts a thread, up to a millisecond.
+# A case may end this fraction of its limit early: each renewal of the alarm starts a thread, up to a millisecond.
 _SLACK = 0.1
-# Frames that say where a case hung.
-_MOST_FRAMES = 4
+# Innermost frames that say where a case hung.
+_MAX_FRAMES = 4
 
 
 class Watchdog:
-    """An alarm that `progress` puts off.
+    """An alarm that `progress` renews.
 
     Neither the stack nor the alarm needs Python's lock, which a call into the driver may hold.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._begun = 0.0
+        self._last_renewal = 0.0
         self._file: TextIO | None = None
 
     @contextmanager
     def watching(self, seconds: float, stack: Path) -> Iterator[None]:
         """After so many seconds without progress inside, write the stacks of all threads and end by SIGALRM."""
-        self._seconds, self._begun = seconds, -math.inf
+        self._seconds, self._last_renewal = seconds, -math.inf
         with stack.open("w") as self._file:
             try:
                 self.progress()
@@ -45,10 +45,10 @@ class Watchdog:
                 self._file = None
 
     def progress(self) -> None:
-        """Begin the time anew, if this process is watched."""
+        """Renew the alarm, if this process is watched."""
         now = time.monotonic()
-        if self._file is not None and now - self._begun > _SLACK * self._seconds:
-            self._begun = now
+        if self._file is not None and now - self._last_renewal > _SLACK * self._seconds:
+            self._last_renewal = now
             faulthandler.dump_traceback_later(self._seconds, file=self._file)
             signal.setitimer(signal.ITIMER_REAL, self._seconds + _GRACE_S)
 
@@ -62,5 +62,5 @@ def hung_at(stack: Path) -> str:
     if not stack.exists():
         return ""
     main_thread = stack.read_text().rpartition("(most recent call first):")[2]  # the main thread comes last
-    frames = re.findall(r'File "(.+)", line (\d+) in', main_thread)[:_MOST_FRAMES]
+    frames = re.findall(r'File "(.+)", line (\d+) in', main_thread)[:_MAX_FRAMES]
     return ", ".join(f"{Path(file).name}:{line}" for file, line in frames)

@@ -20,7 +20,7 @@ class Problem:
     lengths: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 32
-    v_head_dim: int | None = None  # of values, where not that of keys
+    v_head_dim: int | None = None  # head size of values; None: that of keys
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     causal: bool | tuple[bool, ...] = True  # of all sequences, or of each
@@ -34,7 +34,7 @@ class Problem:
     layout: str = "separate"
     sinks: bool = False
     alibi: bool = False
-    cache_dtype: torch.dtype | None = None  # another than that of q
+    cache_dtype: torch.dtype | None = None  # None: that of q
     scales: str = ""  # or "tensor": one scale of K and one of V; or "head": one a KV head; int8 has one a row
     tree: bool = False  # a random mask over the new keys, each query seeing itself
     deterministic: bool = False

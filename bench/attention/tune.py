@@ -51,7 +51,7 @@ class TileCase:
 
     @property
     def chosen(self) -> str:
-        """What is taken in place of a tile."""
+        """The name's text for a case without a tile."""
         if self.num_stages is None:
             return "chosen"
         return f"chosen with {self.num_stages} stages"

@@ -1,4 +1,4 @@
-"""Compiles launches that were noted elsewhere, on all cores, so that a benchmark finds its kernels in Triton's cache.
+"""Compile recorded launches on all cores, so that a benchmark finds its kernels in Triton's cache.
 
     python -m bench.compilation.ahead VARIANTS ... [--budget SECONDS]
 
@@ -31,7 +31,7 @@ from paged.kernels.common.compilation import compile_all
 
 
 class Variant(NamedTuple):
-    """What Triton compiles for a launch."""
+    """A kernel and everything that Triton specialises it for."""
 
     module: str
     name: str
@@ -69,7 +69,7 @@ def variants_of(run: Callable[[], object]) -> list[bytes]:
 
 
 def compile_variant(pickled: bytes) -> str:
-    """Compile a variant for this machine's GPU into Triton's cache; the error, where there is one."""
+    """Compile a variant for this machine's GPU into Triton's cache; return the error, or ""."""
     variant = Variant(*pickle.loads(pickled))
     try:
         kernel = getattr(importlib.import_module(variant.module), variant.name)
@@ -82,14 +82,14 @@ def compile_variant(pickled: bytes) -> str:
         compiled = triton.compile(source, target=target, options=options)
         if has_gpu:
             triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
-    except Exception as error:  # the compiler raises many kinds; whoever launches it is told
+    except Exception as error:  # the compiler raises many kinds; a launch raises them again
         return f"{variant.name}: {type(error).__name__}: {str(error)[:200]}"
     return ""
 
 
 def compile_ahead(variants: Sequence[bytes], seconds: float) -> list[str]:
-    """Compile variants, the first ones first, by as many processes as there are cores; none begins after so many
-    seconds. An item, the error or "", for each that was compiled."""
+    """Compile variants, the first ones first, by as many processes as there are cores; start none after so many
+    seconds. Return the error, or "", of each compiled variant."""
     end, done = time.monotonic() + seconds, []
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for error in pool.map(compile_variant, variants):

@@ -69,8 +69,8 @@ def kernel_case(
 ) -> CompileCase:
     """A case whose signature is read off the kernel.
 
-    Arguments in neither `constexprs` nor `kinds` are pointers to `dtype` or int32; kinds: None for those that
-    are not given. aligned: see `divisible_by_16`, strides and some sizes when not given. options: of `CompileCase`.
+    Arguments in neither `constexprs` nor `kinds` are pointers to `dtype` or int32; kinds: None for absent arguments.
+    aligned: see `divisible_by_16`; by default strides and some sizes. options: of `CompileCase`.
     """
     constexprs = constexprs | {argument: None for argument, kind in kinds.items() if kind is None}
     signature: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Compiles every kernel configuration ahead of time, without a GPU, and reports what the compilers made of it.
+"""Compile every kernel configuration ahead of time, without a GPU, and report registers, spills and instructions.
 
     python -m bench.compilation.compile [--target sm_90 ...] [--only NAME] [--new [--again] [--sample N]] [--record]
         [--json FILE]
@@ -45,10 +45,10 @@ CLEAN = Path(__file__).parent / "clean" / f"{triton.__version__}.txt"
 # started for each kernel.
 _AT_ONCE = 32
 _INSTRUCTION_BYTES = 16
-# ptxas puts a register or two away and reads them back once where that makes room for one more program an SM.
+# ptxas spills a register or two outside the loop if one more program then fits an SM.
 _SPILLS_OUTSIDE_LOOP = 4
-# What a version of Triton spills outside the loop, 28 instructions of a program at most. Tiles without spills take 1.2
-# to 2 times the instructions a key.
+# Accepted spills outside the loop, by version of Triton: at most 28 instructions a program. Tiles without spills take
+# 1.2 to 2 times the instructions a key.
 _KNOWN_SPILLS = {
     "3.6.0": {
         "paged_attention decode 16 x 64 D=128 bf16 int8 cache window options for sm_90": 8,
@@ -65,10 +65,10 @@ _KNOWN_SPILLS = {
 
 @dataclass(frozen=True)
 class Report:
-    """What one case became on one target; memory in bytes, registers a thread, tensor memory in columns.
+    """A case compiled for a target; memory in bytes, registers a thread, tensor memory in columns.
 
-    instructions, loop: how many of `INSTRUCTIONS` the kernel and its inner loop (`machine_code.read_code`) hold, and
-    under "all" how many instructions there are. loop_spills: those of `spills` that the inner loop repeats, on AMD all.
+    instructions, loop: number of each of `INSTRUCTIONS` in the kernel and in its inner loop (`machine_code.read_code`);
+    under "all" the number of instructions. loop_spills: `spills` in the inner loop; on AMD, all.
     """
 
     name: str
@@ -98,9 +98,10 @@ def all_cases() -> list[CompileCase]:
 
 
 def case_key(case: CompileCase, target: str) -> str:
-    """Hash of all that `problems` of a case depends on.
+    """Return a hash of everything that `problems` of a case depend on.
 
-    The kernel's source with the functions it calls, its arguments and options, the compiler's version, what is asked.
+    The kernel's source with the functions it calls, its arguments and options, the compiler's version, and the
+    expected instructions.
     """
     parts: tuple[Any, ...] = (
         *(triton.__version__, sources(case.kernel), target, SM_LIMITS[target], _SPILLS_OUTSIDE_LOOP),
@@ -264,7 +265,7 @@ def _registers(cubin: bytes) -> int:
 
 
 def _nvidia_tool(name: str, content: bytes, *options: str) -> str:
-    """What a program of the triton wheel prints of a file with this content."""
+    """Return the output of one of the triton wheel's programs for a file with this content."""
     program = next(Path(triton.__file__).parent.glob(f"backends/nvidia/bin/{name}*"))
     with tempfile.NamedTemporaryFile() as file:
         file.write(content)
@@ -273,7 +274,7 @@ def _nvidia_tool(name: str, content: bytes, *options: str) -> str:
 
 
 def problems(case: CompileCase, report: Report) -> list[str]:
-    """What is wrong with a report: spills that cost time, shared memory, programs an SM, a missing instruction."""
+    """Return a report's problems: spills that cost time, shared memory, programs an SM, a missing instruction."""
     texts = []
     allowed = _KNOWN_SPILLS.get(triton.__version__, {}).get(report.name, _SPILLS_OUTSIDE_LOOP)
     if (report.loop_spills or report.spills > allowed) and not case.may_spill:
@@ -295,10 +296,10 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     """Print the table; the exit code is 1 where a report shows a problem."""
     parser = option_parser(__doc__, "only", "json")
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--new", action="store_true", help="leave out what clean/ names")
-    parser.add_argument("--again", action="store_true", help="with --new: a sixteenth of that, too")
+    parser.add_argument("--new", action="store_true", help="leave out the cases in clean/")
+    parser.add_argument("--again", action="store_true", help="with --new: also a sixteenth of those")
     parser.add_argument("--sample", type=int, metavar="N", help="with --new: N cases of a target without a clean one")
-    parser.add_argument("--record", action="store_true", help="keep in clean/ what has no problem")
+    parser.add_argument("--record", action="store_true", help="write cases without a problem to clean/")
     args = parser.parse_args(argv)
     every_case = all_cases()
     check_only(args.only, [case.name for case in every_case])

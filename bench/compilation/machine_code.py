@@ -29,7 +29,7 @@ _AMD_LINE = re.compile(r"^(?:(\.L\w+):|\t([a-z]\w+)(.*))", re.MULTILINE)
 
 @dataclass(frozen=True)
 class SmLimits:
-    """What the programs on one SM or compute unit share: warps, programs, registers a lane of one of its four
+    """Resources that the programs on an SM or compute unit share: warps, programs, registers a lane of one of its four
     schedulers, bytes of shared memory, bytes of it that every program takes for itself, columns of tensor memory."""
 
     warps: int
@@ -71,7 +71,7 @@ def occupancy(target: str, num_warps: int, registers: int, shared: int, tensor_c
 
 
 def count(opcodes: list[str]) -> dict[str, int]:
-    """How many of each of INSTRUCTIONS there are, those that do not occur left out."""
+    """Return the number of each of INSTRUCTIONS that occurs."""
     totals = {}
     for name, pattern in INSTRUCTIONS.items():
         num_matches = sum(re.match(pattern, opcode) is not None for opcode in opcodes)

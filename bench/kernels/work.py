@@ -42,7 +42,7 @@ class Work:
 
     call: runs it and returns the tensors that it made or changed.
     expected: the same tensors from the float64 reference; to be called first, as operations work in place.
-    judged_as: for each tensor the dtype whose budget it has, where not that of their own; budgets: how many of them.
+    judged_as: for each tensor the dtype whose error budget counts; empty for their own. budgets: factor on it.
     """
 
     call: Call
@@ -65,7 +65,7 @@ class Work:
 
 
 def tensors(result: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """What an operation returns, one tensor as a list of it."""
+    """Return an operation's result as a sequence of tensors."""
     if isinstance(result, torch.Tensor):
         return [result]
     return result

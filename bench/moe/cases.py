@@ -59,8 +59,11 @@ CPU_MODEL = MoeModel("small-cpu", 16, 4, 256, 256, 16)
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """The weights of one layer; expert_map where it holds a rank's part, quantization: scales and what else belongs
-    to quantised weights, by the names that `fused_moe` has for them."""
+    """The weights of one layer.
+
+    expert_map: None unless the layer holds a rank's part. quantization: scales and other tensors of quantised weights,
+    by their names in `fused_moe`.
+    """
 
     w1: torch.Tensor
     w2: torch.Tensor
@@ -69,11 +72,11 @@ class MoeLayer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `fused_moe` takes of it by keyword."""
+        """Keyword arguments of `fused_moe`."""
         return {"expert_map": self.expert_map, **self.quantization}
 
     def arguments(self, batch: MoeBatch) -> list[torch.Tensor]:
-        """What `fused_moe` takes of it and of a batch by position."""
+        """Positional arguments of `fused_moe`."""
         return [batch.hidden_states, self.w1, self.w2, batch.topk_weights, batch.topk_ids]
 
     def call(self, batch: MoeBatch) -> Call:
@@ -147,7 +150,7 @@ class MoeCase:
         return replace(self, model=narrow, num_tokens=min(self.num_tokens, 64), format=layout)
 
     def layer(self, device: torch.device, dtype: torch.dtype) -> MoeLayer:
-        """Random weights that keep the variance of what passes through them."""
+        """Make random weights that keep the variance of activations."""
         model = self.model
         num_experts, hidden_size, intermediate_size = (
             model.num_local_experts,
@@ -179,7 +182,7 @@ class MoeCase:
         return MoeBatch(hidden_states, weights.softmax(-1), ids.int())
 
     def histogram(self, batch: MoeBatch) -> list[int]:
-        """Entries of each expert that is here."""
+        """Return the number of entries of each local expert."""
         counts = torch.bincount(batch.topk_ids.flatten(), minlength=self.model.num_experts)
         histogram: list[int] = counts[: self.model.num_local_experts].tolist()
         return histogram

@@ -35,7 +35,7 @@ _TABLES = {
 }
 # Up to so many entries an expert vLLM gives 4-bit weights to a compiled kernel on NVIDIA's chips.
 _COMPILED_INT4_ENTRIES = 6
-# What launches its kernels for weights as they are and for e4m3, and for whole numbers, beside the kernels themselves.
+# Its functions that launch kernels: for weights in the input's dtype or e4m3, and for integers.
 _FLOAT_LAUNCHER, _INTEGER_LAUNCHER = "invoke_fused_moe_triton_kernel", "invoke_fused_moe_wna16_triton_kernel"
 _TAKEN = {_FLOAT_LAUNCHER, _INTEGER_LAUNCHER, "get_moe_wna16_block_config"}
 
@@ -59,8 +59,10 @@ def _swaps_ab(block_m: int, block_n: int) -> bool:
 
 @functools.cache
 def vllm_functions() -> dict[str, Any]:
-    """vLLM's Triton kernels and what launches them by name, out of a file whose own imports ask for its compiled
-    extension or for a driver."""
+    """Return vLLM's Triton kernels and launchers by name.
+
+    The imports of their file need vLLM's compiled extension or a driver, so only the functions are executed.
+    """
     path = _vllm_folder() / "fused_moe.py"
     names: dict[str, Any] = {"__name__": "vllm.model_executor.layers.fused_moe", "tl": tl, "triton": triton}
     names |= {"torch": torch, "Any": Any, "enable_swap_ab": _swaps_ab, "resolve_moe_use_td": lambda: False}
@@ -86,7 +88,7 @@ def _kind(case: MoeCase) -> str | None:
 
 @functools.cache
 def _table(case: MoeCase, device: torch.device) -> dict[int, dict[str, int]]:
-    """Its tuned table for the experts of this rank; empty where there is none."""
+    """Return vLLM's tuned table for the experts of this rank; empty if there is none."""
     name, model = torch.cuda.get_device_name(device).replace(" ", "_"), case.model
     experts = f"E={model.num_local_experts},N={model.intermediate_size}"
     path = _vllm_folder() / f"configs/{experts},device_name={name}{_TABLES[_kind(case)]}.json"
@@ -100,7 +102,7 @@ def _table(case: MoeCase, device: torch.device) -> dict[int, dict[str, int]]:
 
 
 def _tile(case: MoeCase, device: torch.device) -> dict[str, int]:
-    """The table's tile for the nearest number of tokens; for int8 and int4 without one what vLLM then takes."""
+    """Return the table's tile for the nearest number of tokens; without a table, vLLM's tile for int8 and int4."""
     table = _table(case, device)
     if table:
         return table[min(table, key=lambda num_tokens: abs(num_tokens - case.num_tokens))]
@@ -151,7 +153,7 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
                 aligned = (aligned[0], rows, aligned[2])
 
         def product(x: torch.Tensor, w: torch.Tensor, name: str, weights: torch.Tensor | None) -> torch.Tensor:
-            """The first, or with `weights` the second, whose rows are entries."""
+            """Return the first product, or with `weights` the second, whose rows are entries."""
             out = x.new_empty(1, num_entries, w.shape[1])
             dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
             top_k = 1
@@ -183,7 +185,7 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
 
 
 def _as_unsigned(w: torch.Tensor) -> torch.Tensor:
-    """8-bit whole numbers as vLLM stores them, 128 above what they are."""
+    """Return int8 weights as vLLM stores them: unsigned, 128 higher."""
     if w.dtype == torch.int8:
         return w.view(torch.uint8) ^ 128
     return w

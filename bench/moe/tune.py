@@ -177,7 +177,7 @@ def _linear(name: str, w: torch.Tensor, quantization: Mapping[str, torch.Tensor 
 
 
 def shape_of(model: MoeModel, num_tokens: int, packed: str = "") -> MoeShape:
-    """As `fused_moe` has it, which sees whole words of packed weights."""
+    """Return the shape as `fused_moe` computes it: columns of packed weights fill words."""
     intermediate_size = model.intermediate_size
     if packed:
         intermediate_size = 8 * num_words(intermediate_size)

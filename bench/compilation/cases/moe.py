@@ -65,7 +65,7 @@ def cases() -> list[CompileCase]:
 
 
 def _fallbacks(target: str) -> dict[tuple[bool, str, MoeTile], MoeShape]:
-    """Which of the two GEMMs in which dtype with which tile, and the first sizes that take it."""
+    """Return the first shape for every choice of GEMM (gated or not), dtype and tile."""
     shapes: dict[tuple[bool, str, MoeTile], MoeShape] = {}
     for num_experts, top_k, hidden_size, intermediate_size in (QWEN3_30B_A3B, MIXTRAL_8X7B):
         for dtype, element_size in (("bf16", 2), ("fp32", 4)):
@@ -275,7 +275,7 @@ def _packed(target: str) -> list[CompileCase]:
 
 
 def _steps() -> list[CompileCase]:
-    """What stands around the grouped GEMMs at the sizes of Qwen3-30B-A3B; routing also with every option of
+    """The kernels before and after the grouped GEMMs at the sizes of Qwen3-30B-A3B; routing also with every option of
     DeepSeek-V3."""
     num_experts, top_k, hidden_size, _ = QWEN3_30B_A3B
     # DeepSeek-V3: 8 of 256 experts, out of 4 of 8 groups, and one for all tokens.

@@ -1,4 +1,4 @@
-"""The product with quantised weights: every format at few rows and at many, and what stands around it."""
+"""The product with quantised weights: every format at few rows and at many, and the kernels around it."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def cases() -> list[CompileCase]:
 
 
 def _id_checks() -> list[CompileCase]:
-    """Those of PAGED_CHECK=1, as launched: slots alone, slots and positions, a slot map with ranks; sequences."""
+    """Kernels of PAGED_CHECK=1: slots alone, slots and positions, a slot map with ranks; sequences."""
     arrays = {"slots": ("*i64",), "slots and positions": ("*i64", "*i64"), "rows, slots and ranks": ("*i32",) * 3}
     cases = []
     for name, kinds in arrays.items():
