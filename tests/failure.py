@@ -1,13 +1,12 @@
-"""An exception at any line or bytecode of some of our code, as Ctrl-C or a lack of memory brings it."""
+"""An exception at any line of some of our code, as a lack of memory brings it."""
 
+import dis
 import sys
 from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
-
-import torch
 
 
 @cache
@@ -15,26 +14,39 @@ def _folder(filename: str) -> Path:
     return Path(filename).resolve().parent
 
 
+@cache
+def _ends_of_with(code: CodeType) -> frozenset[int]:
+    """Offsets where a `with` statement calls the context's `__exit__`: nothing is allocated before it, so nothing
+    fails there, and Python runs no signal handler.
+    """
+    steps = list(dis.get_instructions(code))
+    offsets = set[int]()
+    for i, step in enumerate(steps):
+        is_call = [(after.opname, after.argval) for after in steps[i : i + 3]] == [("LOAD_CONST", None)] * 3
+        if step.opname == "PUSH_EXC_INFO" or (is_call and steps[i + 3].opname in ("PRECALL", "CALL")):
+            offsets |= {step.offset, steps[i - 1].offset if steps[i - 1].opname == "SWAP" else step.offset}
+    return frozenset(offsets)
+
+
 class Failure:
-    """Raises `error` before the line, or the bytecode, that code of these folders comes to after `count` others."""
+    """Raises `error` before the line that code of these folders comes to after `count` others."""
 
     def __init__(
-        self, count: int, folders: Collection[Path], error: BaseException, *, event: str = "line", skip: str = ""
+        self, count: int, folders: Collection[Path], error: BaseException, *, skip: Collection[str] = ()
     ) -> None:
-        """skip: a file's name that is left out."""
+        """skip: ends of the paths of files that are left out."""
         self.count, self.error, self.is_raised = count, error, False
         self.path: list[str] = []  # the functions that it was raised in
-        self._folders, self._event, self._skip = folders, event, skip
+        self._folders, self._skip = folders, skip
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         filename = frame.f_code.co_filename
-        if _folder(filename) not in self._folders or (self._skip and filename.endswith(self._skip)):
+        if _folder(filename) not in self._folders or filename.endswith(tuple(self._skip)):
             return None
-        frame.f_trace_opcodes = self._event == "opcode"
         return self._come
 
     def _come(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == self._event:
+        if event == "line" and frame.f_lasti not in _ends_of_with(frame.f_code):
             self.count -= 1
             if self.count < 0:
                 self.is_raised = True
@@ -42,16 +54,16 @@ class Failure:
                 while caller is not None:
                     self.path.append(caller.f_code.co_name)
                     caller = caller.f_back
-                raise self.error
+                self.fail()
         return self._come
 
-    def hits(self, call: Callable[[], object]) -> bool:
-        """Whether the call got so far; it must then raise the error, and nothing else ever.
+    def fail(self) -> None:
+        """Raise the error."""
+        raise self.error
 
-        Where a `with` statement ends there is a line before the context's `__exit__`, which the error keeps from
-        running. Python runs no signal handler there, so what `torch.no_grad` has left is set right.
-        """
-        before, has_gradients = sys.gettrace(), torch.is_grad_enabled()
+    def hits(self, call: Callable[[], object]) -> bool:
+        """Whether the call got so far; it must then raise the error, and nothing else ever."""
+        before = sys.gettrace()
         sys.settrace(self._enter)
         try:
             call()
@@ -61,5 +73,4 @@ class Failure:
                 raise
         finally:
             sys.settrace(before)
-            torch.set_grad_enabled(has_gradients)
         return self.is_raised

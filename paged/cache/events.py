@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from functools import wraps
-from operator import call as call_of
-from threading import RLock, get_ident
-from typing import Any, TypeVar
-from weakref import WeakSet
 
-from paged.cache.blocks.rollback import Rollback
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
-
-C = TypeVar("C", bound=type)
 
 _LOG = logging.getLogger("paged")
 
@@ -69,180 +60,89 @@ class CacheCleared:
 CacheEvent = BlocksStored | BlockRemoved | CacheCleared
 
 
-class Notifier:
-    """The cache's lock as a context manager: rolls back after an error, otherwise notifies listeners.
+class Listeners:
+    """Callbacks for events and pressure, and the notifications that they have not got yet.
 
-    If an exception leaves the block, every change recorded in `rollback` since then is undone. Otherwise callbacks run
-    outside the lock, after the outermost block. Every listener gets all events in order; calls that end during a
-    delivery append to it. Errors in callbacks are logged; KeyboardInterrupt and the like are raised after the delivery.
+    All callbacks get all notifications in order. Calls that end during a delivery append to it. Except for `deliver`,
+    the caller holds the cache's lock.
 
-    An exception such as Ctrl-C can also interrupt `__enter__` or `__exit__`: `recover` then undoes the call. A process
-    forked while another thread holds the lock gets a new lock and undoes that thread's call.
+    events: of the call in progress, for `queue`; removed if the call fails.
     """
 
-    def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
-        self._lock = RLock()
-        # By thread: for each call in progress, the lengths of `rollback` and `_events` at its start. Calls nest if the
-        # garbage collector makes one.
-        self._marks: dict[int, list[tuple[int, int]]] = {}
-        # A call is final when its marks are cleared; the next call settles its entries and events.
-        self._leave: tuple[Callable[[], None], ...] = (self._marks.clear, self._lock.release)
-        self.rollback = Rollback()
-        self._events: list[CacheEvent] = []
-        self._pressure = pressure
+    def __init__(self, measure_pressure: Callable[[], MemoryPressure]) -> None:
+        self.on_event: list[Callable[[CacheEvent], None]] = []
+        self.on_pressure: list[Callable[[MemoryPressure], None]] = []
+        self.events: list[CacheEvent] = []
+        self._measure_pressure = measure_pressure
         self._last_pressure = MemoryPressure.LOW
-        self._pressure_listeners: list[Callable[[MemoryPressure], None]] = []
-        self._event_listeners: list[Callable[[CacheEvent], None]] = []
-        self._calls: deque[tuple[Callable[..., None], object]] = deque()
+        self._notifications: deque[tuple[Callable[..., None], object]] = deque()
         self._is_delivering = False
-        _GUARDS.add(self)
 
-    @property
-    def has_event_listeners(self) -> bool:
-        """Whether there are listeners to events."""
-        return bool(self._event_listeners)
-
-    def listen_to_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
+    def add_pressure_callback(self, callback: Callable[[MemoryPressure], None]) -> None:
         """Register a callback for every change of the level."""
         _check_callable(callback)
-        with self:
-            if not self._pressure_listeners:
-                self._last_pressure = self._pressure()
-            self._pressure_listeners.append(callback)
+        if not self.on_pressure:
+            self._last_pressure = self._measure_pressure()
+        self.on_pressure.append(callback)
 
-    def listen_to_events(self, callback: Callable[[CacheEvent], None]) -> None:
+    def add_event_callback(self, callback: Callable[[CacheEvent], None]) -> None:
         """Register a callback for every event."""
         _check_callable(callback)
-        with self:
-            self._event_listeners.append(callback)
+        self.on_event.append(callback)
 
-    def add(self, event: CacheEvent) -> None:
-        """Queue an event to deliver after the call, unless the call fails; the caller holds the lock."""
-        self._events.append(event)
-
-    def __enter__(self) -> None:
-        thread = get_ident()
-        if thread not in self._marks:
-            self._lock.acquire()
-            self._settle()
-            self._marks[thread] = []
-        self._marks[thread].append((len(self.rollback), len(self._events)))
-
-    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        marks = self._marks[get_ident()]
-        if exc_type is not None:
-            self._undo(marks, len(marks) - 1)
-        elif len(marks) > 1:
-            marks.pop()
-            return
-        if exc_type is None or not marks:
-            # In C and on one line: no exception can come between the first two, and few before the third.
-            any(map(call_of, self._leave)) or self._deliver()  # type: ignore[func-returns-value]
-
-    @property
-    def depth(self) -> int:
-        """Number of nested calls in progress in this thread."""
-        return len(self._marks.get(get_ident(), ()))
-
-    def recover(self, depth: int) -> None:
-        """Undo calls beyond `depth` that an exception interrupted; if it is 0, release the lock."""
-        thread = get_ident()
-        if thread in self._marks:
-            self._undo(self._marks[thread], depth)
-        if depth == 0:
-            self._marks.pop(thread, None)
-            with suppress(RuntimeError):  # this thread does not hold it
-                self._lock.release()
-
-    def renew_lock(self) -> None:
-        """Replace the lock in a forked process, where the other threads do not exist."""
-        if get_ident() not in self._marks:
-            self._lock, self._is_delivering = RLock(), False
-            self._leave = (self._marks.clear, self._lock.release)
-            for marks in self._marks.values():
-                self._undo(marks, 0)
-            self._marks.clear()
-
-    def _undo(self, marks: list[tuple[int, int]], depth: int) -> None:
-        """Undo the calls beyond `depth`."""
-        while len(marks) > depth:
-            mark, num_events = marks[-1]
-            del self._events[num_events:]
-            self.rollback.put_back(mark)
-            marks.pop()
-
-    def _settle(self) -> None:
-        """Make the previous call final and queue its notifications."""
-        self.rollback.clear()
-        if self._events:
-            self._calls.extend((callback, event) for event in self._events for callback in self._event_listeners)
-            self._events.clear()
-        if self._pressure_listeners:
-            level = self._pressure()
+    def queue(self) -> None:
+        """Queue the notifications of a call that is final."""
+        if self.events:
+            for event in self.events:
+                for callback in self.on_event:
+                    self._notifications.append((callback, event))
+            self.events.clear()
+        if self.on_pressure:
+            level = self._measure_pressure()
             if level is not self._last_pressure:
-                self._calls.extend((callback, level) for callback in self._pressure_listeners)
+                for listener in self.on_pressure:
+                    self._notifications.append((listener, level))
                 self._last_pressure = level
 
-    def _deliver(self) -> None:
-        if not (self._event_listeners or self._pressure_listeners):
+    def deliver(self, lock: AbstractContextManager[object]) -> None:
+        """Call the callbacks without the lock, unless another delivery is running.
+
+        Errors in callbacks are logged. KeyboardInterrupt and the like are raised after the delivery.
+        """
+        if not self._notifications:
             return
-        with self._lock:
-            self._settle()
-            if self._is_delivering or not self._calls:
+        with lock:
+            if self._is_delivering:
                 return
             self._is_delivering = True
         ending: BaseException | None = None
         try:
-            while (told := self._next_call()) is not None:
-                callback, argument = told
+            notification = self._next_notification(lock)
+            while notification is not None:
+                callback, argument = notification
                 try:
                     callback(argument)
                 except Exception:
                     _LOG.exception("a callback of the KV cache failed on %r", argument)
                 except BaseException as error:
                     ending = error
-                self._calls.popleft()
+                notification = self._next_notification(lock)
         except BaseException:  # the next call resumes the delivery
             self._is_delivering = False
             raise
         if ending is not None:
             raise ending
 
-    def _next_call(self) -> tuple[Callable[..., None], object] | None:
-        with self._lock:
-            if not self._calls:
-                self._is_delivering = False
-                return None
-            return self._calls[0]
+    def _next_notification(self, lock: AbstractContextManager[object]) -> tuple[Callable[..., None], object] | None:
+        with lock:
+            if self._notifications:
+                return self._notifications.popleft()
+            self._is_delivering = False
+            return None
 
-
-def recovering(cls: C) -> C:
-    """Wrap those methods of a class that use its `_guard`, so that an exception recovers it."""
-    for name, method in list(vars(cls).items()):
-        function: Any = method.fget if isinstance(method, property) else method
-        if "_guard" in getattr(getattr(function, "__code__", None), "co_names", ()) and name != "__init__":
-            recovered = _recovering(function)
-            setattr(cls, name, property(recovered) if isinstance(method, property) else recovered)
-    return cls
-
-
-def _recovering(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        guard: Notifier = self._guard
-        depth = guard.depth
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            guard.recover(depth)
-            raise
-
-    return call
-
-
-_GUARDS: WeakSet[Notifier] = WeakSet()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: deque(map(Notifier.renew_lock, list(_GUARDS)), maxlen=0))
+    def renew(self) -> None:
+        """Let a forked process deliver: the thread that did so does not exist there."""
+        self._is_delivering = False
 
 
 def _check_callable(callback: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.cache.events import Notifier, recovering
+from paged.cache.guard import CacheGuard
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.live_sequences import LiveSequences
 from paged.cache.sliding_window import SlidingWindow
@@ -15,11 +15,10 @@ from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.recurrent.metadata import RecurrentState
 
 
-@recovering
 class KvInspection:
     """The part of a `PagedKvCacheManager` that accesses its memory."""
 
-    _guard: Notifier
+    _guard: CacheGuard
     _sequences: LiveSequences
     _slots: KvSlotAllocator
     _tensors: KvCacheTensors

@@ -6,10 +6,11 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from paged.batch import KvSlotRequest, UnifiedBatchItem
-from paged.cache.events import CacheEvent, MemoryPressure, Notifier, recovering
+from paged.cache.events import CacheEvent, MemoryPressure
+from paged.cache.guard import CacheGuard
 from paged.cache.inspection import KvInspection
 from paged.cache.integrity import check_integrity, recount
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
@@ -30,16 +31,14 @@ from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.staging import to_device
 from paged.token_ids import as_token_ids
 
-M = TypeVar("M")
 
-
-@recovering
 class PagedKvCacheManager(KvInspection):
     """The KV cache of many sequences, in fixed-size blocks of one preallocated pool.
 
     Thread-safe. Every call is atomic: after any error it is rolled back. Only cached blocks that it has evicted and
     overwritten stay evicted. An exception of a callback comes after the call has done its work; only a new sequence or
-    reservation is then dropped. A caller interrupted before it stored a handle finds it by `get_handle`.
+    reservation is then dropped. SIGINT during a call counts as one: the program's handler runs at the end of the call.
+    A caller interrupted before it stored a handle finds it by `get_handle`.
 
     `num_tokens` of a handle counts positions that hold valid K/V. `capacity` counts positions that its blocks can hold.
     Blocks may be shared; a shared block is copied before it is written.
@@ -59,7 +58,7 @@ class PagedKvCacheManager(KvInspection):
     def __init__(self, config: PagedKvCacheConfig) -> None:
         self.config = config
         self._tensors = KvCacheTensors(config)  # first: without memory for it, nothing else is needed
-        self._guard = Notifier(self._measure_pressure)
+        self._guard = CacheGuard(self._measure_pressure)
         rollback = self._guard.rollback
         self._prefixes = PrefixCache(config, self._guard)
         self._pool = self._prefixes.pool
@@ -100,22 +99,21 @@ class PagedKvCacheManager(KvInspection):
             OutOfBlocksError: the pool has too few free blocks.
         """
         num_tokens = as_int("num_tokens", num_tokens)
-        ids = None if token_ids is None else as_token_ids("token_ids", token_ids)
         namespace = as_namespace("namespace", namespace)
-        room = num_tokens if ids is None else max(num_tokens, len(ids))
-
-        def make() -> KvCacheHandle:
+        ids, capacity = None, num_tokens
+        if token_ids is not None:
+            ids = as_token_ids("token_ids", token_ids)
+            capacity = max(num_tokens, len(ids))
+        with self._guard:
             name = self._sequences.new_name(request_id)
-            self._sequences.check_length(room)
+            self._sequences.check_length(capacity)
             state = SequenceState(name, namespace)
             if ids is None or not self.config.enable_prefix_cache:
-                state.blocks = self._prefixes.allocate(-(-room // self.config.block_size))
+                state.blocks = self._prefixes.allocate(-(-capacity // self.config.block_size))
             else:
-                self._prefixes.begin(state, ids, room)
+                self._prefixes.begin(state, ids, capacity)
                 self._window.drop_unseen([state])
-            return self._sequences.add(state)
-
-        return self._made(make, self.free)
+            return self._new_handle(state)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Add capacity for `num_tokens` more positions and advance the length; the caller writes the K/V.
@@ -225,23 +223,20 @@ class PagedKvCacheManager(KvInspection):
         Raises:
             InvalidInputError: `request_id` is in use, or neither str nor int.
         """
-
-        def make() -> KvCacheHandle:
+        with self._guard:
             source = self._sequences.state(handle)
             name = self._sequences.new_name(request_id)
             source.begin_change(self._guard.rollback)
             blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
-            forked = SequenceState(name, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
-            forked.chain = source.chain.copy(source.num_tokens, len(blocks))
+            state = SequenceState(name, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
+            state.chain = source.chain.copy(source.num_tokens, len(blocks))
             if self._recurrent is not None:
-                self._recurrent.fork(source, forked)
-            made = self._sequences.add(forked)
+                self._recurrent.fork(source, state)
+            forked = self._new_handle(state)
             if self.on_fork is not None:
-                self.on_fork(handle, made)
-            return made
-
-        return self._made(make, self.free)
+                self.on_fork(handle, forked)
+            return forked
 
     def free(self, handle: KvCacheHandle) -> None:
         """Free a sequence; a second call does nothing. A block becomes free with its last reference.
@@ -297,35 +292,19 @@ class PagedKvCacheManager(KvInspection):
             OutOfBlocksError: the pool has too few free blocks.
         """
         columns = as_columns(requests)
-
-        def make() -> KvSlotReservation:
+        with self._guard:
             states, targets, highest = self._sequences.requested(columns)
             if highest is not None:
                 self._slots.require(states, highest)
             return self._slots.reserve(states, targets)
-
-        return self._made(make, KvSlotReservation.rollback)
 
     def reserve_step(self, handles: list[KvCacheHandle], counts: list[int]) -> tuple[KvSlotReservation, HostMetadata]:
         """Reserve capacity for new tokens of every sequence, for all or for none, and build their forward's metadata.
 
         counts: number of new tokens of each, not negative. Errors are those of `reserve`.
         """
-
-        make = partial(self._slots.reserve_step, handles, counts, any_swapped=self._swap.num_sequences > 0)
-        return self._made(make, lambda made: made[0].rollback())
-
-    def _made(self, make: Callable[[], M], give_up: Callable[[M], None]) -> M:
-        """Run `make` under the lock; if a callback raises after it, give up what was made."""
-        made: M | None = None
-        try:
-            with self._guard:
-                made = make()
-            return made  # noqa: RET504 (given up below)
-        except BaseException:
-            if made is not None:
-                give_up(made)
-            raise
+        with self._guard:
+            return self._slots.reserve_step(handles, counts, any_swapped=self._swap.num_sequences > 0)
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
         """Replace the blocks of the empty sequence `target` by the first `num_blocks` blocks of `source`.
@@ -387,11 +366,13 @@ class PagedKvCacheManager(KvInspection):
 
     def on_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
         """Register a callback that gets the new level whenever `pressure` changes; it runs outside the lock."""
-        self._guard.listen_to_pressure(callback)
+        with self._guard:
+            self._guard.listeners.add_pressure_callback(callback)
 
     def subscribe(self, callback: Callable[[CacheEvent], None]) -> None:
         """Register a callback for every BlocksStored, BlockRemoved and CacheCleared, in order, outside the lock."""
-        self._guard.listen_to_events(callback)
+        with self._guard:
+            self._guard.listeners.add_event_callback(callback)
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Return whether `allocate` would find capacity for a new sequence of `num_tokens`.
@@ -496,6 +477,12 @@ class PagedKvCacheManager(KvInspection):
         """
         with self._guard:
             check_integrity(self._sequences, self._prefixes, self._swap.pool)
+
+    def _new_handle(self, state: SequenceState) -> KvCacheHandle:
+        """Register a sequence that this call has made."""
+        handle = self._sequences.add(state)
+        self._guard.give_up_by(partial(self.free, handle))
+        return handle
 
     def _refuse_states(self, call: str) -> None:
         if self._recurrent is not None:

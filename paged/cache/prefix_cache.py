@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from paged.cache.blocks.pool import BlockPool
-from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared, Notifier
+from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared
+from paged.cache.guard import CacheGuard
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix.chain import Hash, TokenChain, pack, to_int32
 from paged.cache.prefix.index import PrefixIndex
@@ -27,7 +28,7 @@ class PrefixCache:
 
     recurrent: RecurrentStates | None = None
 
-    def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
+    def __init__(self, config: PagedKvCacheConfig, guard: CacheGuard) -> None:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
         self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.rollback, are_needed)
         self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted, guard.rollback)
@@ -37,7 +38,7 @@ class PrefixCache:
         self.num_misses = 0
         self.num_hit_tokens = 0
         self.num_evictions = 0
-        self._guard, self._rollback = guard, guard.rollback
+        self._listeners, self._rollback = guard.listeners, guard.rollback
         self._block_size, self._tables = config.block_size, config.tables
         self._num_whole = config.num_whole
         self._is_enabled = config.enable_prefix_cache
@@ -166,16 +167,16 @@ class PrefixCache:
 
     def _report(self, state: SequenceState, first: int, displaced: Sequence[tuple[int, Hash]] = ()) -> None:
         """Tell listeners that a sequence's blocks from `first` on were published, and others displaced."""
-        if self._guard.has_event_listeners:
+        if self._listeners.on_event:
             chain, block_size = state.chain, self._block_size
             hashes = tuple(chain.hashes[first:])
             for _, hash_ in displaced:
                 if hash_ not in hashes:
-                    self._guard.add(BlockRemoved(hash_))
+                    self._listeners.events.append(BlockRemoved(hash_))
             if hashes:
                 parent_hash = chain.hashes[first - 1] if first else self.index.root_hash(state.namespace)
                 token_ids = tuple(to_int32(chain.ids[first * block_size : (first + len(hashes)) * block_size]))
-                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
+                self._listeners.events.append(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
         """Implement `PagedKvCacheManager.share_prefix_blocks`."""
@@ -210,9 +211,9 @@ class PrefixCache:
     def withdraw(self, blocks: Sequence[int]) -> None:
         """Make `blocks` unfindable."""
         withdrawn = self.index.forget(blocks)
-        if self._guard.has_event_listeners:
+        if self._listeners.on_event:
             for _, hash_ in withdrawn:
-                self._guard.add(BlockRemoved(hash_))
+                self._listeners.events.append(BlockRemoved(hash_))
 
     def clear(self, states: Iterable[SequenceState]) -> None:
         """Withdraw all blocks; `states` are all live sequences."""
@@ -221,8 +222,8 @@ class PrefixCache:
         self.pool.unpublished(published)
         for state in states:
             state.chain.cut(len(state.chain.ids), 0, self._rollback)
-        if self._guard.has_event_listeners:
-            self._guard.add(CacheCleared())
+        if self._listeners.on_event:
+            self._listeners.events.append(CacheCleared())
 
     def overwrite(self, blocks: Sequence[int]) -> None:
         """Prepare to write K/V to `blocks`: those that an earlier, failed call had evicted stay evicted."""

@@ -11,7 +11,7 @@ from operator import add
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.cache.events import Notifier
+from paged.cache.guard import CacheGuard
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences
 from paged.cache.prefix_cache import PrefixCache
@@ -39,7 +39,7 @@ class KvSlotAllocator:
     def __init__(
         self,
         config: PagedKvCacheConfig,
-        guard: Notifier,
+        guard: CacheGuard,
         prefixes: PrefixCache,
         tensors: KvCacheTensors,
         window: SlidingWindow,
@@ -99,7 +99,9 @@ class KvSlotAllocator:
         if self._recurrent is not None:
             self._recurrent.reserve(states, targets)
         steps = () if self._recurrent is None else (self._recurrent.drop_steps,)
-        return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit, *steps)
+        reservation = KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit, *steps)
+        self._guard.give_up_by(reservation.rollback)
+        return reservation
 
     def reserve_step(
         self, handles: list[KvCacheHandle], counts: list[int], *, any_swapped: bool

@@ -12,7 +12,7 @@ from typing import Any
 
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.blocks.rollback import Rollback
-from paged.cache.events import Notifier, recovering
+from paged.cache.guard import CacheGuard
 from paged.cache.prefix.chain import TokenChain, pack
 from paged.cache.recurrent.step import StateStep
 from paged.errors import InvalidInputError
@@ -94,7 +94,6 @@ class Undo:
     replaced: dict[int, int]
 
 
-@recovering
 class KvSlotReservation:
     """Capacity reserved for a whole batch, as a context manager.
 
@@ -105,7 +104,7 @@ class KvSlotReservation:
 
     def __init__(
         self,
-        guard: Notifier,
+        guard: CacheGuard,
         pool: BlockPool,
         states: Sequence[SequenceState],
         targets: Sequence[int],

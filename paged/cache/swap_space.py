@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paged.cache.blocks.pool import BlockPool
-from paged.cache.events import Notifier
+from paged.cache.guard import CacheGuard
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.slot_reservation import SequenceState
@@ -21,7 +21,7 @@ class SwapSpace:
     def __init__(
         self,
         config: PagedKvCacheConfig,
-        guard: Notifier,
+        guard: CacheGuard,
         prefixes: PrefixCache,
         tensors: KvCacheTensors,
     ) -> None:
