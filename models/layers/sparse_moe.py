@@ -86,8 +86,8 @@ class SparseMoe(nn.Module):
             ("w2", (moe.down_name,), self.router.in_features),
         )
         for attribute, names, rows in kinds:
-            first, *others = (f"{prefix}.experts.0.{name}" for name in names)
-            layout = quantization.common_layout([first, *others])
+            of_expert_0 = [f"{prefix}.experts.0.{name}" for name in names]
+            layout = quantization.common_layout(of_expert_0)
             if layout is None:
                 continue
             if moe.stacked:
@@ -97,14 +97,16 @@ class SparseMoe(nn.Module):
                     continue
                 raise UnsupportedError(f"{prefix}.experts: quantised in one tensor, supported is one per projection")
             columns = getattr(self, attribute).shape[2]
-            layout.check(first, rows, columns)
+            layout.check(of_expert_0[0], rows, columns)
             if layout.has_order or layout.form == "mxfp4" or (layout.in_blocks and rows % FP8_BLOCK):
                 raise UnsupportedError(
-                    f"{first}: {rows} rows of {layout.form}, supported are experts in their own order, in other forms "
-                    f"than MXFP4, and in blocks multiples of {FP8_BLOCK} rows"
+                    f"{of_expert_0[0]}: {rows} rows of {layout.form}, supported are experts in their own order, in "
+                    f"other forms than MXFP4, and in blocks multiples of {FP8_BLOCK} rows"
                 )
             if layout.form == "e4m3" and not layout.quantizes_input:  # `fused_moe` rounds the input of e4m3 weights
-                raise UnsupportedError(f"{first}: e4m3 without input_activations, supported is e4m3 of both in experts")
+                raise UnsupportedError(
+                    f"{of_expert_0[0]}: e4m3 without input_activations, supported is e4m3 of both in experts"
+                )
             delattr(self, attribute)
             setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * len(moe.experts)))
 
@@ -141,9 +143,14 @@ class SparseMoe(nn.Module):
 
     def bytes_to_pack(self, dtype: torch.dtype) -> int:
         """Return the bytes that `pack` would reorder."""
-        packed = [each for each in (self.w1, self.w2) if isinstance(each, PackedWeights | Mxfp4Experts)]
-        sizes = [each.bytes_to_pack(dtype) for each in packed]
-        return sum(sizes) if all(sizes) else 0
+        num_bytes = 0
+        for weight in (self.w1, self.w2):
+            if isinstance(weight, PackedWeights | Mxfp4Experts):
+                size = weight.bytes_to_pack(dtype)
+                if size == 0:
+                    return 0
+                num_bytes += size
+        return num_bytes
 
     def pack(self, dtype: torch.dtype) -> None:
         """Hold packed experts as a CPU multiplies them faster, see `cpu_product`. dtype: of activations."""
@@ -201,9 +208,9 @@ class SparseMoe(nn.Module):
             self.gate_up, self.down = self._tensors(self.w1, self.w1_bias), self._tensors(self.w2, self.w2_bias)
             self._options |= self.gate_up.options("w1") | self.down.options("w2")
 
-    def token_counts(self, most: int, dtype: torch.dtype) -> list[int]:
-        """Return the least number of tokens, up to `most`, for each code path."""
-        return token_counts(most, self.routing.top_k, self.down.w, dtype=dtype, **self._tile_options())
+    def token_counts(self, limit: int, dtype: torch.dtype) -> list[int]:
+        """Return the least number of tokens, up to `limit`, for each code path."""
+        return token_counts(limit, self.routing.top_k, self.down.w, dtype=dtype, **self._tile_options())
 
     def _tile_options(self) -> dict[str, Any]:
         return {"expert_map": self.expert_map, "w2_scale": self.down.scale, "is_gated": self.is_gated}
@@ -211,8 +218,14 @@ class SparseMoe(nn.Module):
     def forward(
         self, x: torch.Tensor, lora: LoraBatch | None = None, *, routed_by: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the layer; may overwrite x. routed_by: the router's input, if it is not x."""
-        logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
+        """Run the layer, [R, hidden_size] -> [R, hidden_size]; may overwrite x.
+
+        routed_by: the router's input, if it is not x.
+        """
+        # Choose experts.
+        if routed_by is None:
+            routed_by = x
+        logits = self.router(routed_by.to(self.router.weight.dtype))  # [R, num_experts]
         expert_map, aligned = self.expert_map, None
         block_size = None
         if self.products is None and not torch.compiler.is_dynamo_compiling():
@@ -223,9 +236,11 @@ class SparseMoe(nn.Module):
                 self._block_sizes[key] = moe_block_size(*sizes, dtype=x.dtype, **self._tile_options())
             block_size = self._block_sizes[key]
         if block_size is None:
-            topk_weights, topk_ids = self.route_tokens(logits, **vars(self.routing))
+            topk_weights, topk_ids = self.route_tokens(logits, **vars(self.routing))  # both [R, top_k]
         else:
-            num_held = None if expert_map is None else len(self.config.experts)
+            num_held: int | None = None
+            if expert_map is not None:
+                num_held = len(self.config.experts)
             topk_weights, topk_ids, aligned = self.route_and_align(
                 logits, self.routing, block_size, expert_map=expert_map, num_local_experts=num_held, ticket=self.ticket
             )
@@ -233,23 +248,26 @@ class SparseMoe(nn.Module):
             self.chosen.append(topk_ids.to(torch.int32, copy=True))
         if self.expert_scale is not None:
             topk_weights = topk_weights * self.expert_scale[topk_ids]
+
+        # Multiply.
         routed = x
         if self.config.weighs_inputs:
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         if self.products is not None:
-            routes = topk_weights, topk_ids
             biases = self.w1_bias, self.w2_bias
-            out = run_experts(routed, *self.products, *routes, biases=biases, **self._options)
+            out = run_experts(routed, *self.products, topk_weights, topk_ids, biases=biases, **self._options)
         else:
             weights = self.gate_up.w, self.down.w
             out = self.fused_moe(routed, *weights, topk_weights, topk_ids, aligned=aligned, **self._options)
+
+        # Add the shared MLP.
         if not self.config.shared_size:
             return out
         shared = self.shared
         assert shared is not None
         if self.shared_gate is None:
             return out.add_(shared(x, lora))
-        weight = self.shared_gate(x).sigmoid()
+        weight = self.shared_gate(x).sigmoid()  # [R, 1]
         return out.addcmul_(shared(x, lora), weight)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
@@ -263,7 +281,9 @@ class SparseMoe(nn.Module):
             slots |= self.shared.weight_slots(f"{prefix}.{moe.shared_name}")
         if self.shared_gate is not None:
             slots |= self.shared_gate.weight_slots(prefix)
-        return slots | (self._stacked_slots(prefix) if moe.stacked else self._expert_slots(prefix))
+        if moe.stacked:
+            return slots | self._stacked_slots(prefix)
+        return slots | self._expert_slots(prefix)
 
     def _stacked_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, WeightSlots()
@@ -305,25 +325,33 @@ def capture_experts(network: Any, captured: CapturedStates) -> Iterator[None]:
     if not captured.has_experts:
         yield
         return
-    layers = [[each for each in layer.modules() if isinstance(each, SparseMoe)] for layer in network.layers]
-    experts = [each for layer in layers for each in layer]
+    ids_of_layers: list[list[torch.Tensor]] = []
+    modules: list[SparseMoe] = []
+    for layer in network.layers:
+        ids: list[torch.Tensor] = []
+        ids_of_layers.append(ids)
+        for module in layer.modules():
+            if isinstance(module, SparseMoe):
+                module.chosen = ids
+                modules.append(module)
     try:
-        for each in experts:
-            each.chosen = []
         yield
-        rows = [torch.cat([ids for each in layer for ids in each.chosen or ()]) if layer else None for layer in layers]
-        none = torch.full_like(next(one for one in rows if one is not None), -1)
-        captured.routed_experts = torch.stack([none if one is None else one for one in rows], 1)
+        first = torch.cat(next(ids for ids in ids_of_layers if ids))  # [num_tokens, top_k]
+        routed = first.new_full((len(first), len(ids_of_layers), first.shape[1]), -1)
+        for index, ids in enumerate(ids_of_layers):
+            if ids:
+                routed[:, index] = torch.cat(ids)
+        captured.routed_experts = routed
     finally:
-        for each in experts:
-            each.chosen = None
+        for module in modules:
+            module.chosen = None
 
 
 def _products(weight: Any) -> Sequence[Product]:
     """Return each expert's product. weight: plain ones [num_experts, out_features, in_features], or CpuProducts."""
     if isinstance(weight, CpuProducts):
         return weight.products
-    return [partial(_plain_product, each) for each in weight]
+    return [partial(_plain_product, matrix) for matrix in weight]
 
 
 def _plain_product(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

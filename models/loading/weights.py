@@ -121,12 +121,12 @@ def read_headers(folder: Path | GivenTensors) -> StoredTensors:
         file, entries = Path(str(folder)), folder.tensors.items()
         return {name: StoredTensor(name, file, shape, dtype, given=folder) for name, (dtype, shape) in entries}
     for file, promised in _files(folder).items():
-        found = read_header(file)
-        if absent := sorted(promised - found.keys()):
+        header = read_header(file)
+        if absent := sorted(promised - header.keys()):
             raise CheckpointError(f"{plain(absent[0])}: not in {file}, which the index names for it")
-        if repeated := sorted(found.keys() & stored.keys()):
+        if repeated := sorted(header.keys() & stored.keys()):
             raise CheckpointError(f"{plain(repeated[0])}: a second time, in {file}")
-        stored |= found
+        stored |= header
     return stored
 
 
@@ -157,9 +157,10 @@ def check_weights(
     for name, tensor in sorted(stored.items()):
         if name in slots:
             slot = slots[name]
-            is_loose = isinstance(slot, ConvertedSlot) and slot.is_loose
-            found = replace(tensor, shape=without_ones(tensor.shape)) if is_loose else tensor
-            check_shape(name, found, list(slot.shape))
+            shaped = tensor
+            if isinstance(slot, ConvertedSlot) and slot.is_loose:
+                shaped = replace(tensor, shape=without_ones(tensor.shape))
+            check_shape(name, shaped, list(slot.shape))
             check_dtype(name, tensor, PACKED.get(slot.dtype, FLOATING))
         elif not (
             name.endswith("rotary_emb.inv_freq")
@@ -302,10 +303,10 @@ class PackedModule(nn.Module):
 
         0 where Triton kernels read them, or where memory for them in `dtype`, if that became necessary, is short.
         """
-        own = list(self.parameters(recurse=False))
-        if use_triton(own[0]) or not _has_memory(self.num_weights() * dtype.itemsize):
+        tensors = list(self.parameters(recurse=False))
+        if use_triton(tensors[0]) or not _has_memory(self.num_weights() * dtype.itemsize):
             return 0
-        return sum(each.nbytes for each in own)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move to another device; keep the dtypes if the network's dtype changes."""
@@ -320,8 +321,10 @@ class PackedModule(nn.Module):
 
 def _has_memory(num_bytes: int) -> bool:
     """Return whether this much memory can be allocated beside the reserve, where Linux tells."""
-    found = re.search(r"MemAvailable:\s*(\d+) kB", _MEMORY.read_text()) if _MEMORY.exists() else None
-    return found is None or num_bytes + _RESERVE <= int(found[1]) << 10
+    if not _MEMORY.exists():
+        return True
+    available = re.search(r"MemAvailable:\s*(\d+) kB", _MEMORY.read_text())
+    return available is None or num_bytes + _RESERVE <= int(available[1]) << 10
 
 
 def num_weights(network: nn.Module) -> int:
@@ -352,13 +355,13 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: no weight_map object")
     files: dict[Path, set[str]] = {}
-    found: dict[Any, Path] = {}
+    paths: dict[str, Path] = {}
     for name, entry in weight_map.items():
         # Only strings can be names; each is looked up in the file system once.
-        file = found.get(entry) if isinstance(entry, str) else None
-        if file is None:
-            file = found[entry] = _inside(folder, name, entry, index)
-        if len(found) > _MOST_FILES:
+        if not isinstance(entry, str) or entry not in paths:
+            paths[entry] = _inside(folder, name, entry, index)
+        file = paths[entry]
+        if len(paths) > _MOST_FILES:
             raise CheckpointError(f"{index}: more than {_MOST_FILES} files, which no checkpoint has")
         files.setdefault(file, set()).add(name)
     return files

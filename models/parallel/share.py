@@ -72,24 +72,26 @@ class Share:
     size: int = 1
     expert_parallel: bool = False
 
-    def config(self, whole: DecoderConfig) -> DecoderConfig:
-        """Return the configuration with the sizes of this rank's layers; those of the vocabulary stay.
+    def config(self, network: DecoderConfig) -> DecoderConfig:
+        """Return a network's configuration with the sizes of this rank's layers; those of the vocabulary stay.
 
         Raises:
             UnsupportedError: a size is not a multiple of the number of ranks.
         """
         if self.size == 1:
-            return whole
+            return network
+        sizes: list[int] = []
+        for size, moe in zip(network.intermediate_size, network.moe, strict=True):
+            if moe is not None and size % self.size:
+                sizes.append(0)  # most layers with experts have no other MLP; if one does, `parts` refuses this size
+            else:
+                sizes.append(self._divided("intermediate_size", size))
         return replace(
-            whole,
-            attention=tuple(map(self._attention, whole.attention)),
-            recurrent=tuple(None if one is None else self._recurrent(one) for one in whole.recurrent),
-            moe=tuple(None if moe is None else self._moe(moe) for moe in whole.moe),
-            intermediate_size=tuple(
-                # Most layers with experts have no other MLP; if one does, `parts` refuses a size of 0.
-                0 if moe is not None and size % self.size else self._divided("intermediate_size", size)
-                for size, moe in zip(whole.intermediate_size, whole.moe, strict=True)
-            ),
+            network,
+            attention=tuple(map(self._attention, network.attention)),
+            recurrent=tuple(None if layer is None else self._recurrent(layer) for layer in network.recurrent),
+            moe=tuple(None if moe is None else self._moe(moe) for moe in network.moe),
+            intermediate_size=tuple(sizes),
         )
 
     def vocabulary(self, size: int) -> Section:
@@ -97,23 +99,23 @@ class Share:
         rows = -(-size // self.size)
         return Section(size, min(self.rank * rows, size), min((self.rank + 1) * rows, size))
 
-    def parts(self, config: DecoderConfig, whole: WeightSlots, own: WeightSlots) -> dict[str, Read]:
+    def parts(self, config: DecoderConfig, network_slots: WeightSlots, slots: WeightSlots) -> dict[str, Read]:
         """Return the parts of tensors that this rank reads; tensors without an entry are read whole.
 
-        config: of the whole network. whole, own: slots of the whole network and of this rank.
+        config, network_slots: of the whole network. slots: of this rank.
 
         Raises:
             UnsupportedError: a rank's part of a packed tensor would begin or end within a word or a group.
         """
         parts: dict[str, Read] = {}
-        for name, slot in own.items():
+        for name, slot in slots.items():
             if self.rank and _SUMMED_BIAS.search(name) and not (self.expert_parallel and ".experts." in name):
                 parts[name] = _zeros
             elif name.endswith(".weight_shape"):  # shape of the packed weights beside it
                 packed = f"{name.removesuffix('shape')}packed"
-                shares = list(map(Fraction, own[packed].shape, whole[packed].shape))
+                shares = list(map(Fraction, slots[packed].shape, network_slots[packed].shape))
                 parts[name] = partial(_own_sizes, shares=shares)
-            elif (part := self._part(config, name, whole[name], slot)) is not None:
+            elif (part := self._part(config, name, network_slots[name], slot)) is not None:
                 parts[name] = part.read
         return parts
 
@@ -124,12 +126,15 @@ class Share:
 
         shapes: [out_features, in_features] of this rank.
         """
-        found = {}
-        for name, shape in shapes.items() if self.size > 1 else ():
+        parts: dict[str, tuple[int, list[Section]]] = {}
+        if self.size == 1:
+            return parts
+        for name, shape in shapes.items():
             dim, sections = int(name.endswith(_SUMMED)), self.sections(config, f"{name}.weight")
-            factor = shape[dim] // sum(one.stop - one.start for one in sections)
-            found[name] = dim, [Section(*(factor * each for each in one)) for one in sections]
-        return found
+            factor = shape[dim] // sum(section.stop - section.start for section in sections)
+            scaled = [Section(*(factor * bound for bound in section)) for section in sections]
+            parts[name] = dim, scaled
+        return parts
 
     def sections(self, config: DecoderConfig, name: str) -> list[Section]:
         """Return the features of a split projection, by the name of one of its tensors in a checkpoint."""
@@ -137,23 +142,25 @@ class Share:
             return [self.vocabulary(config.vocab_size)]
         match = _LAYER.fullmatch(name)
         assert match is not None
-        layer, rest = int(match[1]), match[2]
-        if rest.startswith("self_attn."):
-            return self._heads(config.attention[layer], rest.split(".")[1])
+        layer, path = int(match[1]), match[2]
+        if path.startswith("self_attn."):
+            return self._heads(config.attention[layer], path.split(".")[1])
         recurrent = config.recurrent[layer]
-        if recurrent is not None and rest.startswith("linear_attn."):
-            return [self._even(size) for size in recurrent.parts(rest.split(".")[1])]
+        if recurrent is not None and path.startswith("linear_attn."):
+            return [self._even(size) for size in recurrent.parts(path.split(".")[1])]
         moe = config.moe[layer]
         size, interleaved = config.intermediate_size[layer], False
-        if moe is not None and f"{moe.shared_name}." in rest:
+        if moe is not None and f"{moe.shared_name}." in path:
             size = moe.shared_size
-        elif moe is not None and "experts." in rest:
+        elif moe is not None and "experts." in path:
             size, interleaved = moe.intermediate_size, moe.interleaved
             if self.expert_parallel:
                 return [self._even(moe.num_experts)]
-        if "gate_up_proj" not in rest:
+        if "gate_up_proj" not in path:
             return [self._even(size)]
-        return [self._even(2 * size)] if interleaved else [self._even(size)] * 2
+        if interleaved:
+            return [self._even(2 * size)]
+        return [self._even(size), self._even(size)]
 
     def _heads(self, layer: AttentionConfig, name: str) -> list[Section]:
         first, count = self._kv_heads(layer)
@@ -208,22 +215,22 @@ class Share:
         size = self._divided("the experts' intermediate size", moe.intermediate_size)
         return replace(moe, intermediate_size=size, shared_size=shared_size)
 
-    def _part(self, config: DecoderConfig, name: str, whole: Slot, own: Slot) -> Part | None:
-        shapes = zip(whole.shape, [*own.shape, *[1] * (len(whole.shape) - len(own.shape))], strict=True)
-        differing = [dim for dim, (theirs, mine) in enumerate(shapes) if theirs != mine]
+    def _part(self, config: DecoderConfig, name: str, network_slot: Slot, slot: Slot) -> Part | None:
+        """Return this rank's part of a tensor, by the slots of the network and of this rank; None for all of it."""
+        shape = [*slot.shape, *[1] * (len(network_slot.shape) - len(slot.shape))]
+        differing = [dim for dim, size in enumerate(network_slot.shape) if size != shape[dim]]
         if not differing:
             return None
         (dim,) = differing
         sections = self.sections(config, name)
         # An entry of a packed tensor holds several features.
-        scale = Fraction(whole.shape[dim], sum(section.size for section in sections))
+        scale = Fraction(network_slot.shape[dim], sum(section.size for section in sections))
         bounds = [(bound.start * scale, bound.stop * scale) for bound in _placed(sections)]
-        if any(bound.denominator != 1 for pair in bounds for bound in pair) or sum(
-            stop - start for start, stop in bounds
-        ) != (own.shape[dim] if dim < len(own.shape) else 1):
+        is_within_entry = any(start.denominator != 1 or stop.denominator != 1 for start, stop in bounds)
+        if is_within_entry or sum(stop - start for start, stop in bounds) != shape[dim]:
             raise UnsupportedError(
-                f"tensor_parallel_size {self.size}: {name} of shape {list(whole.shape)} would be cut within an entry "
-                f"of dimension {dim}"
+                f"tensor_parallel_size {self.size}: {name} of shape {list(network_slot.shape)} would be cut within an "
+                f"entry of dimension {dim}"
             )
         ranges = tuple((int(start), int(stop)) for start, stop in bounds)
         return Part(dim, ranges, numbers_groups=name.endswith("g_idx"))
@@ -237,7 +244,7 @@ def cut(tensor: torch.Tensor, sections: Sequence[Section], dim: int) -> torch.Te
 def _placed(sections: Sequence[Section]) -> list[range]:
     """Return a rank's ranges in consecutive sections."""
     ends = accumulate((section.size for section in sections), initial=0)
-    return [range(first + one.start, first + one.stop) for one, first in zip(sections, ends, strict=False)]
+    return [range(end + part.start, end + part.stop) for part, end in zip(sections, ends, strict=False)]
 
 
 def step_bytes(

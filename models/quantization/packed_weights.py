@@ -97,14 +97,18 @@ class PackedWeights(PackedModule):
             if (scales != scales[:, :1]).any():
                 raise UnsupportedError("experts: gate and up have different tensor scales, expected the same")
             tensor_scale = scales[:, 0].contiguous()
-        scale, zeros = (
-            None if each is None else _by_rows(each).unflatten(0, (count, -1)) for each in (self.scale, self.zero_point)
-        )
+        zeros: torch.Tensor | None = None
+        if self.zero_point is not None:
+            zeros = _by_rows(self.zero_point).unflatten(0, (count, -1))
+        scale = _by_rows(self.scale).unflatten(0, (count, -1))
         return self.values.unflatten(0, (count, -1)), scale, zeros, tensor_scale
 
-    def row_counts(self, most: int, dtype: torch.dtype) -> list[int]:
-        """Return the least number of rows, up to `most`, for each code path."""
-        return sorted({count for _, weight in self.runs for count in row_counts(most, weight, dtype)})
+    def row_counts(self, limit: int, dtype: torch.dtype) -> list[int]:
+        """Return the least number of rows, up to `limit`, for each code path."""
+        counts: set[int] = set()
+        for _, weight in self.runs:
+            counts.update(row_counts(limit, weight, dtype))
+        return sorted(counts)
 
     def weight_slots(self, names: Sequence[str]) -> WeightSlots:
         """Return the slots for the tensors of these projections."""
@@ -116,11 +120,13 @@ class PackedWeights(PackedModule):
 
     def _continues(self, first: int, part: int) -> bool:
         """Return whether a projection belongs to the run that begins with `first`."""
-        own = (self.tensor_scale, self.input_scale, self.input_order)
         rows = self._rows(first, part)
         if self.layout.in_blocks and (rows.stop - rows.start) % FP8_BLOCK:
             return False
-        return all(each is None or torch.equal(each[first], each[part]) for each in own)
+        for values in (self.tensor_scale, self.input_scale, self.input_order):
+            if values is not None and not torch.equal(values[first], values[part]):
+                return False
+        return True
 
     def _rows(self, start: int, end: int, count: Callable[[int], int] = int) -> slice:
         sizes = [count(size) for size in self.sizes]
@@ -159,8 +165,10 @@ class CpuProducts(PackedModule):
         """Return x [num_rows, in_features] times the weights, plus the bias [out_features]."""
         if len(self.products) == 1:
             return self.products[0](x, bias)
-        biases = [None] * len(self.products) if bias is None else bias.split([each.rows for each in self.products])
-        return torch.cat([product(x, one) for product, one in zip(self.products, biases, strict=True)], 1)
+        if bias is None:
+            return torch.cat([product(x, None) for product in self.products], 1)
+        parts = bias.split([product.rows for product in self.products])
+        return torch.cat([product(x, part) for product, part in zip(self.products, parts, strict=True)], 1)
 
 
 def _by_rows(scale: torch.Tensor) -> torch.Tensor:
@@ -180,10 +188,11 @@ class _Projection:
         self.found: dict[str, torch.Tensor] = {}
 
     def slots(self) -> WeightSlots:
-        return {
-            end: ConvertedSlot(torch.Size(without_ones(one.shape)), one.dtype, partial(self._take, end), is_loose=True)
-            for end, one in self.stored.items()
-        }
+        slots: WeightSlots = {}
+        for end, tensor in self.stored.items():
+            shape = torch.Size(without_ones(tensor.shape))
+            slots[end] = ConvertedSlot(shape, tensor.dtype, partial(self._take, end), is_loose=True)
+        return slots
 
     def _take(self, end: str, tensor: torch.Tensor) -> None:
         self.found[end] = tensor.reshape(self.stored[end].shape)
@@ -247,8 +256,10 @@ class Mxfp4Experts(PackedModule):
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
         """Return plain weights [num_experts, out_features, in_features]."""
-        weights = zip(self.values, self.scale, strict=True)
-        return torch.stack([unpacked(QuantizedWeight(*each, self.in_features), dtype) for each in weights])
+        experts: list[torch.Tensor] = []
+        for values, scale in zip(self.values, self.scale, strict=True):
+            experts.append(unpacked(QuantizedWeight(values, scale, self.in_features), dtype))
+        return torch.stack(experts)
 
     def _take(self, blocks: torch.Tensor) -> None:
         # One expert at a time on the device: sorting takes eight times the codes' memory.
