@@ -26,7 +26,7 @@ from tests.models.families import (
     tokens,
     with_pictures,
 )
-from tests.models.published import PUBLISHED, published
+from tests.models.published_settings.settings import PUBLISHED, published
 
 PROMPT = tokens(40)
 # At most so much of each, where it is said; windows and chunks shorter than the prompt.

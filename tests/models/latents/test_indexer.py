@@ -15,7 +15,7 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, load_model, model_config
 from tests.models.edits import assert_refused, edit_config
 from tests.models.families import FAMILIES, assert_same_logits, forward, logits_of, save_checkpoint, tokens
-from tests.models.published import published
+from tests.models.published_settings.settings import published
 from tests.tolerance import assert_within
 
 PROMPT = tokens(40)

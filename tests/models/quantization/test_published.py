@@ -14,7 +14,7 @@ from paged.models.parallel.share import Share
 from tests.models.edits import WEIGHTS, Tensors, edit_config, edit_tensors
 from tests.models.families import PACKABLE, Families, logits_of, save_checkpoint
 from tests.models.parallel.parts import load_part
-from tests.models.published_quantized import BASES, PUBLISHED
+from tests.models.published_settings.quantized import BASES, PUBLISHED
 from tests.models.quantization.checkpoints import PROMPT, Folders, assert_as_unpacked, load, packed_weights, write
 from tests.models.quantization.packers import FORMATS, rounded
 from tests.tolerance import assert_rounded_alike

@@ -15,7 +15,7 @@ from paged.models.layers.recurrent import GatedDeltaNet
 from paged.models.parallel.share import Share, cut
 from paged.models.registry import cache_config, load_model, read_model_config
 from tests.models.families import FAMILIES, assert_same_logits, forward, save_checkpoint, tokens
-from tests.models.published import published
+from tests.models.published_settings.settings import published
 
 LENGTHS = [*range(1, 131)]
 
