@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional
 
 from paged.batch import UnifiedBatch
+from paged.cache.groups import RecurrentSpec
 from paged.cache.kv_cache import row_bytes
 from paged.cache.manager import PagedKvCacheManager
-from paged.cache.recurrent.spec import RecurrentSpec
 from paged.errors import InvalidInputError
 from paged.executors.types import MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import Answers, UnifiedExecutor

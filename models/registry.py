@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from paged.cache.groups import CacheGroup
+from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from paged.cache.recurrent.spec import DEFAULT_RING, RecurrentSpec
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.checks import NARROW_DTYPES

@@ -30,8 +30,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "VerifyLogits",
     ),
     "paged.cache.events": ("BlockRemoved", "BlocksStored", "CacheCleared", "MemoryPressure"),
-    "paged.cache.recurrent.spec": ("RecurrentSpec",),
-    "paged.cache.stats": ("CacheStats",),
+    "paged.cache.inspection": ("CacheStats",),
     "paged.errors": (
         "CheckpointError",
         "InvalidInputError",
@@ -99,7 +98,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.sampling.penalties": ("Penalties",),
     "paged.kernels.sampling.sample_tokens": ("sample_tokens",),
     "paged.kernels.layers.silu_and_mul": ("silu_and_mul",),
-    "paged.cache.groups": ("CacheGroup",),
+    "paged.cache.groups": ("CacheGroup", "RecurrentSpec"),
     "paged.cache.kv_cache": ("KvCacheHandle", "PagedKvCacheConfig"),
     "paged.cache.manager": ("PagedKvCacheManager",),
     "paged.cache.slot_reservation": ("KvSlotReservation",),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.cache.prefix.chain import content_id
+from paged.cache.token_chain import content_id
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import as_int, shown
 from paged.token_ids import as_token_ids

@@ -8,6 +8,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+# Classes that begin and end a call of the cache: a call that is final has nothing to fail.
+CACHE_GUARD = ("CacheGuard", "HeldInterrupts", "Listeners")
+
 
 @cache
 def _folder(filename: str) -> Path:
@@ -34,14 +37,14 @@ class Failure:
     def __init__(
         self, count: int, folders: Collection[Path], error: BaseException, *, skip: Collection[str] = ()
     ) -> None:
-        """skip: ends of the paths of files that are left out."""
+        """skip: classes whose methods are left out."""
         self.count, self.error, self.is_raised = count, error, False
         self.path: list[str] = []  # the functions that it was raised in
         self._folders, self._skip = folders, skip
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         filename = frame.f_code.co_filename
-        if _folder(filename) not in self._folders or filename.endswith(tuple(self._skip)):
+        if _folder(filename) not in self._folders or frame.f_code.co_qualname.partition(".")[0] in self._skip:
             return None
         return self._come
 

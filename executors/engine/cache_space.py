@@ -9,7 +9,7 @@ import torch
 
 from paged.batch import UnifiedBatch
 from paged.cache.manager import PagedKvCacheManager
-from paged.cache.recurrent.boundaries import SCAN_CHUNK
+from paged.cache.recurrent_states import SCAN_CHUNK
 from paged.errors import InvalidInputError, OutOfBlocksError
 from paged.executors.engine.batch import captured_of
 from paged.executors.model_executor import ModelExecutor

@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paged.cache.blocks.pool import BlockPool
-from paged.cache.groups import CacheGroup, split_evenly
-from paged.cache.recurrent.spec import RecurrentSpec
+from paged.cache.groups import CacheGroup, RecurrentSpec, split_evenly
+from paged.cache.pool import BlockPool
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown

@@ -11,19 +11,16 @@ from typing import Any
 from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.cache.events import CacheEvent, MemoryPressure
 from paged.cache.guard import CacheGuard
-from paged.cache.inspection import KvInspection
-from paged.cache.integrity import check_integrity, recount
+from paged.cache.inspection import CacheStats, KvInspection, check_integrity, count_stats, recount
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences, as_columns, as_pairs
-from paged.cache.prefix.chain import TokenChain, pack
 from paged.cache.prefix_cache import PrefixCache
-from paged.cache.recurrent.states import RecurrentStates
-from paged.cache.sliding_window import SlidingWindow
-from paged.cache.slot_allocator import KvSlotAllocator
+from paged.cache.recurrent_states import RecurrentStates
+from paged.cache.slot_allocator import KvSlotAllocator, SlidingWindow
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState
-from paged.cache.stats import CacheStats, count_stats
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
+from paged.cache.token_chain import TokenChain, pack
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import as_int
 from paged.metadata import AttentionMetadata, HostMetadata

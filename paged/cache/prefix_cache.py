@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from paged.cache.blocks.pool import BlockPool
 from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared
 from paged.cache.guard import CacheGuard
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.cache.prefix.chain import Hash, TokenChain, pack, to_int32
-from paged.cache.prefix.index import PrefixIndex
-from paged.cache.recurrent.states import RecurrentStates
+from paged.cache.pool import BlockPool
+from paged.cache.prefix_index import PrefixIndex
+from paged.cache.recurrent_states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
+from paged.cache.token_chain import Hash, TokenChain, pack, to_int32
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
 

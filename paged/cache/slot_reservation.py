@@ -8,17 +8,46 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import sub
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from paged.cache.blocks.pool import BlockPool
-from paged.cache.blocks.rollback import Rollback
-from paged.cache.guard import CacheGuard
-from paged.cache.prefix.chain import TokenChain, pack
-from paged.cache.recurrent.step import StateStep
+from paged.cache.guard import CacheGuard, Rollback
+from paged.cache.pool import BlockPool
+from paged.cache.token_chain import TokenChain, pack
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.seq_id import SeqId
 from paged.token_ids import as_token_ids
+
+
+class StateStep(NamedTuple):
+    """A step of one sequence that has been reserved and not committed.
+
+    Attributes:
+        start, num_tokens: position of the step's first token, and number of tokens.
+        read: slot with the state at `start`; -1 if the sequence begins.
+        write: slot that holds the state after the step; `read` if its tokens are appended to the ring there.
+        cursor: ring tokens in `read` before `start`.
+        snapshot, snapshot_len: slot for the state after that many tokens of the sequence; -1 for none.
+    """
+
+    start: int
+    num_tokens: int
+    read: int
+    write: int
+    cursor: int
+    snapshot: int
+    snapshot_len: int
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it writes the slot that it reads."""
+        return self.read == self.write
+
+    @property
+    def own_slots(self) -> tuple[int, int]:
+        """Slots that the step holds beside its sequence's: the written one and the snapshot's, 0 for none."""
+        return 0 if self.is_in_place else self.write, max(self.snapshot, 0)
+
 
 _KEPT = """blocks num_tokens num_cached_tokens num_written is_valid reservation chain host_blocks slot host_slot step
     passed rolling""".split()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paged.cache.blocks.pool import BlockPool
 from paged.cache.guard import CacheGuard
 from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.pool import BlockPool
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.slot_reservation import SequenceState
 from paged.cache.tensors import KvCacheTensors

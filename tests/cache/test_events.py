@@ -11,7 +11,7 @@ import torch
 
 from paged import BlockRemoved, BlocksStored, CacheCleared, PagedKvCacheManager
 from paged.cache.events import CacheEvent, MemoryPressure
-from paged.cache.prefix.index import PrefixIndex
+from paged.cache.prefix_index import PrefixIndex
 from tests.cache.prefix_cache import BLOCK, Cache, Mirror
 from tests.deadline import HANG_S
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paged import EmbedsLimits, InvalidInputError, PagedError, PromptEmbeds, UnsupportedError, mrope_positions
 from paged.cache.manager import PagedKvCacheManager
-from paged.cache.prefix.chain import content_id
+from paged.cache.token_chain import content_id
 from tests.cache.random_kv import make_manager
 
 ROWS = torch.arange(8.0).reshape(4, 2)

@@ -64,10 +64,7 @@ HOLDS = {
     "models/recall": "the bundled checkpoint",
     "paged": "batches, metadata, errors",
     "paged, above the cache": "the forward step",
-    "paged/cache": "the manager, tensors, swap",
-    "paged/cache/blocks": "the block pool",
-    "paged/cache/prefix": "the prefix index",
-    "paged/cache/recurrent": "states of recurrent layers",
+    "paged/cache": "the manager, blocks, prefixes",
     "paged/interop": "others' functions, on ours",
     "paged/interop/vllm_engine": "a backend in vLLM",
 }

@@ -19,11 +19,10 @@ from paged.forward_step import forward_step
 from tests.cache.prefix_cache import Cache
 from tests.cache.snapshot import snapshot
 from tests.deadline import HANG_S
-from tests.failure import Failure
+from tests.failure import CACHE_GUARD, Failure
 
 CACHE = Path(paged.cache.manager.__file__).parent
-OURS = {CACHE.parent, CACHE, CACHE / "blocks", CACHE / "prefix"}
-GUARD = ("cache/guard.py", "cache/events.py")  # what they do after the call is final fails nothing
+OURS = {CACHE.parent, CACHE}
 
 
 def busy_cache(device: torch.device, groups: list[CacheGroup] | None) -> Cache:
@@ -144,7 +143,7 @@ def test_failure_anywhere_changes_nothing(name: str, groups: list[CacheGroup] | 
             call, before = CASES[name](manager), snapshot(manager)
             if name != "forward":  # where what comes in a callback is logged, and the next call runs
                 manager.subscribe(events.append)
-        failure = Failure(count, OURS, MemoryError(), skip=GUARD)
+        failure = Failure(count, OURS, MemoryError(), skip=CACHE_GUARD)
         if not failure.hits(call):
             break
         after = snapshot(manager)

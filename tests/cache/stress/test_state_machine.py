@@ -17,7 +17,7 @@ from paged import InvalidInputError, StaleHandleError
 from paged.batch import KvSlotRequest
 from paged.cache import groups
 from paged.cache.groups import CacheGroup
-from paged.cache.prefix.chain_hash import ChainHash
+from paged.cache.token_chain import ChainHash
 from tests.cache.prefix_cache import FORGED, forged_chain
 from tests.cache.stress.modelled_cache import (
     BLOCK_SIZE,

@@ -15,7 +15,7 @@ import paged
 from paged import AsyncEngine, Engine, EngineStoppedError, InvalidInputError, PagedError, PromptLookup, SamplingParams
 from tests.deadline import HANG_S
 from tests.executors.engine_cases import check_empty
-from tests.failure import Failure
+from tests.failure import CACHE_GUARD, Failure
 from tests.fuzz.engine.neighbours import (
     add_neighbours,
     alone,
@@ -28,7 +28,7 @@ from tests.fuzz.engine.neighbours import (
 ROOT = Path(paged.__file__).parent
 OURS = {
     *((ROOT / "executors" / name).resolve() for name in ("engine", "requests", "sampling", "speculation", ".")),
-    *(ROOT / "cache" / name for name in (".", "blocks", "prefix")),
+    ROOT / "cache",
     ROOT,
 }
 # Lines from one exception to the next in `make test-all`; each case begins at another, and all are met in `make fuzz`.
@@ -87,7 +87,7 @@ def test_an_exception_at_any_line_leaves_nothing(case: str, way: str, error: typ
     while is_hit:
         engine = small_engine(overlap=way == "overlap", proposer=PromptLookup(2) if way == "drafts" else None)
         call = CASES[case](engine)
-        failure = Failure(count, OURS, error(), skip=("cache/guard.py", "cache/events.py"))
+        failure = Failure(count, OURS, error(), skip=CACHE_GUARD)
         try:
             is_hit = failure.hits(call)  # or it is of one request, which ends
         except PagedError:

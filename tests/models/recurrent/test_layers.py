@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.cache.recurrent.tensors import StateTensors
+from paged.cache.tensors import StateTensors
 from paged.errors import UnsupportedError
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.layers.recurrent import GatedDeltaNet

@@ -11,10 +11,9 @@ import torch
 
 from paged.batch import KvSlotRequest
 from paged.cache.events import BlocksStored, CacheEvent
-from paged.cache.groups import CacheGroup
+from paged.cache.groups import CacheGroup, RecurrentSpec
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from paged.cache.recurrent.spec import RecurrentSpec
 from paged.errors import InvalidInputError, OutOfBlocksError
 from tests.cache.snapshot import published_hashes
 

@@ -10,17 +10,137 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.cache.blocks.rollback import Rollback
-from paged.cache.prefix.index import PrefixIndex
-from paged.cache.recurrent.boundaries import SCAN_CHUNK, chunk_end, snapshot_positions
-from paged.cache.recurrent.slots import StateSlots
-from paged.cache.recurrent.step import StateStep
-from paged.errors import InvalidInputError, OutOfStateSlotsError
+from paged.cache.guard import Rollback
+from paged.cache.prefix_index import PrefixIndex
+from paged.cache.slot_reservation import StateStep
+from paged.errors import InvalidInputError, OutOfStateSlotsError, PagedError
 
 if TYPE_CHECKING:
     from paged.cache.kv_cache import PagedKvCacheConfig
-    from paged.cache.recurrent.tensors import StateTensors
     from paged.cache.slot_reservation import SequenceState
+    from paged.cache.tensors import StateTensors
+
+# Chunks of the scan start at multiples of this position, whatever a step's tokens are.
+SCAN_CHUNK = 64
+
+
+def snapshot_positions(
+    start: int, end: int, *, block_size: int, prompt_len: int, junction: int, interval: int | None
+) -> list[int]:
+    """Return the positions in (start, end] at which a sequence keeps its state, ascending; all are block boundaries.
+
+    In a prompt: where earlier prompts part from it (`junction`, 0 for none), its last boundary that leaves a token to
+    compute, and every `interval`. Behind these, the last boundary that is passed.
+    """
+    last = max(prompt_len - 1, 0) // block_size * block_size
+    wanted = {junction, last}
+    if interval is not None:
+        wanted.update(range(interval, end + 1, interval))
+    passed = end // block_size * block_size
+    if passed > last:
+        wanted.add(passed)
+    return sorted(position for position in wanted if start < position <= end)
+
+
+def chunk_end(start: int, limit: int, total: int, kept: list[int], *, max_append: int, may_leave_grid: bool) -> int:
+    """Return where a prompt chunk from `start` ends, at most `limit`; `start` if it had better wait for the next step.
+
+    Chunks end at multiples of SCAN_CHUNK, so that a prompt's numbers do not depend on the requests beside it. A last
+    piece that is short enough to be appended is always a chunk of its own, for the same reason.
+
+    Args:
+        total: tokens of the prompt.
+        kept: `snapshot_positions` of (start, limit]. One inside a chunk has to be a multiple of SCAN_CHUNK; a chunk
+            ends at others, and at a second one.
+        may_leave_grid: whether a chunk may end elsewhere if it does not reach a multiple.
+    """
+    inside = [position for position in kept if position < limit]
+    for index, position in enumerate(inside):
+        if index or position % SCAN_CHUNK:
+            return position
+    aligned = limit // SCAN_CHUNK * SCAN_CHUNK
+    is_cut = limit < total or 0 < total - aligned <= max_append
+    if not is_cut or aligned == limit:
+        return limit
+    if aligned > start:
+        return aligned
+    return limit if limit == total or may_leave_grid else start
+
+
+class StateSlots:
+    """Slots 1..num_slots with reference counts. Slot 0 is never handed out: padding rows point at it.
+
+    A slot holds the state at every position from `starts[slot]`, its base, to `ends[slot]`, its newest ring token.
+    free: slots without a holder.
+    """
+
+    def __init__(self, num_slots: int, rollback: Rollback) -> None:
+        self.num_slots = num_slots
+        self.starts = [0] * (num_slots + 1)
+        self.ends = [-1] * (num_slots + 1)
+        self.references: Counter[int] = Counter()
+        self.free = list(range(num_slots, 0, -1))
+        self._rollback = rollback
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots without a holder."""
+        return len(self.free)
+
+    def allocate(self) -> int:
+        """Return a free slot with one reference; the caller has made sure that there is one."""
+        slot = self.free.pop()
+        self.references[slot] = 1
+        return slot
+
+    def share(self, slot: int) -> int:
+        """Add a reference to a slot in use, and return the slot."""
+        self.references[slot] += 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Drop one reference; slot 0 is skipped."""
+        if slot:
+            self.references[slot] -= 1
+            if not self.references[slot]:
+                del self.references[slot]
+                self.free.append(slot)
+
+    def place(self, slot: int, start: int, end: int) -> None:
+        """Record that a slot holds the state at the positions from `start` to `end`."""
+        self._rollback.append((self._place, slot, self.starts[slot], self.ends[slot]))
+        self._place(slot, start, end)
+
+    def check(self, slot: int, position: int) -> int:
+        """Return the ring tokens before `position` in a slot.
+
+        Raises:
+            PagedError: the slot does not hold the state at that position.
+        """
+        if not (self.references[slot] and self.starts[slot] <= position <= self.ends[slot]):
+            raise PagedError(
+                f"state slot {slot} holds positions {self.starts[slot]}..{self.ends[slot]}, expected {position}"
+            )
+        return position - self.starts[slot]
+
+    def recount(self, held: Iterable[int]) -> None:
+        """Set the reference counts to those held."""
+        self.references = Counter(held)
+        del self.references[0]
+        self.free = [slot for slot in range(self.num_slots, 0, -1) if slot not in self.references]
+
+    def check_counts(self, held: Iterable[int]) -> None:
+        """Compare with the references that the holders count; raise PagedError if one is wrong."""
+        counted = Counter(held)
+        del counted[0]
+        if counted != +self.references:
+            raise PagedError(f"state slots: references {dict(+self.references)}, but {dict(counted)} are held")
+        if sorted([*self.free, *counted]) != list(range(1, self.num_slots + 1)):
+            raise PagedError(f"state slots: free {sorted(self.free)} beside {sorted(counted)} of {self.num_slots}")
+
+    def _place(self, slot: int, start: int, end: int) -> None:
+        self.starts[slot], self.ends[slot] = start, end
+
 
 _COUNTS = ("num_evictions", "num_restored")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paged.cache.prefix.chain_hash import ChainHash, Sha256Chain
+from paged.cache.token_chain import ChainHash, Sha256Chain
 from tests.cache.prefix_cache import BLOCK
 
 

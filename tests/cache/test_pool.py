@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from paged import OutOfBlocksError, PagedError
-from paged.cache.blocks.pool import BlockPool
+from paged.cache.pool import BlockPool
 
 
 def test_hands_out_every_block_but_block_0() -> None:
@@ -43,7 +43,7 @@ def test_bookkeeping_and_its_picture_take_no_torch() -> None:
 def test_ages_of_sampled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 16th call's block lives 5 ms (bucket of 4 to 8), waits 100 ms (64 to 128), and is then somebody else's."""
     now = 0.0
-    monkeypatch.setattr("paged.cache.blocks.ages.time.monotonic", lambda: now)
+    monkeypatch.setattr("paged.cache.pool.time.monotonic", lambda: now)
     published: set[int] = set()
     pool = BlockPool(20, published)
     *_, block = [pool.allocate(1)[0] for _ in range(16)]
