@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, KeysView, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain as flatten
+from itertools import repeat
 
 import numpy as np
 
 from paged.cache.guard import Rollback
 from paged.cache.token_chain import FEW_BLOCKS, ChainHash, Hash, Sha256Chain, TokenArray, TokenChain, pack
 from paged.errors import PagedError
+
+# A look-up hashes one block first, then this many times more per round, until a round misses a block. Most prompts miss
+# the first block or find nearly all; hashing 256 blocks in vain takes 50 us.
+_LOOKUP_GROWTH = 256
 
 _Location = tuple[int, int]
 """The block of the first table, and the column of a further table."""
@@ -79,11 +83,6 @@ class OtherTables:
         self._published.update(self.locations)
         for block, location in self.locations.items():
             self.rows[location] = block
-
-
-# A look-up hashes one block first, then this many times more per round, until a round misses a block. Most prompts miss
-# the first block or find nearly all; hashing 256 blocks in vain takes 50 us.
-_LOOKUP_GROWTH = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -162,37 +161,42 @@ class PrefixIndex:
         root = self._roots.get(namespace)
         if root is None:
             return [], TokenChain()
-        previous, parent = root.hash, root.serial
-        found: list[int] = []
+        num_blocks = len(token_ids) // self._block_size
+        blocks: list[int] = []
         hashes: list[Hash] = []
-        wanted, has_contents = b"", False
-        num_blocks, size = len(token_ids) // self._block_size, 1
-        while len(found) == len(hashes) < num_blocks:
-            tokens, is_short = self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks))
+        packed, has_contents = b"", False
+        previous, size = root.hash, 1
+        while len(blocks) == len(hashes) < num_blocks:
+            first = len(hashes)
+            tokens, is_short = self._pack(token_ids, first, min(first + size, num_blocks))
             has_contents |= is_short
-            wanted += tokens.tobytes()
+            packed += tokens.tobytes()
             hashes += self._chain.extend(previous, tokens)
-            with suppress(KeyError):  # the list keeps the blocks before the first miss
-                found.extend(map(self._block_of.__getitem__, hashes[len(found) :]))
+            blocks += map(self._block_of.get, hashes[first:], repeat(0))  # no block has id 0
+            if 0 in blocks:
+                del blocks[blocks.index(0) :]
             previous = hashes[-1]
             size *= _LOOKUP_GROWTH
-        if not found:
+        if not blocks:
             return [], TokenChain()
-        ids = np.array(found, np.int64)
+        ids = np.array(blocks, np.int64)
         tokens = self._tokens.take(ids, axis=0)
         serials, parents = self._serials.take(ids).tolist(), self._parents.take(ids).tolist()
-        length, wanted = len(found), wanted[: tokens.nbytes]
+        expected_parents = [root.serial, *serials[:-1]]
+        length, packed = len(blocks), packed[: tokens.nbytes]
         # Lists and bytes: NumPy's comparisons are slower, mostly because their code has left the CPU's caches.
-        if parents != [parent, *serials[:-1]] or tokens.tobytes() != wanted:
-            is_same = (tokens == np.frombuffer(wanted, np.int32).reshape(tokens.shape)).all(axis=1)
-            is_next = np.array(parents) == [parent, *serials[:-1]]
+        if parents != expected_parents or tokens.tobytes() != packed:
+            is_same = (tokens == np.frombuffer(packed, np.int32).reshape(tokens.shape)).all(axis=1)
+            is_next = np.array(parents) == expected_parents
             length = int((is_same & is_next).argmin())
-        if has_contents or not self._contents.keys().isdisjoint(found):
+        if has_contents or not self._contents.keys().isdisjoint(blocks):
             contents = self._contents_of(token_ids[: length * self._block_size])
-            pairs = enumerate(zip(found, contents, strict=False))
-            length = next((at for at, (block, ids) in pairs if self._contents.get(block) != ids), length)
-        del found[length:], hashes[length:], serials[length:]
-        return found, TokenChain(token_ids[: length * self._block_size], hashes, serials)
+            for i in range(length):
+                if self._contents.get(blocks[i]) != contents[i]:
+                    length = i
+                    break
+        del blocks[length:], hashes[length:], serials[length:]
+        return blocks, TokenChain(token_ids[: length * self._block_size], hashes, serials)
 
     def publish(
         self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable, others: Sequence[Sequence[int]] = ()

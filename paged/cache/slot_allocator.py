@@ -7,7 +7,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 from operator import add
 
 import numpy as np
@@ -23,6 +22,13 @@ from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError
 from paged.metadata import HostMetadata, make_host_metadata
 from paged.seq_id import SeqId
+
+Span = tuple[SequenceState, int, int]
+"""A sequence, the first position to write, and the end of the positions to write."""
+
+_Need = tuple[SequenceState, list[int], list[int], int]
+"""A sequence; indices of shared or missing blocks that a span writes to; indices of published ones; number of blocks
+missing at its end."""
 
 
 class SlidingWindow:
@@ -87,14 +93,6 @@ class SlidingWindow:
         return 0 in state.blocks[first * step + index : -(-num_tokens // self._block_size) * step : step]
 
 
-Span = tuple[SequenceState, int, int]
-"""A sequence, the first position to write, and the end of the positions to write."""
-
-_Need = tuple[SequenceState, list[int], list[int], int]
-"""A sequence; indices of shared or missing blocks that a span writes to; indices of published ones; number of blocks
-missing at its end."""
-
-
 class KvSlotAllocator:
     """Makes positions writable. The caller holds `guard`; the reservations made here also take it.
 
@@ -157,7 +155,9 @@ class KvSlotAllocator:
         """
         if needs is None:
             needs = self._needs(self._unready(states, targets))
-        undo = self._make_room(needs) if needs else {}
+        undo: dict[SeqId, Undo] = {}
+        if needs:
+            undo = self._make_room(needs)
         for state in states:
             if state.reservation is not None:
                 state.reservation.settle(state)
@@ -218,8 +218,9 @@ class KvSlotAllocator:
     def make_exclusive(self, spans: Sequence[Span]) -> None:
         """Make the spans writable: copy shared blocks, withdraw published ones."""
         needs = self._needs(spans)
-        for undo in self._make_room(needs).values() if needs else ():
-            self._pool.release(list(undo.replaced.values()))
+        if needs:
+            for undo in self._make_room(needs).values():
+                self._pool.release(list(undo.replaced.values()))
 
     def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
         """Return spans from lengths to targets that may need a change; others are writable.
@@ -279,32 +280,34 @@ class KvSlotAllocator:
         """
         rollback, num_tables = self._guard.rollback, self._num_tables
         new_blocks = self._pool.allocate(_blocks_needed(needs))
-        taken = iter(new_blocks)
+        num_used = 0
         undo: dict[SeqId, Undo] = {}
-        pairs: list[tuple[int, int]] = []
-        for state, replaced, stale, fresh in needs:
+        copies: list[tuple[int, int]] = []
+        for state, replaced, stale, num_missing in needs:
+            blocks_before = state.blocks
             if replaced or stale:
-                self._prefixes.withdraw([state.blocks[index] for index in stale])
+                self._prefixes.withdraw([blocks_before[index] for index in stale])
                 # Neither copies nor blocks to be written are published: the chain continues before them.
                 state.chain.cut(len(state.chain.ids), min([*replaced, *stale]) // num_tables, rollback)
-            if replaced or fresh:
-                before = blocks = state.blocks
-                originals = {index: before[index] for index in replaced}
-                undo[state.request_id] = Undo(len(before), state.num_written, originals)
-                if replaced:
-                    copied = list(before)
-                    for index, new in zip(replaced, taken, strict=False):
-                        if before[index]:
-                            pairs.append((before[index], new))
-                        copied[index] = new
-                    blocks = tuple(copied)
-                rollback.append((setattr, state, "blocks", before))
-                state.blocks = (*blocks, *islice(taken, fresh))
-        if pairs:
+            if replaced or num_missing:
+                blocks = list(blocks_before)
+                originals: dict[int, int] = {}
+                for index in replaced:
+                    originals[index] = blocks[index]
+                    if blocks[index]:
+                        copies.append((blocks[index], new_blocks[num_used]))
+                    blocks[index] = new_blocks[num_used]
+                    num_used += 1
+                blocks += new_blocks[num_used : num_used + num_missing]
+                num_used += num_missing
+                undo[state.request_id] = Undo(len(blocks_before), state.num_written, originals)
+                rollback.append((setattr, state, "blocks", blocks_before))
+                state.blocks = tuple(blocks)
+        if copies:
             self._prefixes.overwrite(new_blocks)
-            self._tensors.copy(pairs)
+            self._tensors.copy(copies)
             rollback.append((setattr, self, "num_copies", self.num_copies))
-            self.num_copies += len(pairs)
+            self.num_copies += len(copies)
         return undo
 
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]] | None) -> None:
