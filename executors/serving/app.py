@@ -100,7 +100,8 @@ async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
         request.state.names = schemas.ConversationBody.names
         variables = {"add_generation_prompt": body.add_generation_prompt is not False}
         variables |= template_variables(body.chat_template_kwargs)
-        tokens, _ = await service.encode_chat((await read_again(request)).messages, variables, longest=longest)
+        messages, size = (await read_again(request)).messages, len(await request.body())
+        tokens, _ = await service.encode_chat(messages, variables, size, longest=longest)
 
     def answer() -> Response:
         texts = None

@@ -79,7 +79,8 @@ class Conversation(Form):
             param = options["constraint"]
             raise ApiError(400, f"{param}: not beside a tool_choice that forces a call", param)
         listed = [{"type": "function", "function": function} for function in functions] or None
-        prompt, embeds = await service.encode_chat(messages, {"tools": listed, **(variables or {})})
+        size = len(await self.request.body())
+        prompt, embeds = await service.encode_chat(messages, {"tools": listed, **(variables or {})}, size)
         if embeds is not None:
             options["prompt_embeds"] = embeds
         params = service.check_prompts([prompt], params)

@@ -91,16 +91,22 @@ class Service:
             tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids, token_seconds=config.mask_seconds
         )
         self.token_texts, self._decoder = TokenTexts(tokenizer), MarkedTokenizer(tokenizer)
-        # Two: one long text, or one template that takes its whole time, leaves the other.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="paged-text")
+        # Two each: one long text, or one template that takes its whole time, leaves the other.
+        self._short_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-short")
+        self._long_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-long")
         self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-images")
         self.image_bytes = ByteBudget(config.max_server_image_bytes)
 
-    async def in_thread(self, call: Callable[[], R], size: int = _LONG) -> R:
+    async def in_thread(self, call: Callable[[], R], size: int) -> R:
         """Call in another thread, unless the size of the work says that this is not worth it."""
         if size < _LONG:
             return call()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await asyncio.get_running_loop().run_in_executor(self._long_threads, call)
+
+    async def _encoding(self, call: Callable[[], R], size: int) -> R:
+        """Call in another thread; short work does not wait for long work."""
+        threads = self._short_threads if size < _LONG else self._long_threads
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
 
     def seconds_left(self, request: Request) -> float:
         """Return what is left of the longest time of a request from its arrival."""
@@ -111,13 +117,14 @@ class Service:
         return ApiError(504, f"not done within {self.config.request_seconds} s", code="timeout")
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, longest: int | None = None
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], size: int, *, longest: int | None = None
     ) -> tuple[list[int], PromptEmbeds | None]:
         """Return the token ids of a conversation, and the rows of its images, None without images.
 
         Args:
             messages: with a part {"type": "image", "url": ...} in the content for every image; the URLs are taken out.
             variables: of the chat template.
+            size: bytes of both in the body of the request.
             longest: most tokens; None for the longest prompt.
         """
         urls = []
@@ -130,21 +137,23 @@ class Service:
         if vision is None:
             if urls:
                 raise ApiError(400, "image_url: this server takes no images, see --max-images", "image_url")
-            return await self.in_thread(
-                lambda: (self.tokenizer.encode_chat(messages, longest=longest, **variables), None)
+            return await self._encoding(
+                lambda: (self.tokenizer.encode_chat(messages, longest=longest, **variables), None), size
             )
 
         def encode() -> tuple[list[int], PromptEmbeds | None]:
             with self.config.image_rules.loaded(urls, self.image_bytes) as images:
                 return vision.encode_chat(messages, images, longest=longest, **variables)
 
-        return await asyncio.get_running_loop().run_in_executor(self._image_threads if urls else self._threads, encode)
+        if urls:
+            return await asyncio.get_running_loop().run_in_executor(self._image_threads, encode)
+        return await self._encoding(encode, size)
 
     async def encoded(self, prompt: str | list[int], *, longest: int | None = None) -> list[int]:
         """Return the token ids of a prompt that is a text or token ids; longest: as for `encode_chat`."""
         longest = longest or self.longest_prompt
         if isinstance(prompt, str):
-            return await self.in_thread(lambda: self.tokenizer.encode(prompt, longest=longest))
+            return await self._encoding(lambda: self.tokenizer.encode(prompt, longest=longest), len(prompt))
         if len(prompt) > longest:
             raise SequenceTooLongError(f"prompt: {len(prompt)} tokens, expected at most {longest}")
         return prompt

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import chain
@@ -11,9 +12,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from paged import ChatTokenizer
 from paged.executors.serving import app
+from tests.deadline import HANG_S
 from tests.executors.serving.conftest import Served
-from tests.executors.serving.test_limits import JSON
+from tests.executors.serving.test_limits import JSON, ask
 from tests.executors.serving.test_openai import PROMPT, check_idle
 
 SIZE = (4 << 20) - 4096
@@ -174,3 +177,29 @@ def test_hostile_bodies_do_not_stop_the_loop(served: Served) -> None:
         print(f"{1e3 * gap:6.0f}", *what)
     check_idle(served)
     assert gaps[0][0] < 2 * unit
+
+
+def test_short_texts_do_not_wait_for_long_ones(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, can_go_on, statuses = ChatTokenizer.encode, threading.Event(), list[int]()
+
+    def wait_and_encode(self: ChatTokenizer, text: str, **options: Any) -> list[int]:
+        if len(text) > 20_000:
+            assert can_go_on.wait(HANG_S)
+        return encode(self, text, **options)
+
+    def send_long() -> None:
+        statuses.append(ask(served, "/tokenize", {"prompt": "otter: " * 4000})[0])
+
+    monkeypatch.setattr(ChatTokenizer, "encode", wait_and_encode)
+    senders = [threading.Thread(target=send_long) for _ in range(4)]  # more than any pool has threads
+    for sender in senders:
+        sender.start()
+    try:
+        assert ask(served, COMPLETION, {"prompt": PROMPT, "max_tokens": 2})[0] == 200
+        assert ask(served, CHAT, {"messages": [MESSAGE], "max_tokens": 2})[0] == 200
+        assert not statuses
+    finally:
+        can_go_on.set()
+        for sender in senders:
+            sender.join(HANG_S)
+    assert statuses == [200] * 4
