@@ -362,8 +362,10 @@ def line(row: Json) -> str:
         if reason.startswith(("wrong", "failed")):
             parts.append(f"{name} {reason}")
     for goal in row.get("goals", []):
-        verdict = {True: "met", False: "MISSED", None: ""}[goal["met"]]
-        if verdict:
+        verdict = "MISSED"
+        if goal["met"]:
+            verdict = "met"
+        if goal["met"] is not None:
             parts.append(f"{goal['text']}: {verdict} ({goal['value']:.4g})")
     for name, value in row.get("detail", {}).items():
         parts.append(f"{name} {value:.4g}")

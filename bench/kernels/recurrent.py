@@ -87,7 +87,9 @@ def _scan_work(name: str, arguments: dict[str, Any], sizes: dict[str, Any], *, c
     if corrected:
         products = 64 * (3 * key_dim + 2 * value_dim) + 3 * key_dim * value_dim
     slots = sizes["sequences"] * sum(ring[0].nbytes for ring in (state.ring_k, state.ring_u, state.ring_g)) // 2
-    states = sizes["sequences"] * state.state[0].nbytes * (1 + is_scan)
+    states = sizes["sequences"] * state.state[0].nbytes
+    if is_scan:  # reads and writes them
+        states *= 2
     moved = mixed.nbytes + num_tokens * value_heads * value_dim * mixed.element_size()
     written = ["state", "ring_k", "ring_u", "ring_g"]
     work = _work(name, written, arguments, Cost(2 * num_tokens * value_heads * products, moved + states + slots))

@@ -23,12 +23,18 @@ class Format(NamedTuple):
 
     def __str__(self) -> str:
         """The numbers of an expert that share a scale as the field calls them: "tensor", "channel" or their sizes."""
-        sizes = "tensor"
+        words = [self.kind]
+        if self.in_words:
+            words.append("words")
         if self.group_k:
-            sizes = f"{self.group_n}x{self.group_k}"
+            words.append(f"{self.group_n}x{self.group_k}")
         elif self.group_n:
-            sizes = "channel"
-        return f"{self.kind}{'-words' * self.in_words}-{sizes}{'-zeros' * self.zeros}"
+            words.append("channel")
+        else:
+            words.append("tensor")
+        if self.zeros:
+            words.append("zeros")
+        return "-".join(words)
 
 
 MXFP4, NVFP4 = Format("mxfp4", 1, 32), Format("nvfp4", 1, 16)

@@ -92,7 +92,9 @@ def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
         num_warps = 4
         if block_m * width >= 128 * 128 or (shape.packed and is_large):
             num_warps = 8
-        block_n = width // (1 + gated)
+        block_n = width
+        if gated:
+            block_n = width // 2
         tile = MoeTile(block_m, block_n, block_k, 1, num_warps, num_stages, swap_ab, tma)
         candidates.append(Candidate(gated, tile))
         if is_large:

@@ -93,9 +93,13 @@ def _case(
         expect[target] = (TENSOR_CORES[target],)
         if tile.block_m != 64 and target.startswith("sm"):  # wgmma and tcgen05 take 64 rows
             expect[target] = ("HMMA",)
-    words = [f"{heads} heads {tile.block_m} x {tile.block_n} {v_head_dim} + {rope} {dtype}", kind, "chosen" * sparse]
+    words = ["paged_mla_attention", f"{heads} heads {tile.block_m} x {tile.block_n} {v_head_dim} + {rope} {dtype}"]
+    if kind:
+        words.append(kind)
+    if sparse:
+        words.append("chosen")
     return kernel_case(
-        " ".join(["paged_mla_attention", *filter(None, words), "for", target]),
+        " ".join([*words, "for", target]),
         _mla_attention_kernel,
         constexprs,
         kinds,

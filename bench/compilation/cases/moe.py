@@ -139,7 +139,9 @@ def gemm_case(
     kinds = dict(KINDS)
     optional = _optional_tensors(target, shape, gated, dtype, kind, biased, zeros)
     if uses_tma:
-        num_parts = 1 + gated
+        num_parts = 1
+        if gated:
+            num_parts = 2
         optional["w_ptr"] = None
         optional["w_desc"] = f"tensordesc<{dtype}[1, {num_parts}, {tile.block_n}, {tile.block_k}]>"
     for argument, argument_kind in optional.items():
@@ -147,10 +149,14 @@ def gemm_case(
             constexprs[argument] = None
         else:
             kinds[argument] = argument_kind
-    words = ["fused_moe", kind, "packed" * bool(shape.packed), "zeros" * zeros]
-    words += [{True: "gate_up", False: "down"}[gated], activation]
+    product = "down"
+    if gated:
+        product = f"gate_up {activation}"
+    flags = {"packed": bool(shape.packed), "zeros": zeros}
+    words = ["fused_moe", kind, *(word for word, is_set in flags.items() if is_set), product]
     words += [dtype, f"{columns}x{depth}", f"{tile.block_m}x{tile.block_n}x{tile.block_k}"]
-    words += ["swapped" * tile.swap_ab, "tma" * uses_tma, "biased" * biased, "for", target]
+    flags = {"swapped": tile.swap_ab, "tma": uses_tma, "biased": biased}
+    words += [*(word for word, is_set in flags.items() if is_set), "for", target]
     aligned = None
     if depth % 16 != 0:
         aligned = ()

@@ -113,7 +113,9 @@ def gemm_case(
         "GROUP_M": GROUP_M,
         "SWAP_AB": tile.swap_ab,
     }
-    text = f"quantized_linear {name}{' zeros' * zeros} {dtype} {columns}x{depth} {_shown(tile)} for {target}"
+    if zeros:
+        name = f"{name} zeros"
+    text = f"quantized_linear {name} {dtype} {columns}x{depth} {_shown(tile)} for {target}"
     return kernel_case(
         text,
         _quantized_linear_kernel,
@@ -143,7 +145,10 @@ def _expected(target: str, form: str, *, is_native: bool) -> dict[str, tuple[str
 
 
 def _shown(tile: LinearTile) -> str:
-    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' * tile.swap_ab} splits={tile.num_splits}"
+    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
+    if tile.swap_ab:
+        size = f"{size} swapped"
+    return f"{size} splits={tile.num_splits}"
 
 
 def _around(target: str) -> list[CompileCase]:
