@@ -87,16 +87,18 @@ def cascade_attention(
         caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
         shared: dict[str, Any] = {"q": q, **caches, **options}
 
-        def attend(plan: AttentionPlan, **own: Any) -> Any:
+        def attend(plan: AttentionPlan, **arguments: Any) -> Any:
             lengths: Any = {"cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens}
-            return paged_attention(**shared, **lengths, plan=plan, return_lse=True, **own)
+            return paged_attention(**shared, **lengths, plan=plan, return_lse=True, **arguments)
 
-        own = {"sinks": sinks, "mask": mask, "max_seqlen_q": max_seqlen_q}
-        states = attend(plans[0], block_table=block_table[:, num_blocks:], **own)
+        suffix = {"sinks": sinks, "mask": mask, "max_seqlen_q": max_seqlen_q}
+        states = attend(plans[0], block_table=block_table[:, num_blocks:], **suffix)
         if has_prefix:
             prefix = {"block_table": block_table[:1, :num_blocks], "max_seqlen_q": num_tokens, "causal": False}
             states = merge_attn_states(*attend(plans[1], **prefix), *states)
-        return states if return_lse else states[0]
+        if return_lse:
+            return states
+        return states[0]
 
     return run
 
@@ -141,7 +143,7 @@ def cascade_plans(
     """
     shared_prefix_len = as_int("shared_prefix_len", shared_prefix_len)
     max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, shared_prefix_len)
-    own = AttentionPlan(
+    suffix_plan = AttentionPlan(
         cu_seqlens_q,
         (seq_lens - shared_prefix_len).clamp_(min=0),  # sequences without queries may be shorter
         max_seqlen_q=max_seqlen_q,
@@ -149,4 +151,5 @@ def cascade_plans(
     )
     first_and_last = torch.nn.functional.pad(cu_seqlens_q[-1:], (1, 0))  # padding rows belong to no sequence
     length = torch.full_like(first_and_last[:1], shared_prefix_len)
-    return own, AttentionPlan(first_and_last, length, max_seqlen_q=num_tokens, max_seqlen_k=shared_prefix_len)
+    prefix_plan = AttentionPlan(first_and_last, length, max_seqlen_q=num_tokens, max_seqlen_k=shared_prefix_len)
+    return suffix_plan, prefix_plan

@@ -53,12 +53,16 @@ class AttentionCall(NamedTuple):
     @property
     def head_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """k_scale and v_scale for each head, [], [1] or [num_kv_heads]; None if each row has its own."""
-        return (None, None) if self.k_cache.dtype == torch.int8 else (self.k_scale, self.v_scale)
+        if self.k_cache.dtype == torch.int8:
+            return None, None
+        return self.k_scale, self.v_scale
 
     @property
     def row_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """k_scale and v_scale for each row, [num_blocks, block_size, num_kv_heads]; None unless the cache is int8."""
-        return (self.k_scale, self.v_scale) if self.k_cache.dtype == torch.int8 else (None, None)
+        if self.k_cache.dtype == torch.int8:
+            return self.k_scale, self.v_scale
+        return None, None
 
     @property
     def shares_cache(self) -> bool:
@@ -70,8 +74,8 @@ class AttentionCall(NamedTuple):
     @property
     def num_products(self) -> Callable[[Mapping[str, Any]], int]:
         """A function that counts the multiplications of one query of each sequence, from `seq_lens` on the host."""
-        of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
-        return lambda given: int(given["seq_lens"].sum()) * of_a_key
+        products_of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
+        return lambda tensors: int(tensors["seq_lens"].sum()) * products_of_a_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +111,8 @@ def default_block_size(arch: str) -> int:
     With 64, the copy engine fetches a block's keys as one box, which saves the threads their copies (see
     `prefill_tile`). With 16, prefixes are shared in finer steps.
     """
-    return 64 if arch in LARGE_SHARED_MEMORY and arch.startswith("sm_") else 16
+    has_tma = arch in LARGE_SHARED_MEMORY and arch.startswith("sm_")
+    return 64 if has_tma else 16
 
 
 def box_keys(cache: torch.Tensor, arch: str) -> int:
@@ -115,12 +120,14 @@ def box_keys(cache: torch.Tensor, arch: str) -> int:
 
     It needs addresses and strides in multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
     """
+    if arch not in LARGE_SHARED_MEMORY or cache.data_ptr() % 16:
+        return 0
     size = cache.element_size()
-    aligned = cache.data_ptr() % 16 == 0 and all(
-        stride > 0 and stride * size % 16 == 0 for stride in cache.stride()[:3]
-    )
+    for stride in cache.stride()[:3]:
+        if stride <= 0 or stride * size % 16:
+            return 0
     block_size = cache.shape[1]
-    return block_size & -block_size if aligned and arch in LARGE_SHARED_MEMORY else 0
+    return block_size & -block_size  # its largest power of two
 
 
 def decode_tile(
@@ -145,20 +152,28 @@ def decode_tile(
     """
     width = padded_head_dim(max(head_dim, v_head_dim)) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
+        block_n = 32 if width <= 512 else 16
         if arch.startswith("gfx"):  # at head_dim 512 416 of 512 registers; 8 warps of 256 spill 137
-            return AttentionTile(16, 32 if width <= 512 else 16, 8 if width <= 1024 else 4, 1)
+            num_warps = 8 if width <= 1024 else 4
+            return AttentionTile(16, block_n, num_warps, 1)
         if kind == "int8":  # 16 x 32 spills 170; 183 registers
             return AttentionTile(16, 16, 8, 2)
-        programs = 3 if width <= 1024 else 2 if arch in LARGE_SHARED_MEMORY else 1  # 97 KB at head_dim 512
+        programs = 1
         if arch in SMALL_SHARED_MEMORY:
             programs = max(1, min(3, 1024 // width))
-        return AttentionTile(16, 32 if width <= 512 else 16, 8, 2, programs)
+        elif width <= 1024:
+            programs = 3
+        elif arch in LARGE_SHARED_MEMORY:  # 97 KB at head_dim 512
+            programs = 2
+        return AttentionTile(16, block_n, 8, 2, programs)
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
         is_large = (kind and width > 512) or (kind == "int8" and more_scores)  # 278 and 296 registers of 512
-        # Over int8 64 keys take 342 registers at head_dim 128, 32 take 203.
-        block_n = min(block_n, 64) // 2 if kind == "int8" else min(block_n, 64)
-        return AttentionTile(16, max(block_n, 16), 4, 1, 1 if is_large else 2)
+        programs = 1 if is_large else 2
+        block_n = min(block_n, 64)
+        if kind == "int8":  # 64 keys take 342 registers at head_dim 128, 32 take 203
+            block_n //= 2
+        return AttentionTile(16, max(block_n, 16), 4, 1, programs)
     padded = width > head_dim * element_size
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
@@ -171,7 +186,8 @@ def decode_tile(
         few_warps = width <= 256 or (width <= 512 and (more_scores or not kind)) or (width > 512 and kind == "int8")
         num_warps = 4 if few_warps else 8
         is_large = more_scores or (kind == "int8" and width > 256)
-        return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if is_large else 2)
+        programs = 1 if is_large else 2
+        return AttentionTile(block_m, block_n, num_warps, num_stages, programs)
     if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
         num_warps = 4 if more_scores and width <= 256 else 8
         is_large = (
@@ -183,7 +199,8 @@ def decode_tile(
         # At head_dim 192, whose columns are padded to 256, 3 stages spill 15 registers with all options.
         is_short = (padded and more_scores and num_warps == 8) or (arch in SMALL_SHARED_MEMORY and block_m == 32)
         num_stages = 2 if is_short else 3  # 32 rows spill 6 at 3 stages on sm_120
-        return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if is_large else 2)
+        programs = 1 if is_large else 2
+        return AttentionTile(block_m, block_n, num_warps, num_stages, programs)
     by_tma = box >= block_n
     # The others take 192 to 254 registers; int8 in boxes 168 by Triton 3.7.1 and 187 by 3.6.0.
     lean = width <= 256 and not more_scores and (not kind or (by_tma and kind != "int8"))
@@ -193,8 +210,11 @@ def decode_tile(
         # take 188 and 154.
         return AttentionTile(block_m, block_n, 8, num_stages, 1, by_tma)
     # Boxes at head_dim 256: ptxas keeps 4 warps to 168 registers, for a third program, and spills 10; 8 warps take 124.
-    num_warps = 8 if by_tma and block_m == 16 and 256 < width <= 512 and not kind else 4
-    return AttentionTile(block_m, block_n, num_warps, num_stages, 3 if lean and block_m == 16 else 2, by_tma)
+    num_warps = 4
+    if by_tma and block_m == 16 and 256 < width <= 512 and not kind:
+        num_warps = 8
+    programs = 3 if lean and block_m == 16 else 2
+    return AttentionTile(block_m, block_n, num_warps, num_stages, programs, by_tma)
 
 
 def prefill_tile(
@@ -222,19 +242,21 @@ def prefill_tile(
     if arch.startswith("gfx"):
         if element_size == 4:
             return AttentionTile(32, 16, 8, 1)
-        return AttentionTile(128 if width <= 256 else 64, 64 if width <= 256 else 32, 4, 1)
+        if width <= 256:
+            return AttentionTile(128, 64, 4, 1)
+        return AttentionTile(64, 32, 4, 1)
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
-        return (
-            AttentionTile(32, 16, 8, 1)
-            if arch in SMALL_SHARED_MEMORY
-            else AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
-        )
+        if arch in SMALL_SHARED_MEMORY:
+            return AttentionTile(32, 16, 8, 1)
+        num_warps = 4 if width <= 256 else 8
+        return AttentionTile(32, 16, num_warps, 2)
     if arch in LARGE_SHARED_MEMORY:
         if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not kind:
             # keys of 192, values of 128: 235 registers, 203 with boxes, 213 KB
             return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)
         if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
-            return AttentionTile(64 if more_scores else 128, 32, 8, 3)
+            block_m = 64 if more_scores else 128
+            return AttentionTile(block_m, 32, 8, 3)
         if box >= 128 and not more_scores and not arch.startswith("sm_10"):
             # 237 registers, 224 KB. A softcap would spill 10, tcgen05's copies of the accumulator 70.
             return AttentionTile(128, 128, 8, 3, by_tma=True)
@@ -245,25 +267,32 @@ def prefill_tile(
     if width <= 128:
         return AttentionTile(128, 64, 8, 3)
     if width <= 256:  # with all options 128 rows spill 16 registers on sm_120
-        return AttentionTile(64 if more_scores and arch in SMALL_SHARED_MEMORY else 128, 32, 8, 3)
-    return AttentionTile(64, 16 if more_scores else 32, 8, 2)
+        block_m = 64 if more_scores and arch in SMALL_SHARED_MEMORY else 128
+        return AttentionTile(block_m, 32, 8, 3)
+    block_n = 16 if more_scores else 32
+    return AttentionTile(64, block_n, 8, 2)
 
 
 def _int8_prefill_tile(width: int, element_size: int, arch: str, box: int, *, more_scores: bool) -> AttentionTile:
     """Return the tile over int8 caches: scales and conversions take registers, so the tiles of other dtypes spill."""
     if element_size == 4:  # 32 x 16 spills 244
         return AttentionTile(16, 16, 8, 2)
+    block_n = 16 if more_scores else 32  # beyond 256 bytes a row
     if arch.startswith("gfx"):  # 128 x 64 spills 6, 64 x 32 with all options at head_dim 256 45
         if width <= 256:
-            return AttentionTile(64 if more_scores else 128, 32, 4, 1)
-        return AttentionTile(64, 16 if more_scores else 32, 4, 1)
+            block_m = 64 if more_scores else 128
+            return AttentionTile(block_m, 32, 4, 1)
+        return AttentionTile(64, block_n, 4, 1)
     if arch in LARGE_SHARED_MEMORY:
         if width > 256:  # 128 x 32 spills 29, 64 x 32 with all options 32
-            return AttentionTile(64, 16 if more_scores else 32, 8, 3)
+            return AttentionTile(64, block_n, 8, 3)
         # 128 x 128 spills 28, 128 x 64 with all options 20; 255 registers, 232 with boxes, 97 KB
-        return AttentionTile(128, 32, 8, 3) if more_scores else AttentionTile(128, 64, 8, 3, by_tma=box >= 64)
+        if more_scores:
+            return AttentionTile(128, 32, 8, 3)
+        return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)
     if width > 256:  # 64 x 16 with all options spills 24
-        return AttentionTile(32 if more_scores else 64, 32, 8, 2)
+        block_m = 32 if more_scores else 64
+        return AttentionTile(block_m, 32, 8, 2)
     return AttentionTile(64, 32, 8, 3)  # 128 x 32 spills 8, with all options 32
 
 
@@ -274,12 +303,16 @@ def _widest_prefill_tile(element_size: int, arch: str, kind: str, *, more_scores
     use 128 registers each and spill 215. Two programs with half of the values each would compute all scores twice.
     """
     if element_size == 4:  # 112 registers, 97 KB
-        return AttentionTile(16, 16, 4, 1) if arch.startswith("gfx") else AttentionTile(16, 16, 8, 2)
+        if arch.startswith("gfx"):
+            return AttentionTile(16, 16, 4, 1)
+        return AttentionTile(16, 16, 8, 2)
     if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10, int8 in 4 1
-        return AttentionTile(32 if kind == "int8" else 64, 16, 4, 1)
+        block_m = 32 if kind == "int8" else 64
+        return AttentionTile(block_m, 16, 4, 1)
     if more_scores and kind == "int8":  # 32 x 32 spills 112 on sm_100 and 74 on sm_120
         return AttentionTile(32, 16, 8, 2)
     # 64 x 16 spills 14 with all options on sm_90, 399 over 8-bit caches, 14 on sm_120; these take 200 registers, 98 KB.
     if more_scores or kind or arch in SMALL_SHARED_MEMORY:
         return AttentionTile(32, 32, 8, 2)
-    return AttentionTile(64, 16, 8, 3 if arch in LARGE_SHARED_MEMORY else 2)  # 252 registers, 128 KB; 253 and 98 KB
+    num_stages = 3 if arch in LARGE_SHARED_MEMORY else 2  # 252 registers, 128 KB; 253 and 98 KB
+    return AttentionTile(64, 16, 8, num_stages)

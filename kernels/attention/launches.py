@@ -64,20 +64,27 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Callable[[Attention
         if checks:
             check_sequences(Sequences(call.block_table, call.cu_seqlens_q, call.seq_lens, *numbers))
         out, lse, sinks, slopes = call.out, call.lse, call.sinks, call.alibi_slopes
+        k_cache, v_cache = call.k_cache, call.v_cache
         if not has_work:  # all is padding
             out.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
             return
+        if is_fp8:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if slopes is not None:
+            slopes = slopes.contiguous()
         arguments = {
             "q_ptr": call.q,
-            "k_cache": call.k_cache.view(torch.uint8) if is_fp8 else call.k_cache,
-            "v_cache": call.v_cache.view(torch.uint8) if is_fp8 else call.v_cache,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
             "out_ptr": out,
             "lse_ptr": lse,
             "block_table_ptr": call.block_table,
-            "sinks_ptr": None if sinks is None else sinks.contiguous(),
-            "alibi_slopes_ptr": None if slopes is None else slopes.contiguous(),
+            "sinks_ptr": sinks,
+            "alibi_slopes_ptr": slopes,
             "k_scale_ptr": call.k_scale,
             "v_scale_ptr": call.v_scale,
         }
@@ -91,9 +98,14 @@ def _tiles(
     call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule, *, clear_padding: bool
 ) -> Launch:
     tile, q, k_cache, v_cache = schedule.tile, call.q, call.k_cache, call.v_cache
-    mask = None if call.mask is None else plan.mask_words(call.mask)
+    mask = None
+    if call.mask is not None:
+        mask = plan.mask_words(call.mask)
     width, v_width = padded_head_dim(shape.head_dim), padded_head_dim(shape.v_head_dim)
-    caches = {"k_cache": (k_cache, width), "v_cache": (v_cache, v_width)} if tile.by_tma else {}
+    boxes = {}
+    if tile.by_tma:
+        for name, cache, size in (("k_cache", k_cache, width), ("v_cache", v_cache, v_width)):
+            boxes[name] = Box(cache.shape, cache.stride(), (1, tile.block_n, 1, size))
     return Launch(
         _attention_kernel,
         (shape.num_kv_heads, schedule.items.shape[0]),
@@ -130,9 +142,7 @@ def _tiles(
             "CLEAR_PADDING": clear_padding,
             "EDGE_STAGES": tile.edge_stages,
         },
-        boxes={
-            name: Box(cache.shape, cache.stride(), (1, tile.block_n, 1, size)) for name, (cache, size) in caches.items()
-        },
+        boxes=boxes,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paged.kernels.attention.torch_ops import merge_attn_states as torch_op
@@ -104,7 +106,9 @@ def merge_attn_states(
         check_last_dim_contiguous(name, tensor)
     if not use_triton(out_a):
         return torch_op.merge_attn_states
-    launch = _prepare(out_a, lse_a, out_b, lse_b) if out_a.numel() else nothing
+    launch: Callable[..., None] = nothing
+    if out_a.numel():
+        launch = _prepare(out_a, lse_a, out_b, lse_b)
 
     def run(
         out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor

@@ -28,17 +28,24 @@ from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
 
-def _encode(given: Arguments) -> None:
-    causal = given.get("causal", True)
+def _encode(arguments: Arguments) -> None:
+    causal = arguments.get("causal", True)
     if isinstance(causal, torch.Tensor):
-        given |= {"causal": False, "is_causal": causal}
+        arguments |= {"causal": False, "is_causal": causal}
 
 
-def decode_causal(given: Arguments) -> None:
+def decode_causal(arguments: Arguments) -> None:
     """Turn the custom op's arguments back into those of the operation."""
-    given["return_lse"] = True
-    if (flags := given.pop("is_causal", None)) is not None:
-        given["causal"] = flags
+    arguments["return_lse"] = True
+    is_causal = arguments.pop("is_causal", None)
+    if is_causal is not None:
+        arguments["causal"] = is_causal
+
+
+def _finish(arguments: Arguments, results: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    if arguments.get("return_lse"):
+        return results
+    return results[0]
 
 
 def new_output(
@@ -53,7 +60,7 @@ def new_output(
 ATTENTION_OP: dict[str, Any] = {
     "results": "Tensor out, Tensor lse",
     "decode": decode_causal,
-    "finish": lambda given, found: found if given.get("return_lse") else found[0],
+    "finish": _finish,
 }
 
 
@@ -140,8 +147,8 @@ def paged_attention(
         InvalidInputError: a shape, dtype, device or value does not fit.
         UnsupportedError: an argument requires a gradient.
     """
-    is_causal = causal if isinstance(causal, torch.Tensor) and causal.dim() else None
-    left, right = _window(window_size)
+    is_causal = _flags(causal)
+    window_left, window_right = _window(window_size)
     softcap = as_float("softcap", softcap, 0.0, 1000.0)
     if 0.0 < softcap < 1e-6:
         raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
@@ -160,7 +167,9 @@ def paged_attention(
         q, k_cache, v_cache, seq_lens, max_seqlen_q, is_causal, sinks, alibi_slopes, k_scale, v_scale, mask
     )  # fmt: skip
     check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
-    window = left, 0 if is_causal is None and as_bool("causal", causal) else right
+    if is_causal is None and as_bool("causal", causal):
+        window_right = 0
+    window = window_left, window_right
     options = scale, window, chunk_size, softcap, deterministic
     if use_triton(q):
         bind_step: BindStep[AttentionCall] = partial(
@@ -196,15 +205,18 @@ def paged_attention(
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if out is None:
             out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device) if return_lse else None
-        flags = causal if isinstance(causal, torch.Tensor) and causal.dim() else None
+        lse = None
+        if return_lse:
+            lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         longest = min(int(max_seqlen_q), len(q))
         call = AttentionCall(
-            q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, longest, flags, sinks, alibi_slopes, k_scale,
-            v_scale, mask, out, lse, *options,
+            q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, longest, _flags(causal), sinks, alibi_slopes,
+            k_scale, v_scale, mask, out, lse, *options,
         )  # fmt: skip
         run_step(bind_step, call, plan)
-        return out if lse is None else (out, lse)
+        if lse is None:
+            return out
+        return out, lse
 
     return run
 
@@ -236,14 +248,26 @@ def check_attention_tensors(
         check_last_dim_contiguous(name, tensor)
 
 
+def _flags(causal: bool | torch.Tensor) -> torch.Tensor | None:
+    """Return `causal` for each sequence; None if it is one value for all."""
+    if isinstance(causal, torch.Tensor) and causal.dim():
+        return causal
+    return None
+
+
 def _window(window_size: tuple[int, int]) -> list[int]:
     """A window as in `AttentionCall`, of two numbers from -1."""
     try:
-        left, right = window_size
+        window_left, window_right = window_size
     except Exception:  # whatever was given instead of a pair
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
-    sizes = (as_int(f"window_size[{side}]", size, -1) for side, size in enumerate((left, right)))
-    return [NO_LIMIT if size == -1 else min(size, NO_LIMIT) for size in sizes]
+    window: list[int] = []
+    for side, size in enumerate((window_left, window_right)):
+        size = as_int(f"window_size[{side}]", size, -1)
+        if size == -1:
+            size = NO_LIMIT
+        window.append(min(size, NO_LIMIT))
+    return window
 
 
 def _check_options(

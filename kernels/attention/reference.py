@@ -31,14 +31,19 @@ def paged_attention(
     """`paged_attention`'s out and lse, one row and one head at a time."""
     q, k_cache, v_cache = f64(q), f64(k_cache), f64(v_cache)
     if k_scale is not None:
-        k_cache = k_cache * (f64(k_scale).unsqueeze(-1) if k_scale.dim() else f64(k_scale))
+        k_cache = k_cache * f64(k_scale)[..., None]
     if v_scale is not None:
-        v_cache = v_cache * (f64(v_scale).unsqueeze(-1) if v_scale.dim() else f64(v_scale))
+        v_cache = v_cache * f64(v_scale)[..., None]
     num_tokens, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_q_heads // num_kv_heads
-    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    left, right = window_size
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(head_dim)
+    if isinstance(causal, bool):
+        is_causal = [causal] * len(seq_lens)
+    else:
+        is_causal = causal.tolist()
+    window_left, window_right = window_size
     out = q.new_zeros(num_tokens, num_q_heads, v_cache.shape[3])
     lse = torch.full((num_q_heads, num_tokens), -math.inf, dtype=torch.float64)
     offsets, lengths, table = cu_seqlens_q.tolist(), seq_lens.tolist(), block_table.tolist()
@@ -47,9 +52,12 @@ def paged_attention(
         slots = [(table[seq][j // block_size], j % block_size) for j in range(seq_len)]
         for row in range(first, last):
             position = seq_len - (last - first) + (row - first)
-            low = 0 if left < 0 else max(0, position - left)
-            high = seq_len if right < 0 else min(seq_len, position + right + 1)
-            if causal if isinstance(causal, bool) else causal[seq]:
+            low, high = 0, seq_len
+            if window_left >= 0:
+                low = max(low, position - window_left)
+            if window_right >= 0:
+                high = min(high, position + window_right + 1)
+            if is_causal[seq]:
                 high = min(high, position + 1)
             new = seq_len - (last - first)  # position of the first query
             keys = [j for j in range(low, high) if mask is None or j < new or mask[row, j - new]]
@@ -58,7 +66,7 @@ def paged_attention(
             blocks = torch.tensor([slots[j][0] for j in keys], dtype=torch.int64)
             offs = torch.tensor([slots[j][1] for j in keys], dtype=torch.int64)
             for head in range(num_q_heads):
-                scores = k_cache[blocks, offs, head // group] @ q[row, head] * scale
+                scores = k_cache[blocks, offs, head // group] @ q[row, head] * softmax_scale
                 if softcap > 0:
                     scores = softcap * torch.tanh(scores / softcap)
                 if alibi_slopes is not None:

@@ -37,32 +37,46 @@ _SCRATCH_BYTES = 24 << 10
 def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
     """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order."""
     block_table, cu_seqlens_q, seq_lens = ids
-    num_seqs, max_queries, num_kv_heads, max_rows, group, size, v_size, block_size, left, right, chunk_size = sizes
+    (
+        num_seqs,
+        max_queries,
+        num_kv_heads,
+        max_rows,
+        group,
+        size,
+        v_size,
+        block_size,
+        window_left,
+        window_right,
+        chunk_size,
+    ) = sizes
     total = 0
     for seq in range(num_seqs):
         if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
             total += seq_lens[seq] * num_kv_heads
     first, end = nb.share(total)
-    begun = np.int64(0)
+    first_of_seq = np.int64(0)
     for seq in range(num_seqs):
         row = np.int64(cu_seqlens_q[seq])
         num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
         if num_queries > max_queries:
             continue
         if num_queries > 0:
-            head = min(max(first - begun + length - 1, 0) // length, num_kv_heads)
-            end_head = min(max(end - begun + length - 1, 0) // length, num_kv_heads)
+            head = min(max(first - first_of_seq + length - 1, 0) // length, num_kv_heads)
+            end_head = min(max(end - first_of_seq + length - 1, 0) // length, num_kv_heads)
             at_once = max(1, max_rows // (num_queries * group))
             while head < end_head:
                 stop = min(head + at_once, end_head)
-                next_seq, next_head = (seq, stop) if stop < end_head else (min(seq + 1, num_seqs - 1), np.int64(0))
+                next_seq, next_head = seq, stop
+                if stop == end_head:
+                    next_seq, next_head = min(seq + 1, num_seqs - 1), np.int64(0)
                 next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
                 _attend_heads(
                     q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length,
-                    head, stop, group, size, v_size, block_size, left, right, chunk_size, next_keys,
+                    head, stop, group, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
                 )  # fmt: skip
                 head = stop
-        begun += length * num_kv_heads
+        first_of_seq += length * num_kv_heads
 
 
 @nb.device_function
@@ -85,25 +99,26 @@ def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, pa
 @nb.inlined
 def _score(scratch, query, cache, key, stride, num_keys, size, to):
     """Compute the products of a query with keys that are `stride` apart."""
-    whole, many = size // LANES * LANES, num_keys // LANES * LANES
-    for first in range(0, many, LANES):
-        store_products(scratch, query, cache, key + first * stride, stride, whole, scratch, to + first)
-    for one in range(many, num_keys):
+    end_of_vectors, end_of_tiles = size // LANES * LANES, num_keys // LANES * LANES
+    for index in range(0, end_of_tiles, LANES):
+        store_products(scratch, query, cache, key + index * stride, stride, end_of_vectors, scratch, to + index)
+    for index in range(end_of_tiles, num_keys):
         products = fill(np.float32(0))
-        for i in range(0, whole, LANES):
+        for i in range(0, end_of_vectors, LANES):
             products = multiply_add(
-                load_vector(scratch, query + i), load_vector(cache, key + one * stride + i), products
+                load_vector(scratch, query + i), load_vector(cache, key + index * stride + i), products
             )
-        scratch[to + one] = sum_of(products)
-    for one in range(num_keys if whole < size else 0):
-        for i in range(whole, size):
-            scratch[to + one] += scratch[query + i] * nb.load(cache, key + one * stride + i)
+        scratch[to + index] = sum_of(products)
+    if end_of_vectors < size:
+        for index in range(num_keys):
+            for i in range(end_of_vectors, size):
+                scratch[to + index] += scratch[query + i] * nb.load(cache, key + index * stride + i)
 
 
 @nb.inlined
 def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
     """Add the weighted values of keys that are `stride` apart to `sums`."""
-    pairs, one = size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
+    pairs, ones = size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
     for i in range(0, pairs, 2 * LANES):  # independent sums do not wait for each other
         even, odd = load_vector(scratch, sums + i), fill(np.float32(0))
         next_even, next_odd = load_vector(scratch, sums + i + LANES), odd
@@ -119,8 +134,8 @@ def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
             weight = fill(scratch[weights + num_keys - 1])
             even = multiply_add(weight, load_vector(cache, start), even)
             next_even = multiply_add(weight, load_vector(cache, start + LANES), next_even)
-        store_vector(scratch, sums + i, multiply_add(one, odd, even))
-        store_vector(scratch, sums + i + LANES, multiply_add(one, next_odd, next_even))
+        store_vector(scratch, sums + i, multiply_add(ones, odd, even))
+        store_vector(scratch, sums + i + LANES, multiply_add(ones, next_odd, next_even))
     for i in range(pairs, size, LANES):
         total = load_part(scratch, sums + i, size - i)
         for key in range(num_keys):
@@ -133,17 +148,19 @@ def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
 def _weights(scratch, scores, num_keys, largest):
     """Replace a row's scores by 2^(score - largest so far), and pad them with 0 to a multiple of `LANES`; return the
     largest score and the sum."""
-    most = fill(largest)
+    maxima = fill(largest)
     for j in range(0, num_keys, LANES):
-        most = larger(most, load_vector(scratch, scores + j))
-    most_of_all = largest_of(most)
-    shift = np.float32(0) if most_of_all == np.float32(-np.inf) else most_of_all  # rows that see no key yet
-    one, below, total = fill(np.float32(1)), fill(-shift), fill(np.float32(0))
+        maxima = larger(maxima, load_vector(scratch, scores + j))
+    new_largest = largest_of(maxima)
+    shift = new_largest
+    if new_largest == np.float32(-np.inf):  # the row sees no key yet
+        shift = np.float32(0)
+    ones, below, total = fill(np.float32(1)), fill(-shift), fill(np.float32(0))
     for j in range(0, num_keys, LANES):
-        weights = exp2_of(multiply_add(one, load_vector(scratch, scores + j), below))
+        weights = exp2_of(multiply_add(ones, load_vector(scratch, scores + j), below))
         store_vector(scratch, scores + j, weights)
-        total = multiply_add(one, weights, total)
-    return most_of_all, nb.exp2(largest - shift), sum_of(total)
+        total = multiply_add(ones, weights, total)
+    return new_largest, nb.exp2(largest - shift), sum_of(total)
 
 
 @nb.inlined
@@ -156,7 +173,7 @@ def _copy_scaled(source, start, factor, target, to, size):
 @nb.device_function
 def _attend_heads(
     q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length, head, end_head,
-    group, size, v_size, block_size, left, right, chunk_size, next_keys,
+    group, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
 ):  # fmt: skip
     """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
 
@@ -174,10 +191,10 @@ def _attend_heads(
         for i in range(v_size):
             scratch[sums + r * v_size + i] = np.float32(0)
         scratch[largest + r], scratch[totals + r] = np.float32(-np.inf), np.float32(0)
-    first_key = max(0, context - left)
+    first_key = max(0, context - window_left)
     if chunk_size > 0:
         first_key = max(first_key, context // chunk_size * chunk_size)
-    end_key = min(length, length + right)
+    end_key = min(length, length + window_right)
     for tile in range(first_key, end_key, _KEYS):
         num_keys = min(_KEYS, end_key - tile)
         j = 0
@@ -200,14 +217,14 @@ def _attend_heads(
             j += run
         for r in range(rows):
             position = context + r % of_head // group
-            first, end = visible(position, length, left, right, chunk_size)
+            first, end = visible(position, length, window_left, window_right, chunk_size)
             at_scores, padded = scores + r * _KEYS, nb.rounded_up(num_keys, LANES)
             if first > tile or end < tile + padded:
                 for j in range(padded):
                     if tile + j < first or tile + j >= end:
                         scratch[at_scores + j] = np.float32(-np.inf)
-            most, rescale, total = _weights(scratch, at_scores, padded, scratch[largest + r])
-            scratch[largest + r] = most
+            new_largest, rescale, total = _weights(scratch, at_scores, padded, scratch[largest + r])
+            scratch[largest + r] = new_largest
             scratch[totals + r] = scratch[totals + r] * rescale + total
             _copy_scaled(scratch, sums + r * v_size, rescale, scratch, sums + r * v_size, v_size)
         j = 0
@@ -232,7 +249,9 @@ def _attend_heads(
     for r in range(rows):
         start = (row + r % of_head // group) * out_token + ((head + r // of_head) * group + r % group) * out_head
         total = scratch[totals + r]
-        inverse = np.float32(0) if total == 0 else np.float32(1) / total
+        inverse = np.float32(0)
+        if total != 0:
+            inverse = np.float32(1) / total
         _copy_scaled(scratch, sums + r * v_size, inverse, out, start, v_size)
 
 

@@ -32,9 +32,9 @@ Step = Callable[..., Any]
 
 
 @nb.device_function
-def visible(position, length, left, right, chunk_size):
+def visible(position, length, window_left, window_right, chunk_size):
     """Return the first key that a query sees and one past the last; there are none if the first is not lower."""
-    first, end = max(0, position - left), max(0, min(length, position + right + 1))
+    first, end = max(0, position - window_left), max(0, min(length, position + window_right + 1))
     if chunk_size > 0:
         chunk = position // chunk_size * chunk_size
         first, end = max(first, chunk), max(0, min(end, chunk + chunk_size))
@@ -73,10 +73,10 @@ def _largest(floats, scores, begin, end, half):
 
 @nb.device_function
 def _multiply(floats, sums, v_size, half, factor):
-    zero = fill(np.float32(0))
+    zeros = fill(np.float32(0))
     for column in range(v_size):
         at = sums + place(column, half)
-        store_vector(floats, at, multiply_add(load_vector(floats, at), factor, zero))
+        store_vector(floats, at, multiply_add(load_vector(floats, at), factor, zeros))
 
 
 def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add_values: Step, store: Step) -> Any:
@@ -92,18 +92,18 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         state += block * 2 * ROWS
         score(memory, queries, keys, scores, begin, end, size)
         _hide(memory, scores, bounds + block * 2 * ROWS, chunk, begin, end)
-        zero, one, minus, factor = fill(np.float32(0)), fill(np.float32(1)), fill(np.float32(-1)), fill(scale)
+        zeros, ones, minus_ones, factor = fill(np.float32(0)), fill(np.float32(1)), fill(np.float32(-1)), fill(scale)
         for half in range(2):
             largest, total = state + half * LANES, state + ROWS + half * LANES
             before = load_vector(floats, largest)
-            most = larger(before, multiply_add(_largest(floats, scores, begin, end, half), factor, zero))
-            shift = multiply_add(most, minus, zero)
+            new_largest = larger(before, multiply_add(_largest(floats, scores, begin, end, half), factor, zeros))
+            shift = multiply_add(new_largest, minus_ones, zeros)
             weighed = weigh(floats, scores, weights, begin, end, half, factor, shift)
-            fallen = multiply_add(before, one, shift)
+            fallen = multiply_add(before, ones, shift)
             rescale = exp2_of(fallen)
-            store_vector(floats, largest, most)
+            store_vector(floats, largest, new_largest)
             store_vector(floats, total, multiply_add(load_vector(floats, total), rescale, weighed))
-            if largest_of(multiply_add(fallen, minus, zero)) > np.float32(0):
+            if largest_of(multiply_add(fallen, minus_ones, zeros)) > np.float32(0):
                 _multiply(floats, sums, v_size, half, rescale)
         add_values(memory, values, scores, weights, sums, begin, end, v_size)
 
@@ -113,7 +113,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         head, begin_row, end_row,
     ):  # fmt: skip
         """Attend with rows of one KV head of a sequence."""
-        _, _, _, group, _, size, v_size, block_size, left, right, chunk_size = sizes
+        _, _, _, group, _, size, v_size, block_size, window_left, window_right, chunk_size = sizes
         q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, _ = strides
         queries, sums, state, bounds, keys, values, _, _, rows, slots = areas
         floats, _, ints, longs = memory
@@ -126,7 +126,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
             q_at, member, token = i // ROWS * 2 * ROWS + i % ROWS, head * group + r - query * group, row + query
             longs[rows + q_at] = token * q_token + member * q_head
             longs[rows + q_at + ROWS] = token * out_token + member * out_head
-            low, end = visible(context + query, length, left, right, chunk_size)
+            low, end = visible(context + query, length, window_left, window_right, chunk_size)
             if i == 0:
                 first = low
             ints[bounds + q_at], ints[bounds + q_at + ROWS] = np.int32(low), np.int32(end)
@@ -167,10 +167,10 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         scratch = values[8] + nb.thread_index() * values[9] * 4  # in bytes
         memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
         scale, areas, sizes, strides = nb.as_float(values[10]), values[11:21], values[21:32], values[32:]
-        num_seqs, min_queries, num_kv_heads, group, num_rows, _, _, _, left, right, chunk_size = sizes
+        num_seqs, min_queries, num_kv_heads, group, num_rows, _, _, _, window_left, window_right, chunk_size = sizes
         first, end = np.int64(0), np.int64(0)
         for is_counted in range(2):
-            begun = np.int64(0)
+            num_before = np.int64(0)
             for seq in range(num_seqs):
                 row = np.int64(cu_seqlens_q[seq])
                 num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
@@ -179,15 +179,15 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                 for head in range(num_kv_heads):
                     for begin_row in range(0, num_queries * group, num_rows):
                         end_row = min(begin_row + num_rows, num_queries * group)
-                        if first <= begun < end:
+                        if first <= num_before < end:
                             attend_rows(
                                 q, k_cache, v_cache, out, block_table, seq * strides[10], memory, areas, sizes,
                                 strides, scale, row, num_queries, length, head, begin_row, end_row,
                             )  # fmt: skip
                         middle = length - num_queries + (begin_row + end_row) // 2 // group
-                        first_key, end_key = visible(middle, length, left, right, chunk_size)
-                        begun += (end_row - begin_row) * (max(0, end_key - first_key) + STEP)
+                        first_key, end_key = visible(middle, length, window_left, window_right, chunk_size)
+                        num_before += (end_row - begin_row) * (max(0, end_key - first_key) + STEP)
             if is_counted == 0:
-                first, end = nb.share(begun)
+                first, end = nb.share(num_before)
 
     return attend

@@ -54,20 +54,26 @@ def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
     """Return the kernel for many queries, for keys and values of these sizes."""
     if dtype == torch.float32:
         return _float32
-    return _tiles if has_tiles() and all(size % TILE_COLUMNS == 0 for size in sizes) else _bfloat16
+    if has_tiles() and all(size % TILE_COLUMNS == 0 for size in sizes):
+        return _tiles
+    return _bfloat16
 
 
 def prepare(call: AttentionCall) -> LoopLaunch:
     """Return a launch that fills the rows of calls like this, with the same lengths and checked ids. cu_seqlens_q and
     seq_lens must be contiguous."""
     max_few = _FEW_ROWS * call.k_cache.shape[2] // call.q.shape[1]
-    few = few_queries.prepare(call, max_few) if max_few else None
-    return few if few is not None and call.max_seqlen_q <= max_few else _prepare_many(call, max_few + 1, few)
+    if max_few == 0:
+        return _prepare_many(call, 1, None)
+    few = few_queries.prepare(call, max_few)
+    if call.max_seqlen_q <= max_few:
+        return few
+    return _prepare_many(call, max_few + 1, few)
 
 
 def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None) -> LoopLaunch:
     (num_tokens, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
-    q_size, sums_size = (-(-each // LANES) * LANES for each in (size, v_size))
+    q_size, sums_size = (-(-width // LANES) * LANES for width in (size, v_size))
     num_rows = num_tokens * num_q_heads // (_SHARES * torch.get_num_threads())
     num_rows = min(max(num_rows // ROWS * ROWS, ROWS), _ROWS_AT_ONCE)
     areas = (
@@ -83,7 +89,7 @@ def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None)
         KEYS * 4,
     )
     *offsets, scratch_size = accumulate(areas, initial=0)
-    offsets[-2:] = (each // 2 for each in offsets[-2:])
+    offsets[-2:] = (offset // 2 for offset in offsets[-2:])
     arguments: tuple[int | str, ...] = (
         *few_queries.TENSORS,
         scratch_size,

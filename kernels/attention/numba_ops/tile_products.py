@@ -59,13 +59,13 @@ def _score(memory, queries, keys, scores, begin, end, size):
 @device_function
 def _weigh(floats, scores, weights, begin, end, half, scale, shift):
     """Write the weights of neighbouring keys as pairs; return their sum."""
-    one, total = fill(np.float32(1)), fill(np.float32(0))
+    ones, total = fill(np.float32(1)), fill(np.float32(0))
     for key in range(begin, end, 2):
         at = scores + place(key, half)
         a = exp2_of(multiply_add(load_vector(floats, at), scale, shift))
         b = exp2_of(multiply_add(load_vector(floats, at + LANES), scale, shift))
         store_pairs(floats, weights + (half * KEYS + key) * _HALF, a, b)
-        total = multiply_add(one, multiply_add(one, a, b), total)
+        total = multiply_add(ones, multiply_add(ones, a, b), total)
     return total
 
 

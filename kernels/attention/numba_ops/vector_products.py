@@ -53,12 +53,12 @@ def _score(memory, queries, keys, scores, begin, end, size):
 
 @device_function
 def _weigh(floats, scores, weights, begin, end, half, scale, shift):
-    one, total = fill(np.float32(1)), fill(np.float32(0))
+    ones, total = fill(np.float32(1)), fill(np.float32(0))
     for key in range(begin, end):
         at = scores + place(key, half)
         weight = exp2_of(multiply_add(load_vector(floats, at), scale, shift))
         store_vector(floats, at, weight)
-        total = multiply_add(one, weight, total)
+        total = multiply_add(ones, weight, total)
     return total
 
 

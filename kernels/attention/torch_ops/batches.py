@@ -172,7 +172,8 @@ def make_batches(call: AttentionCall, layout: BatchLayout) -> list[SequenceBatch
     batches: list[SequenceBatch] = []
     batch: list[QueryChunk] = []
     num_queries = num_keys = pairs = 0  # of the batch
-    chunks = _chunks(call, num_q_heads if layout.keeps_scores else 1)
+    scores_per_pair = num_q_heads if layout.keeps_scores else 1
+    chunks = _chunks(call, scores_per_pair)
     for chunk in sorted(chunks, key=itemgetter(2, 6), reverse=True):
         _, _, chunk_queries, *_, chunk_keys = chunk
         num_queries, num_keys = max(num_queries, chunk_queries), max(num_keys, chunk_keys)
@@ -192,8 +193,12 @@ def make_batches(call: AttentionCall, layout: BatchLayout) -> list[SequenceBatch
 
 def _chunks(call: AttentionCall, scores_per_pair: int) -> list[QueryChunk]:
     starts, lengths = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
-    left, right = call.window
-    is_causal = [False] * len(lengths) if call.is_causal is None else call.is_causal.tolist()
+    window_left, window_right = call.window
+    rights = [window_right] * len(lengths)
+    if call.is_causal is not None:
+        for seq, is_causal in enumerate(call.is_causal.tolist()):
+            if is_causal:
+                rights[seq] = 0
     chunks: list[QueryChunk] = []
     for seq, (start, end) in enumerate(pairwise(starts)):
         context = lengths[seq] - (end - start)
@@ -201,8 +206,8 @@ def _chunks(call: AttentionCall, scores_per_pair: int) -> list[QueryChunk]:
         for row in range(start, end, longest):
             num_queries = min(end - row, longest)
             position = context + row - start
-            first_key, last = max(0, position - left), position + num_queries - 1
-            end_key = min(lengths[seq], last + (0 if is_causal[seq] else right) + 1)
+            first_key, last = max(0, position - window_left), position + num_queries - 1
+            end_key = min(lengths[seq], last + rights[seq] + 1)
             if chunk_size := call.chunk_size:
                 first_key = max(first_key, position // chunk_size * chunk_size)
                 end_key = min(end_key, (last // chunk_size + 1) * chunk_size)
@@ -213,7 +218,8 @@ def _chunks(call: AttentionCall, scores_per_pair: int) -> list[QueryChunk]:
 
 
 def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: BatchLayout) -> SequenceBatch:
-    device, block_size, (left, right) = call.q.device, call.k_cache.shape[1], call.window
+    device, block_size = call.q.device, call.k_cache.shape[1]
+    window_left, window_right = call.window
     columns = torch.tensor(chunks, device=device).T.unsqueeze(-1)  # [7, n, 1]
     seq, row, num_queries, first_position, context, first_key, num_keys = columns
     query = torch.arange(int(num_queries.max()), device=device).minimum(num_queries - 1)  # [n, Q]
@@ -225,7 +231,7 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: BatchLayout) -
     visible = (offs_n < num_keys)[:, None]  # [n, 1, L]: chunks of one query need no more
     if rows.shape[1] > 1:
         ahead = key[:, None] - position[:, :, None]  # [n, Q, L]
-        visible = visible & (ahead >= -left) & (ahead <= right)
+        visible = visible & (ahead >= -window_left) & (ahead <= window_right)
         if call.chunk_size:
             visible &= key[:, None] // call.chunk_size == position[:, :, None] // call.chunk_size
         if call.is_causal is not None:
@@ -236,6 +242,9 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: BatchLayout) -
         visible = visible & (allowed | (column < 0))
     # A query sees at least itself, unless it comes before the first key or a mask hides its own key.
     may_be_blind = call.mask is not None or int(first_position.min()) < 0
+    blind_rows = None
+    if may_be_blind:
+        blind_rows = rows[~visible.any(-1)]
     pairs = None
     if layout.rows is not None and rows.shape[1] <= layout.max_in_place:
         pairs = _pairs(call, layout.rows, slots, rows.shape[1])
@@ -243,7 +252,7 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: BatchLayout) -
         rows=rows.flatten(),
         slots=slots,
         visible=visible.unsqueeze(1),
-        blind_rows=rows[~visible.any(-1)] if may_be_blind else None,
+        blind_rows=blind_rows,
         positions=(position, key),
         layout=layout.rows,
         pairs=pairs,

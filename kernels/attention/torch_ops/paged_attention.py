@@ -42,13 +42,17 @@ def bind(
 
     is_plain: nothing needs the scores.
     """
-    loops = loops_of("attention.numba_ops.paged_attention", q, k_cache, v_cache) if takes_loops else None
-    if loops is not None:
-        return partial(_bind_loops, loops)
+    if takes_loops:
+        loops = loops_of("attention.numba_ops.paged_attention", q, k_cache, v_cache)
+        if loops is not None:
+            return partial(_bind_loops, loops)
     layout = BatchLayout.of(q, k_cache, v_cache, window, chunk_size, deterministic, keeps_scores=not is_plain)
 
     def bind_step(call: AttentionCall, plan: AttentionPlan | None) -> Callable[[AttentionCall], None]:
-        return partial(_compute, layout, {} if plan is None else plan.batches, is_plain)
+        batches: SharedBatches = {}
+        if plan is not None:
+            batches = plan.batches
+        return partial(_compute, layout, batches, is_plain)
 
     return bind_step
 
@@ -98,7 +102,9 @@ def _compute(layout: BatchLayout, shared: SharedBatches, is_plain: bool, call: A
     for batch in batches:
         num_seqs, _, num_queries, _ = batch.visible.shape
         is_fused = is_plain and batch.pairs is None
-        queries = q.index_select(0, batch.rows).to(q.dtype if is_fused and _stays_narrow(call) else torch.float32)
+        queries = q.index_select(0, batch.rows)
+        if not (is_fused and _stays_narrow(call)):
+            queries = queries.float()
         if k_scale is not None:
             queries = (queries.unflatten(1, (num_kv_heads, -1)) * k_scale.reshape(-1, 1, 1)).flatten(1, 2)
         queries = queries.view(num_seqs, num_queries, *q.shape[1:]).transpose(1, 2)  # [n, Hq, Q, D]
@@ -135,7 +141,9 @@ def _fused(call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor) -> 
     attended = torch.nn.functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=batch.bias, scale=call.softmax_scale, enable_gqa=not is_decode
     )
-    return attended.flatten(1, 2).unsqueeze(2) if is_decode else attended
+    if is_decode:
+        attended = attended.flatten(1, 2).unsqueeze(2)
+    return attended
 
 
 def _with_scores(
