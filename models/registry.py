@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from paged.models.families.gemma4 import Gemma4
 from paged.models.families.hybrid import HYBRIDS
 from paged.models.families.llama import Llama
 from paged.models.families.mamba import MAMBAS
+from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
@@ -97,6 +99,10 @@ _MOST_SLOTS = 768
 _CPU_SLOTS = 32
 
 
+class UnknownArchitectureError(UnsupportedError):
+    """No family has an architecture of a config.json."""
+
+
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -144,7 +150,9 @@ def load_model(
 
 
 def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
-    network_class, config = read_model_config(folder)
+    network_class, config = chosen_config(
+        folder, model_impl=given.model_impl, trust_remote_code=given.trust_remote_code
+    )
     if config.unknown_keys and not ranks.rank:
         text = "%s: nothing reads %s; if the model's own code does, the answers are wrong"
         _LOG.warning(text, one_line(folder / "config.json"), one_line(", ".join(config.unknown_keys), 500))
@@ -169,17 +177,20 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     with ranks.apart():
-        network = load_network(
-            network_class,
-            config,
-            folder,
-            dtype=dtype,
-            device=given.device,
-            has_fp8_cache=has_fp8_cache,
-            ranks=ranks,
-            track=track,
-            draft_prefix=multi_token_prefix(config) if given.draft == MTP else None,
-        )
+        if isinstance(config, ModuleConfig):
+            network = _load_module(config, folder, dtype, kv_cache_dtype, given, ranks)
+        else:
+            network = load_network(
+                network_class,
+                config,
+                folder,
+                dtype=dtype,
+                device=given.device,
+                has_fp8_cache=has_fp8_cache,
+                ranks=ranks,
+                track=track,
+                draft_prefix=multi_token_prefix(config) if given.draft == MTP else None,
+            )
     if given.draft is not None:
         network.draft_head = load_draft_head(given.draft, network, folder, dtype, given.device, track)
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
@@ -209,7 +220,8 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
             PagedKvCacheManager(kv_config),
             max_loras=given.max_loras,
             max_lora_rank=given.max_lora_rank,
-            cuda_graphs=given.cuda_graphs,
+            # transformers' code may read values on the host, which no graph can hold.
+            cuda_graphs=given.cuda_graphs and not isinstance(config, ModuleConfig),
         )
         if given.quantization is not None:
             network.quantize(given.quantization, track)
@@ -254,6 +266,29 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
 
 
+def _load_module(
+    config: ModuleConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    given: LoadOptions,
+    ranks: Ranks,
+) -> Llama:
+    """Load transformers' own module; refuse options that need a family."""
+    from paged.models.module_loader import load_module_network
+
+    refused = {
+        "tensor_parallel_size": ranks.size > 1,
+        "draft": given.draft is not None,
+        "quantization": given.quantization is not None,
+        "kv_cache_dtype": kv_cache_dtype != dtype,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise UnsupportedError(f"{folder}: {name} is not supported for transformers' own module")
+    return load_module_network(config, folder, dtype=dtype, device=given.device, cache_config=cache_config)
+
+
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
     """Return `model_config` of a checkpoint folder.
 
@@ -261,6 +296,55 @@ def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
         CheckpointError, UnsupportedError: as `model_config`; or config.json is missing.
     """
     return model_config(read_config(folder))
+
+
+def chosen_config(
+    folder: Path, *, model_impl: str = "auto", trust_remote_code: bool = False
+) -> tuple[type[Llama], DecoderConfig]:
+    """Return `read_model_config` of a folder, or the class and configuration of transformers' own module.
+
+    model_impl, trust_remote_code: as in `LoadOptions`.
+
+    Raises:
+        CheckpointError, UnsupportedError: as `model_config`; or transformers has no such architecture; or its module
+            cannot run with a paged cache.
+    """
+    if model_impl == "transformers":
+        if find_spec("transformers") is None:
+            raise UnsupportedError("model_impl: 'transformers' needs pip install paged[transformers]")
+        hf = read_config(folder)
+        choice = _module_config(hf, folder, trust_remote_code)
+        if choice is None:
+            names = shown(hf.items("architectures", str))
+            raise UnsupportedError(f"{hf.source}: architectures {names} are unknown to transformers, too")
+        return choice
+    try:
+        return read_model_config(folder)
+    except UnknownArchitectureError as unknown:
+        if model_impl == "native" or find_spec("transformers") is None:
+            raise
+        hf = read_config(folder)
+        try:
+            choice = _module_config(hf, folder, trust_remote_code)
+        except UnsupportedError as error:
+            names = shown(hf.items("architectures", str))
+            reason = str(error).removeprefix(f"{hf.source}: ")
+            raise UnsupportedError(f"{hf.source}: architectures {names} are unknown; {reason}") from unknown
+        if choice is None:
+            raise
+        return choice
+
+
+def _module_config(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[type[Llama], DecoderConfig] | None:
+    """Return the class and configuration of transformers' module; None if transformers lacks the architecture."""
+    # Importing transformers takes seconds, and families do without.
+    from paged.models.generic.network import ModuleNetwork
+    from paged.models.generic.probe import read_module_config
+
+    config = read_module_config(hf, folder, trust_remote_code=trust_remote_code)
+    if config is None:
+        return None
+    return ModuleNetwork, config
 
 
 def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
@@ -293,7 +377,7 @@ def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
         closest = dict.fromkeys(one for name in names for one in get_close_matches(name, known_architectures()))
         hint = f"closest: {', '.join(closest) or 'none'}; to add one see docs/adding-a-model.md; "
         hint += "list: `paged inspect --architectures`"
-        raise UnsupportedError(f"{hf.source}: architectures {shown(names)} are unknown{_lacking(hf)}; {hint}")
+        raise UnknownArchitectureError(f"{hf.source}: architectures {shown(names)} are unknown{_lacking(hf)}; {hint}")
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")

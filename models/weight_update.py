@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged.errors import CheckpointError
+from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.torch_ops.linear import pack
 from paged.models.families.llama import Llama
+from paged.models.generic.config import ModuleConfig
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.given_tensors import GivenTensors
@@ -32,8 +33,11 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
         CheckpointError: as loading the model; or settings of the folder's config.json are not the model's; or, with
             check_finite, a weight is infinite or NaN.
         InvalidInputError: the source is neither a folder nor pairs of names and tensors.
+        UnsupportedError: the model is transformers' own module.
     """
     old = model.network
+    if isinstance(old.config, ModuleConfig):
+        raise UnsupportedError("update_weights: not supported for transformers' own module")
     network_class, config = type(old), old.config
     given: Path | GivenTensors
     if isinstance(source, str | Path):

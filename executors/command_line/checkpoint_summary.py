@@ -14,6 +14,7 @@ import torch
 
 from paged.errors import CheckpointError, PagedError
 from paged.models.families.llama import Llama
+from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.checkpoint_folder import missing_files
 from paged.models.loading.hf_config import HfConfig
@@ -21,7 +22,7 @@ from paged.models.loading.weights import StoredTensors, num_weights, read_header
 from paged.models.network_loader import meta_network, our_name, rank_network, with_stored_layout
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
-from paged.models.registry import GPU_FRACTION, cache_config, model_config
+from paged.models.registry import GPU_FRACTION, cache_config, chosen_config
 
 # Parameters, their bytes, KV bytes per token, and the number of tokens that fit beside the weights.
 Needs = tuple[int, int, int, int | None, int | None, int | None]
@@ -43,6 +44,7 @@ def summarize(
     spreads: one rank of each way to share the model.
 
     Returns values by name, None if unknown. reason: why the model is not supported, with the option's name.
+    backend: "native", or the class of transformers and why it runs; None if nothing runs.
     unknown_keys: keys of config.json that nothing reads and that may change the answers. missing:
     absent files. parameters: count after loading; stored elements if unsupported. tensors: elements by dtype.
     stored_bytes: size of the weight files. weight_bytes: size after loading, with packed weights packed and others in
@@ -66,6 +68,7 @@ def summarize(
         "architectures": hf.items("architectures", str),
         "model_type": hf.text("model_type", "unknown"),
         "supported": True,
+        "backend": "native",
         "reason": None,
         "unknown_keys": [],
         "missing": missing_files(folder),
@@ -92,8 +95,10 @@ def summarize(
         "ranks": [],
     }
     try:
-        network_class, config = model_config(hf)
-        if stored:
+        network_class, config = chosen_config(folder)
+        if isinstance(config, ModuleConfig):
+            summary["backend"] = f"transformers' {config.architecture}: there is no family of this architecture"
+        if stored and not isinstance(config, ModuleConfig):
             named = {our_name(network_class, name): tensor for name, tensor in stored.items()}
             config = with_stored_layout(replace(config, quantization=as_stored(config.quantization, named)), named)
         if config.quantization is not None:
@@ -103,7 +108,7 @@ def summarize(
         needs = partial(_needs, network_class, config, dtype, cache_dtype, block_size, device_bytes)
         summary |= zip(_NEEDS, needs(Share()), strict=True)
     except PagedError as error:
-        return summary | {"supported": False, "reason": str(error).removeprefix(f"{hf.source}: ")}
+        return summary | {"supported": False, "backend": None, "reason": str(error).removeprefix(f"{hf.source}: ")}
     summary |= {name: getattr(config, name) for name in _SIZES}
     return summary | {
         "dtype": _name(dtype),
@@ -155,6 +160,9 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
     Raises:
         UnsupportedError: loading would raise it.
     """
+    if isinstance(config, ModuleConfig):
+        parameters = sum(parameter.numel() for parameter in network_class(config).parameters())
+        return parameters, parameters * dtype.itemsize
     if config.quantization is not None:
         return _size(network_class, config, dtype, share)
     fields = ("attention", "moe", "intermediate_size", "recurrent", "attends")

@@ -34,6 +34,7 @@ _LINES = (
     ("folder", "folder", "{folder}"),
     ("architecture", "classes", "{classes} ({model_type})"),
     ("supported", "verdict", "{verdict}"),
+    ("backend", "backend", "{backend}"),
     ("not read", "unread", "{unread}: if the model's own code reads them, the answers are wrong"),
     ("missing files", "files", "{files}"),
     ("parameters", "parameters", "{parameters:,}"),

@@ -86,6 +86,12 @@ def _as_quantization(name: str, value: object) -> str | None:
     return None if value is None else str(value)
 
 
+def _as_implementation(name: str, value: object) -> str:
+    if value not in ("auto", "native", "transformers"):
+        raise InvalidInputError(f"{name}: {shown(value)}, expected 'auto', 'native' or 'transformers'")
+    return str(value)
+
+
 def _as_optional_size(name: str, value: object, low: int = 1) -> int | None:
     return None if value is None else as_int(name, value, low, _LARGEST)
 
@@ -127,6 +133,10 @@ class LoadOptions:
         snapshot_interval: also keep the state of prompts every so many tokens, a multiple of block_size; None for the
             ends of prompts and the positions where prompts part only.
         max_drafts: most drafts that a step verifies for a sequence with recurrent layers.
+        model_impl: "native" for a family of this package, "transformers" for transformers' own module over the paged
+            cache, "auto" for the family if there is one.
+        trust_remote_code: whether transformers' module may be the checkpoint's own Python code, which then runs with
+            all rights of this process.
 
     Raises:
         InvalidInputError: a value has another type or is out of range, or the device does not exist.
@@ -148,6 +158,8 @@ class LoadOptions:
     num_state_slots: int | None = None
     snapshot_interval: int | None = None
     max_drafts: int = 7
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         for name, convert in _CONVERSIONS.items():
@@ -186,4 +198,6 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "num_state_slots": partial(_as_optional_size, low=2),
     "snapshot_interval": _as_optional_size,
     "max_drafts": partial(as_int, low=0, high=_MAX_DRAFTS),
+    "model_impl": _as_implementation,
+    "trust_remote_code": as_bool,
 }

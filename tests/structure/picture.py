@@ -56,6 +56,7 @@ HOLDS = {
     "kernels/sampling": "tokens out of logits",
     "models": "the contract, registry, graphs",
     "models/families": "Llama, Qwen3, Mixtral, ...",
+    "models/generic": "transformers' own modules",
     "models/layers": "a decoder layer and its parts",
     "models/loading": "checkpoints read and checked",
     "models/lora": "adapters read and applied",

@@ -1,0 +1,28 @@
+"""The configuration of a decoder that transformers' own module runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paged.models.layers.config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleConfig(DecoderConfig):
+    """A decoder that transformers' own module runs.
+
+    Attributes:
+        architecture: name of the class in transformers.
+        model_class, config: transformers' class and its configuration.
+        places: names of the attention modules, in the order of their calls.
+        decoder: name of the module that makes final hidden states of token ids.
+        layers: name of the list of layers.
+    """
+
+    architecture: str
+    model_class: Any = field(compare=False)
+    config: Any = field(compare=False)
+    places: tuple[str, ...]
+    decoder: str
+    layers: str

@@ -1,0 +1,197 @@
+"""Attention functions for transformers' own modules: one over our paged KV cache, one that records a module's calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from paged.errors import UnsupportedError
+from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.common.operation import Bound
+from paged.metadata import AttentionMetadata
+from paged.models.layers.config import AttentionConfig
+
+# Names in transformers' attention interface. Masks are made for the second name only.
+PAGED, RECORDING = "paged_cache", "paged_recording"
+# Name in transformers' experts interface.
+EXPERTS = "paged_experts"
+# Attribute of an attention module that holds its `PagedLayer` or the list of `AttentionCall`s.
+_PLACE = "paged_place"
+# Tensors that transformers passes to every attention function and that change nothing there.
+_HARMLESS = frozenset(("position_ids", "cache_position", "position_embeddings", "input_ids"))
+
+
+def register() -> None:
+    """Add the functions to transformers' interfaces; may be called repeatedly."""
+    ExpertsInterface.register(EXPERTS, _run_experts)
+    AttentionInterface.register(PAGED, _attend)
+    AttentionInterface.register(RECORDING, _record)
+    AttentionMaskInterface.register(RECORDING, _recorded_mask)
+
+
+@dataclass
+class Step:
+    """The step that runs, shared by a network's attention layers."""
+
+    metadata: AttentionMetadata | None = None
+
+
+@dataclass
+class PagedLayer:
+    """The cache of one attention module; `PagedLayer.of` finds it from the module.
+
+    k_scale, v_scale: factors of an 8-bit cache; a missing one is 1.
+    """
+
+    config: AttentionConfig
+    step: Step
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    table: int
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.write, self.attend = Bound(reshape_and_cache), Bound(paged_attention)
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Let an attention module use this cache."""
+        setattr(module, _PLACE, self)
+
+
+@dataclass
+class AttentionCall:
+    """One call of the attention function, as `_record` sees it.
+
+    Attributes:
+        query, key, value: shapes [1, heads, tokens, head size].
+        mask: the mask, which has transformers' `mask_function` unless the model made or changed it.
+        options: the other arguments that are not None.
+    """
+
+    module: torch.nn.Module
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+
+@dataclass
+class Calls:
+    """The calls of one forward."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Record the calls of all modules below `module`."""
+        for part in module.modules():
+            setattr(part, _PLACE, self)
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Record no longer."""
+        for part in module.modules():
+            delattr(part, _PLACE)
+
+
+def _recorded_mask(*_: Any, q_length: int, kv_length: int, mask_function: Any, device: Any, **__: Any) -> torch.Tensor:
+    """Return an empty mask that knows its function of positions."""
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    mask.mask_function = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+def _record(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Record the call; return attention of the right shape without contents."""
+    options = {name: option for name, option in options.items() if option is not None}
+    getattr(module, _PLACE).calls.append(
+        AttentionCall(module, query.shape, key.shape, value.shape, attention_mask, options)
+    )
+    return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write keys and values of the step to the cache and attend to it.
+
+    Args:
+        query: [1, num_heads, num_tokens, head_dim].
+        key, value: [1, num_kv_heads, num_tokens, head size].
+
+    Returns:
+        Attention [1, num_tokens, num_heads, v_head_dim], and None for weights.
+
+    Raises:
+        UnsupportedError: the model passes a mask.
+    """
+    if attention_mask is not None:
+        raise UnsupportedError(f"{type(module).__name__}: a mask of {list(attention_mask.shape)}, expected none")
+    layer: PagedLayer = getattr(module, _PLACE)
+    config, metadata = layer.config, layer.step.metadata
+    assert metadata is not None
+    block_table, slot_mapping = metadata.table(layer.table)
+    dtype = value.dtype  # some models rotate in float32 and leave it to attention to round
+    q, k, v = query[0].transpose(0, 1).to(dtype), key[0].transpose(0, 1).to(dtype), value[0].transpose(0, 1)
+    layer.write(k, v, layer.k_cache, layer.v_cache, slot_mapping, k_scale=layer.k_scale, v_scale=layer.v_scale)
+    out = torch.empty(*q.shape[:2], config.v_head_dim, dtype=dtype, device=q.device)
+    layer.attend(
+        q,
+        layer.k_cache,
+        layer.v_cache,
+        block_table=block_table,
+        cu_seqlens_q=metadata.cu_seqlens_q,
+        seq_lens=metadata.seq_lens,
+        max_seqlen_q=metadata.max_seqlen_q,
+        softmax_scale=config.softmax_scale,
+        window_size=(-1, -1) if config.window is None else (config.window - 1, -1),
+        softcap=config.softcap,
+        sinks=s_aux,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
+        plan=metadata.plan,
+        out=out,
+    )
+    return out[None], None
+
+
+def _run_experts(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Run a module's experts; without memory, return a tensor of the right shape."""
+    if hidden_states.is_meta:
+        return torch.empty_like(hidden_states)
+    out: torch.Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    return out
+
+
+def unexpected_options(call: AttentionCall) -> list[str]:
+    """Return the names of a call's arguments that `_attend` would ignore although they may matter."""
+    known = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout"}
+    names = []
+    for name, option in call.options.items():
+        if isinstance(option, torch.Tensor) and name not in known | _HARMLESS:
+            names.append(name)
+    if call.options.get("dropout"):
+        names.append("dropout")
+    return names

@@ -1,0 +1,146 @@
+"""A network that runs transformers' own module over a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.errors import UnsupportedError
+from paged.metadata import AttentionMetadata, OutputRows
+from paged.models.families.llama import Llama
+from paged.models.generic.config import ModuleConfig
+from paged.models.generic.interface import PAGED, PagedLayer, Step
+from paged.models.generic.probe import build
+from paged.models.layers.attention import HeldCaches
+from paged.models.loading.weights import Track, untracked
+from paged.models.parallel.share import Share
+
+
+class ModuleNetwork(Llama):
+    """transformers' module in the place of a family's network; all but attention is its own code.
+
+    module: the whole model; its decoder is replaced by what returns the hidden states that `head` is given, so that
+        logits come from the model's own forward, with its factors and caps.
+    """
+
+    def __init__(self, config: ModuleConfig, share: Share | None = None, module: Any = None) -> None:
+        """module: with weights; None builds one, on the default device."""
+        nn.Module.__init__(self)
+        if share is not None and share.size > 1:
+            raise UnsupportedError(f"tensor_parallel_size: {share.size}, expected 1 for transformers' own module")
+        if module is None:
+            module = build(config.model_class, config.config, PAGED)
+        self.config = self.own_config = config
+        self.rows = Share().vocabulary(config.vocab_size)
+        self.num_logits = config.vocab_size
+        self.layers: Sequence[Any] = ()
+        self.draft_head = None
+        self.num_weights = sum(parameter.numel() for parameter in module.parameters())
+        self.lm_head = None
+        self._packed_embedding = None
+        module.set_attn_implementation(PAGED)
+        self._attentions = [module.get_submodule(name) for name in config.places]
+        self.decoder = module.get_submodule(config.decoder)
+        self.module = module
+        self._given = GivenHidden()
+        module.set_submodule(config.decoder, self._given)
+        self._step = Step()
+        self._layers: list[PagedLayer] = []
+
+    @property
+    def embed_tokens(self) -> torch.Tensor:  # type: ignore[override]
+        """The module's embedding, on its device."""
+        weight: torch.Tensor = next(self.module.parameters())
+        return weight
+
+    def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
+        """Give every attention module its cache."""
+        held = HeldCaches()
+        self._layers = []
+        for index, (attention, kind) in enumerate(zip(self._attentions, self.config.attention, strict=True)):
+            k_scale, v_scale = kv_manager.scales(index)
+            layer = PagedLayer(
+                config=kind,
+                step=self._step,
+                k_cache=held.of(kv_manager.k_cache(index)),
+                v_cache=held.of(kv_manager.v_cache(index)),
+                table=kv_manager.table_of(index),
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+            layer.attach(attention)
+            self._layers.append(layer)
+
+    def bind_weights(self) -> None:
+        """Do nothing: the module's weights are what it computes with."""
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `forward`, and None: there is no draft head."""
+        return self(input_ids, metadata.positions, metadata, outputs), None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+        boundaries: Any = None,
+    ) -> torch.Tensor:
+        """Return hidden states after the final norm, [num_tokens, hidden_size], or the rows of `outputs`."""
+        self._step.metadata = metadata
+        try:
+            result = self.decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        finally:
+            self._step.metadata = None
+        hidden: torch.Tensor = result.last_hidden_state[0]
+        return hidden if outputs is None else hidden[outputs.rows]
+
+    def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Raise: rows in place of token embeddings are not supported."""
+        raise UnsupportedError("prompt_embeds: not supported for transformers' own module")
+
+    def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits, [num_rows, num_logits], in `out` if given."""
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        self._given.hidden = hidden[None]
+        try:
+            logits: torch.Tensor = self.module(input_ids=ids, use_cache=False).logits[0, :, : self.num_logits]
+        finally:
+            self._given.hidden = None
+        return logits if out is None else out.copy_(logits)
+
+    def pack(self, track: Track = untracked) -> None:
+        """Do nothing: the module's products stay PyTorch's."""
+
+    def quantize(self, form: str, track: Track = untracked) -> None:
+        raise UnsupportedError(f"quantization: {form}, expected None for transformers' own module")
+
+    def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        raise UnsupportedError("kv_cache_dtype: scales of a checkpoint need a family")
+
+
+class GivenHidden(nn.Module):
+    """Stands in for a decoder: returns the hidden states that it holds."""
+
+    hidden: torch.Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> HiddenOutput:
+        return HiddenOutput(last_hidden_state=self.hidden)
+
+
+class HiddenOutput(BaseModelOutputWithPast):  # type: ignore[misc]
+    """Hidden states as a decoder's output, in which everything else is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)

@@ -1,0 +1,275 @@
+"""Read a decoder's sizes from transformers' own module: build it without memory, and record a forward of two tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.attention.plan import MAX_HEAD_DIM
+from paged.models.generic.config import ModuleConfig
+from paged.models.generic.interface import EXPERTS, RECORDING, AttentionCall, Calls, register, unexpected_options
+from paged.models.layers.config import AttentionConfig, NormConfig
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.load_options import DTYPES
+from paged.printable import one_line
+
+# Names of the longest sequence in config.json, beside those that transformers maps to the first.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
+# Rotations that depend on the longest sequence of a step, and so on the other sequences in it.
+_CHANGING_ROPES = ("dynamic", "longrope")
+_NUM_TOKENS = 2
+_LAYER = re.compile(r"^(.*?)\.(\d+)\.")
+
+
+def read_module_config(hf: HfConfig, folder: Path, *, trust_remote_code: bool = False) -> ModuleConfig | None:
+    """Return the configuration of a checkpoint that transformers' own module can run; None if there is no such class.
+
+    Raises:
+        UnsupportedError: the module does not compute attention as a paged cache needs it; the message begins with the
+            cause.
+        CheckpointError: a value is malformed.
+    """
+    model_class, config = _model_class(hf, folder, trust_remote_code)
+    if model_class is None:
+        return None
+    name = model_class.__name__
+    try:
+        return _Probe(hf, model_class, config).config()
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{hf.source}: transformers' {name} cannot run with a paged cache: {error}") from error
+    except Exception as error:  # from transformers' code, of any type
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        raise UnsupportedError(f"{hf.source}: transformers' {name} cannot be built or run: {reason}") from error
+
+
+def _model_class(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Return the class that `architectures` names, and its configuration; None if transformers does not have it."""
+    auto_map = hf.section("auto_map")
+    if trust_remote_code and auto_map is not None:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+        reference = auto_map.text("AutoModelForCausalLM")
+        return get_class_from_dynamic_module(reference, folder, local_files_only=True), config
+    for name in hf.items("architectures", str):
+        model_class: Any = getattr(transformers, name, None)
+        if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+            continue
+        config_class: Any = model_class.config_class
+        if config_class is not None and config_class.model_type == hf.values.get("model_type"):
+            try:
+                return model_class, config_class.from_dict(dict(hf.values))
+            except Exception as error:  # transformers validates with many types
+                raise CheckpointError(f"{hf.source}: {one_line(str(error), 300)}") from error
+    return None, None
+
+
+def build(model_class: Any, config: Any, attention: str) -> nn.Module:
+    """Return a module without memory that runs the attention function of this name."""
+    if hasattr(model_class, "_from_config"):
+        with torch.device("meta"):
+            module: nn.Module = model_class._from_config(
+                config, attn_implementation=attention, experts_implementation=EXPERTS, dtype=torch.float32
+            )
+            return module.eval()
+    raise UnsupportedError("not a model of transformers")
+
+
+class _Probe:
+    """One recorded forward of a module without memory."""
+
+    def __init__(self, hf: HfConfig, model_class: Any, config: Any) -> None:
+        register()
+        self.hf, self.model_class, self.hf_config = hf, model_class, config
+        self.text: Any = config.get_text_config(decoder=True)
+        self.text.use_cache = config.use_cache = False
+        if hf.values.get("quantization_config") is not None:
+            raise UnsupportedError("quantization_config: packed weights need a family")
+        self.module: Any = build(model_class, config, RECORDING)
+        self.names = {id(module): name for name, module in self.module.named_modules()}
+        self.hidden: torch.Tensor | None = None
+        self.decoder = ""
+
+    def config(self) -> ModuleConfig:
+        """Return what the forward shows."""
+        logits, calls = self._run()
+        if not calls:
+            raise UnsupportedError("no layer calls attention through transformers' interface")
+        if self.hidden is None:
+            raise UnsupportedError("no module below the model returns hidden states")
+        places = [self.names[id(call.module)] for call in calls]
+        layers = self._layers(places)
+        max_positions = self._max_positions()
+        attention = tuple(self._attention(call, max_positions) for call in calls)
+        self._check_ropes(max_positions)
+        num_layers = len(attention)
+        dtype = self.hf.value("dtype") or self.hf.value("torch_dtype") or "float32"
+        return ModuleConfig(
+            model_type=self.hf_config.model_type,
+            hidden_size=self.hidden.shape[-1],
+            intermediate_size=(0,) * num_layers,
+            vocab_size=min(logits.shape[-1], self.module.get_input_embeddings().num_embeddings),
+            max_position_embeddings=max_positions,
+            attention=attention,
+            norms=NormConfig(eps=0.0),
+            moe=(None,) * num_layers,
+            recurrent=(None,) * num_layers,
+            attends=(True,) * num_layers,
+            activation="silu",
+            tie_word_embeddings=bool(getattr(self.text, "tie_word_embeddings", False)),
+            dtype=DTYPES.get(str(dtype).removeprefix("torch."), torch.float32),
+            quantization=None,
+            architecture=self.model_class.__name__,
+            model_class=self.model_class,
+            config=self.hf_config,
+            places=tuple(places),
+            decoder=self.decoder,
+            layers=layers,
+        )
+
+    def _run(self) -> tuple[torch.Tensor, list[AttentionCall]]:
+        calls = Calls()
+        calls.attach(self.module)
+        ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
+        with self._watched(calls), torch.no_grad():
+            # Without a mask of tokens transformers would read positions, which have no values here.
+            mask = torch.ones_like(ids)
+            result = self.module(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
+        calls.detach(self.module)
+        logits = getattr(result, "logits", None)
+        if logits is None:
+            raise UnsupportedError("the model gives no logits")
+        return logits, calls.calls
+
+    @contextmanager
+    def _watched(self, calls: Calls) -> Iterator[None]:
+        """Find the module that makes hidden states: the first below the model whose call holds calls of attention."""
+        counts: dict[str, int] = {}
+        hooks = []
+
+        def before(module: nn.Module, *_: Any) -> None:
+            counts[self.names[id(module)]] = len(calls.calls)
+
+        def after(module: nn.Module, _: Any, __: Any, output: Any) -> None:
+            name = self.names[id(module)]
+            hidden = getattr(output, "last_hidden_state", None)
+            if hidden is not None and name and not counts[name] and calls.calls:
+                self.decoder, self.hidden = name, hidden
+
+        for module in self.module.modules():
+            hooks.append(module.register_forward_pre_hook(before))
+            hooks.append(module.register_forward_hook(after, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _layers(self, places: list[str]) -> str:
+        """Return the name of the list of layers, each of which must call attention, and none of which twice."""
+        repeated = sorted({place for place in places if places.count(place) > 1})
+        if repeated:
+            raise UnsupportedError(f"{repeated[0]} calls attention {places.count(repeated[0])} times for a token")
+        match = _LAYER.match(places[0])
+        if match is None:
+            raise UnsupportedError(f"{places[0]} calls attention outside of a list of layers")
+        name = match[1]
+        layers = self.module.get_submodule(name)
+        for index in range(len(layers)):
+            if not any(place.startswith(f"{name}.{index}.") for place in places):
+                kind = type(layers[index]).__name__
+                raise UnsupportedError(f"{name}.{index} ({kind}) calls no attention, and may keep another state")
+        if outside := [place for place in places if not place.startswith(f"{name}.")]:
+            raise UnsupportedError(f"{outside[0]} calls attention outside of {name}")
+        return name
+
+    def _max_positions(self) -> int:
+        for name in _LENGTHS:
+            value = getattr(self.text, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        raise UnsupportedError("max_position_embeddings is missing: the longest sequence is unknown")
+
+    def _check_ropes(self, max_positions: int) -> None:
+        for name, module in self.module.named_modules():
+            types = getattr(module, "rope_type", None)
+            for rope_type in types.values() if isinstance(types, dict) else [types]:
+                if rope_type in _CHANGING_ROPES:
+                    raise UnsupportedError(f"{name}: rotation {rope_type!r} depends on the other sequences of a step")
+
+    def _attention(self, call: AttentionCall, max_positions: int) -> AttentionConfig:
+        """Return the attention of one module.
+
+        Raises:
+            UnsupportedError: the call has something that a paged cache does not give.
+        """
+        name, options = self.names[id(call.module)], call.options
+        (_, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, k_dim) = call.query, call.key
+        if (num_queries, num_keys, k_dim) != (_NUM_TOKENS, _NUM_TOKENS, head_dim) or call.value[1:3] != call.key[1:3]:
+            shapes = ", ".join(str(list(shape)) for shape in (call.query, call.key, call.value))
+            raise UnsupportedError(f"{name}: queries, keys and values {shapes} for {_NUM_TOKENS} tokens")
+        if max(head_dim, call.value[3]) > MAX_HEAD_DIM:
+            raise UnsupportedError(f"{name}: head size {head_dim}, at most {MAX_HEAD_DIM}")
+        if num_heads % num_kv_heads:
+            raise UnsupportedError(f"{name}: {num_heads} heads over {num_kv_heads} KV heads")
+        if extra := unexpected_options(call):
+            raise UnsupportedError(f"{name}: {', '.join(extra)} in its call of attention")
+        is_causal = options.get("is_causal", getattr(call.module, "is_causal", True))
+        if call.mask is None and not is_causal:
+            raise UnsupportedError(f"{name}: its attention is not causal")
+        scaling = options.get("scaling")
+        return AttentionConfig(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=call.value[3],
+            rope=None,
+            window=self._window(name, call, max_positions),
+            softmax_scale=head_dim**-0.5 if scaling is None else float(scaling),
+            softcap=float(options.get("softcap") or 0.0),
+            qkv_bias=False,
+            o_bias=False,
+            sinks="s_aux" in options,
+        )
+
+    def _window(self, name: str, call: AttentionCall, max_positions: int) -> int | None:
+        """Return the window that a call's mask shows at many positions; None for none.
+
+        Raises:
+            UnsupportedError: the mask is the model's own, or neither causal nor a causal window.
+        """
+        window = call.options.get("sliding_window")
+        if call.mask is None:
+            return window
+        mask_function = getattr(call.mask, "mask_function", None)
+        if mask_function is None:
+            raise UnsupportedError(f"{name}: a mask of its own")
+        windows = [window, getattr(self.text, "sliding_window", None), None]
+        windows += [value for value in vars(self.text).values() if type(value) is int and value > 0]
+        for window in dict.fromkeys(windows):
+            positions = _positions(window, max_positions)
+            queries, keys = positions[:, None], positions[None, :]
+            visible = keys <= queries
+            if window is not None:
+                visible &= queries - keys < window
+            zero = torch.zeros((), dtype=torch.int64)
+            shown_by_mask: torch.Tensor = mask_function(zero, zero, queries, keys)
+            if torch.equal(visible, shown_by_mask.expand_as(visible)):
+                return None if window is None or window >= max_positions else window
+        raise UnsupportedError(f"{name}: a mask that is neither causal nor a causal window")
+
+
+def _positions(window: int | None, max_positions: int) -> torch.Tensor:
+    """Return positions at which every mask of transformers shows its limits: powers of two and the window's edges."""
+    centres = [0, 8, window or 0, 3 * (window or 0), max_positions - 1, *(1 << power for power in range(24))]
+    near = torch.tensor([centre + offset for centre in centres for offset in (-2, -1, 0, 1, 2)]).unique()
+    in_range: torch.Tensor = near[(near >= 0) & (near < max_positions)]
+    return in_range

@@ -1,0 +1,77 @@
+"""Load transformers' own module with the weights of a checkpoint, and check it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.errors import CheckpointError
+from paged.kernels.common.scalars import shown
+from paged.models.generic.config import ModuleConfig
+from paged.models.generic.interface import EXPERTS, PAGED
+from paged.models.generic.network import ModuleNetwork
+from paged.models.loading.weights import read_headers
+from paged.models.module_check import check_module
+from paged.printable import one_line
+
+_LOG = logging.getLogger("paged")
+
+
+def load_module_network(
+    config: ModuleConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_config: Callable[..., PagedKvCacheConfig],
+) -> ModuleNetwork:
+    """Return a network over transformers' module with the weights of a folder, after it has passed `check_module`.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, or has another shape; or a file cannot be read.
+        UnsupportedError: the module over a paged cache gives other logits than by itself.
+    """
+    read_headers(folder)  # an index may not point outside of the folder
+    with _quiet():
+        try:
+            module, report = config.model_class.from_pretrained(
+                folder,
+                config=config.config,
+                dtype=dtype,
+                attn_implementation=PAGED,
+                experts_implementation=EXPERTS,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # from transformers' code, of any type
+            reason = one_line(f"{type(error).__name__}: {error}", 300)
+            raise CheckpointError(f"{folder}: transformers cannot load it: {reason}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := report.get(kind):
+            raise CheckpointError(f"{folder}: {kind.replace('_keys', '')} tensors {shown(sorted(map(str, names))[:4])}")
+    module.eval().requires_grad_(False).to(device)
+    check_module(config, module, cache_config)
+    _LOG.warning("%s: no family here; transformers' own %s runs over the paged cache", folder, config.architecture)
+    return ModuleNetwork(config, module=module)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Load without transformers' bars and messages."""
+    log = transformers.utils.logging
+    level, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if has_bars:
+            log.enable_progress_bar()

@@ -1,0 +1,161 @@
+"""transformers' own modules over the paged cache: architectures without a family."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.batch import UnifiedBatchItem, VerifyLogits
+from paged.errors import UnsupportedError
+from paged.executors.command_line.checkpoint_summary import summarize
+from paged.models.families.llama import Llama
+from paged.models.generic.network import ModuleNetwork
+from paged.models.module_check import check_module
+from paged.models.paged_lm import PagedCausalLM
+from paged.models.registry import cache_config, load_model
+from tests.models.edits import edit_config
+from tests.models.families import FAMILIES, Families, assert_logits_of, assert_same_logits, save_checkpoint, tokens
+
+ACCEPTED = Families(
+    cohere="Cohere head_dim=16 use_qk_norm=True pad_token_id=0",
+    gpt2="GPT2 n_embd=64 n_head=4 n_layer=2 n_positions=128",
+    gpt_neox="GPTNeoX attention_bias=True",
+    opt="OPT ffn_dim=96 word_embed_proj_dim=64",
+    phimoe="Phimoe local_experts window head_dim=16",
+)
+# The cause comes directly after the name of the class.
+REFUSED = {
+    "Bloom n_layer=2 n_head=4": "no layer calls attention through transformers' interface",
+    "CodeGen n_embd=64 n_head=4 n_layer=2 rotary_dim=8": "no layer calls attention through transformers' interface",
+    "Doge keep_window_size=16": "layers.0.self_attn: a mask of its own",
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def all_logits(model: PagedCausalLM, token_ids: list[int], counts: tuple[int, ...]) -> torch.Tensor:
+    """Those of every token of a prompt, in steps of these numbers of tokens."""
+    rows, start = [], 0
+    for count in counts:
+        chunk = token_ids[start : start + count]
+        (logits,) = model.unified_forward(
+            [UnifiedBatchItem("a", chunk, pos_offset=start, logits_policy=VerifyLogits())]
+        )
+        rows.append(logits)
+        start += count
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = save_checkpoint(ACCEPTED[name], tmp_path)
+    model = load_model(tmp_path, num_blocks=16)
+    assert type(model.network) is ModuleNetwork
+    prompt = tokens(30)
+    assert_logits_of(all_logits(model, prompt, (17, 12, 1)), theirs, prompt)
+
+
+def test_the_engine_gives_its_greedy_tokens(tmp_path: Path) -> None:
+    """Prompts in chunks, mixed with decodes, some of whose blocks come from the prefix cache."""
+    theirs = save_checkpoint(ACCEPTED["opt"], tmp_path)
+    executor = LlmExecutor.from_pretrained(tmp_path, num_blocks=64, block_size=16)
+    engine = Engine(executor, EngineConfig(token_budget=16), eos_token_ids=())
+    prompts = [tokens(40), [*tokens(40)[:33], 5, 6], [9, 8, 7]]
+    engine.generate(prompts, GREEDY, progress=False)
+    outputs = engine.generate(prompts, GREEDY, progress=False)
+    assert [output.num_cached_tokens for output in outputs] == [32, 32, 0]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_it_equals_a_family(llama_folder: Path) -> None:
+    family = load_model(llama_folder, num_blocks=16)
+    module = load_model(llama_folder, num_blocks=16, model_impl="transformers")
+    assert (type(family.network), type(module.network)) == (Llama, ModuleNetwork)
+    prompt = tokens(20)
+    assert_same_logits(all_logits(module, prompt, (20,)), all_logits(family, prompt, (20,)))
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals_begin_with_the_cause(words: str, tmp_path: Path) -> None:
+    theirs = save_checkpoint(Families(model=words)["model"], tmp_path)
+    with pytest.raises(UnsupportedError) as caught:
+        load_model(tmp_path, num_blocks=16)
+    name = type(theirs).__name__
+    beginning = f"architectures ['{name}'] are unknown; transformers' {name} cannot run with a paged cache: "
+    assert f"{beginning}{REFUSED[words]}" in str(caught.value).replace("model.", "")
+    summary = summarize(tmp_path)
+    assert (summary["supported"], summary["backend"]) == (False, None)
+
+
+def test_a_wrong_window_fails_the_check(tmp_path: Path) -> None:
+    save_checkpoint(ACCEPTED["opt"], tmp_path)
+    network = load_model(tmp_path, num_blocks=16).network
+    assert isinstance(network, ModuleNetwork)
+    network.module.set_submodule(network.config.decoder, network.decoder)
+    check_module(network.config, network.module, cache_config)
+    wrong = replace(network.config, attention=tuple(replace(kind, window=12) for kind in network.config.attention))
+    with pytest.raises(UnsupportedError, match="whole prompts have other logits than without a cache, by"):
+        check_module(wrong, network.module, cache_config)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"quantization": "int8"}, "quantization"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"draft": "mtp"}, "draft"),
+        ({"model_impl": "native"}, "architectures ['OPTForCausalLM'] are unknown; unlike a Llama"),
+    ],
+)
+def test_options_that_need_a_family(options: dict[str, Any], name: str, tmp_path: Path) -> None:
+    save_checkpoint(ACCEPTED["opt"], tmp_path)
+    with pytest.raises(UnsupportedError) as caught:
+        load_model(tmp_path, num_blocks=16, **options)
+    assert name in str(caught.value)
+
+
+def test_new_weights_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(ACCEPTED["opt"], tmp_path)
+    executor = LlmExecutor.from_pretrained(tmp_path, num_blocks=16)
+    with pytest.raises(UnsupportedError, match="update_weights"):
+        executor.update_weights(tmp_path)
+
+
+def test_inspect_names_the_backend(llama_folder: Path, tmp_path: Path) -> None:
+    theirs = save_checkpoint(ACCEPTED["opt"], tmp_path)
+    summary = summarize(tmp_path)
+    assert summary["supported"]
+    assert summary["backend"] == "transformers' OPTForCausalLM: there is no family of this architecture"
+    assert summary["parameters"] == sum(parameter.numel() for parameter in theirs.parameters())
+    assert summarize(llama_folder)["backend"] == "native"
+
+
+def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    theirs = save_checkpoint(FAMILIES["llama"], folder)
+    (folder / "modeling_own.py").write_text(
+        "import pathlib\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"pathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    edit_config(folder, architectures=["OwnForCausalLM"], model_type="own", auto_map=auto_map)
+    with pytest.raises(UnsupportedError, match="are unknown; "):
+        load_model(folder, num_blocks=16)
+    assert not (tmp_path / "ran").exists()
+    model = load_model(folder, num_blocks=16, trust_remote_code=True)
+    assert (tmp_path / "ran").exists()
+    prompt = tokens(20)
+    assert_logits_of(all_logits(model, prompt, (20,)), theirs, prompt)
