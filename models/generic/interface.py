@@ -97,7 +97,8 @@ class Calls:
     def detach(self, module: torch.nn.Module) -> None:
         """Record no longer."""
         for part in module.modules():
-            delattr(part, _PLACE)
+            if hasattr(part, _PLACE):  # some models replace modules in a forward
+                delattr(part, _PLACE)
 
 
 def _recorded_mask(*_: Any, q_length: int, kv_length: int, mask_function: Any, device: Any, **__: Any) -> torch.Tensor:
@@ -116,10 +117,11 @@ def _record(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record the call; return attention of the right shape without contents."""
+    calls: Calls | None = getattr(module, _PLACE, None)
+    if calls is None:
+        raise UnsupportedError(f"{type(module).__name__} is made anew in a forward")
     options = {name: option for name, option in options.items() if option is not None}
-    getattr(module, _PLACE).calls.append(
-        AttentionCall(module, query.shape, key.shape, value.shape, attention_mask, options)
-    )
+    calls.calls.append(AttentionCall(module, query.shape, key.shape, value.shape, attention_mask, options))
     return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 

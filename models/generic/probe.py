@@ -1,4 +1,4 @@
-"""Read a decoder's sizes from transformers' own module: build it without memory, and record a forward of two tokens."""
+"""Read a decoder's sizes from transformers' own module: build it without memory, and record a long forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from paged.printable import one_line
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 # Rotations that depend on the longest sequence of a step, and so on the other sequences in it.
 _CHANGING_ROPES = ("dynamic", "longrope")
-_NUM_TOKENS = 2
+# Tokens of the recorded forward, or the longest sequence: DeepSeek-V4 compresses groups of 128 tokens to one key, and
+# sparse attention begins at some thousand. Without memory, the number costs nothing.
+_NUM_TOKENS = 1 << 16
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
 
 
@@ -47,6 +49,10 @@ def read_module_config(hf: HfConfig, folder: Path, *, trust_remote_code: bool = 
         raise UnsupportedError(f"{hf.source}: transformers' {name} cannot run with a paged cache: {error}") from error
     except Exception as error:  # from transformers' code, of any type
         reason = one_line(f"{type(error).__name__}: {error}", 300)
+        if isinstance(error, KeyError) and error.args == (RECORDING,):
+            reason = "no layer calls attention through transformers' interface"
+        if "meta tensors" in reason:  # PyTorch's words for a read that has no value
+            reason = f"its forward reads tensors on the host ({reason})"
         raise UnsupportedError(f"{hf.source}: transformers' {name} cannot be built or run: {reason}") from error
 
 
@@ -97,6 +103,8 @@ class _Probe:
         self.names = {id(module): name for name, module in self.module.named_modules()}
         self.hidden: torch.Tensor | None = None
         self.decoder = ""
+        self.max_positions = self._max_positions()
+        self.num_tokens = min(_NUM_TOKENS, self.max_positions)
 
     def config(self) -> ModuleConfig:
         """Return what the forward shows."""
@@ -107,9 +115,8 @@ class _Probe:
             raise UnsupportedError("no module below the model returns hidden states")
         places = [self.names[id(call.module)] for call in calls]
         layers = self._layers(places)
-        max_positions = self._max_positions()
-        attention = tuple(self._attention(call, max_positions) for call in calls)
-        self._check_ropes(max_positions)
+        attention = tuple(self._attention(call) for call in calls)
+        self._check_ropes()
         num_layers = len(attention)
         dtype = self.hf.value("dtype") or self.hf.value("torch_dtype") or "float32"
         return ModuleConfig(
@@ -117,7 +124,7 @@ class _Probe:
             hidden_size=self.hidden.shape[-1],
             intermediate_size=(0,) * num_layers,
             vocab_size=min(logits.shape[-1], self.module.get_input_embeddings().num_embeddings),
-            max_position_embeddings=max_positions,
+            max_position_embeddings=self.max_positions,
             attention=attention,
             norms=NormConfig(eps=0.0),
             moe=(None,) * num_layers,
@@ -138,7 +145,7 @@ class _Probe:
     def _run(self) -> tuple[torch.Tensor, list[AttentionCall]]:
         calls = Calls()
         calls.attach(self.module)
-        ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
+        ids = torch.zeros(1, self.num_tokens, dtype=torch.int64, device="meta")
         with self._watched(calls), torch.no_grad():
             # Without a mask of tokens transformers would read positions, which have no values here.
             mask = torch.ones_like(ids)
@@ -198,14 +205,14 @@ class _Probe:
                 return value
         raise UnsupportedError("max_position_embeddings is missing: the longest sequence is unknown")
 
-    def _check_ropes(self, max_positions: int) -> None:
+    def _check_ropes(self) -> None:
         for name, module in self.module.named_modules():
             types = getattr(module, "rope_type", None)
             for rope_type in types.values() if isinstance(types, dict) else [types]:
                 if rope_type in _CHANGING_ROPES:
                     raise UnsupportedError(f"{name}: rotation {rope_type!r} depends on the other sequences of a step")
 
-    def _attention(self, call: AttentionCall, max_positions: int) -> AttentionConfig:
+    def _attention(self, call: AttentionCall) -> AttentionConfig:
         """Return the attention of one module.
 
         Raises:
@@ -213,9 +220,10 @@ class _Probe:
         """
         name, options = self.names[id(call.module)], call.options
         (_, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, k_dim) = call.query, call.key
-        if (num_queries, num_keys, k_dim) != (_NUM_TOKENS, _NUM_TOKENS, head_dim) or call.value[1:3] != call.key[1:3]:
+        has_other_lengths = num_queries != self.num_tokens or num_keys != self.num_tokens
+        if has_other_lengths or k_dim != head_dim or call.value[1:3] != call.key[1:3]:
             shapes = ", ".join(str(list(shape)) for shape in (call.query, call.key, call.value))
-            raise UnsupportedError(f"{name}: queries, keys and values {shapes} for {_NUM_TOKENS} tokens")
+            raise UnsupportedError(f"{name}: queries, keys and values {shapes} for {self.num_tokens} tokens")
         if max(head_dim, call.value[3]) > MAX_HEAD_DIM:
             raise UnsupportedError(f"{name}: head size {head_dim}, at most {MAX_HEAD_DIM}")
         if num_heads % num_kv_heads:
@@ -232,7 +240,7 @@ class _Probe:
             head_dim=head_dim,
             v_head_dim=call.value[3],
             rope=None,
-            window=self._window(name, call, max_positions),
+            window=self._window(name, call),
             softmax_scale=head_dim**-0.5 if scaling is None else float(scaling),
             softcap=float(options.get("softcap") or 0.0),
             qkv_bias=False,
@@ -240,7 +248,7 @@ class _Probe:
             sinks="s_aux" in options,
         )
 
-    def _window(self, name: str, call: AttentionCall, max_positions: int) -> int | None:
+    def _window(self, name: str, call: AttentionCall) -> int | None:
         """Return the window that a call's mask shows at many positions; None for none.
 
         Raises:
@@ -255,7 +263,7 @@ class _Probe:
         windows = [window, getattr(self.text, "sliding_window", None), None]
         windows += [value for value in vars(self.text).values() if type(value) is int and value > 0]
         for window in dict.fromkeys(windows):
-            positions = _positions(window, max_positions)
+            positions = _positions(window, self.max_positions)
             queries, keys = positions[:, None], positions[None, :]
             visible = keys <= queries
             if window is not None:
@@ -263,7 +271,7 @@ class _Probe:
             zero = torch.zeros((), dtype=torch.int64)
             shown_by_mask: torch.Tensor = mask_function(zero, zero, queries, keys)
             if torch.equal(visible, shown_by_mask.expand_as(visible)):
-                return None if window is None or window >= max_positions else window
+                return None if window is None or window >= self.max_positions else window
         raise UnsupportedError(f"{name}: a mask that is neither causal nor a causal window")
 
 
