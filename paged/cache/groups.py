@@ -47,10 +47,10 @@ class CacheGroup:
 
     def __post_init__(self) -> None:
         try:
-            given = list(self.layers)
+            indices = list(self.layers)
         except TypeError:
             raise InvalidInputError(f"layers: {shown(self.layers)}, expected layer indices") from None
-        layers = tuple(as_int("layers", layer) for layer in given)
+        layers = tuple(as_int("layers", layer) for layer in indices)
         if not layers or len(set(layers)) != len(layers):
             raise InvalidInputError(f"layers: {shown(layers)}, expected one or more distinct layers")
         object.__setattr__(self, "layers", layers)
@@ -82,7 +82,7 @@ class CacheGroup:
 
     def num_slots(self, width: int, num_layers: int) -> int:
         """Return the slots of `width` elements for keys and values of `num_layers`; small layers share a slot."""
-        return sum(-(-num_layers // (width // one)) for one in self.sizes)
+        return sum(-(-num_layers // (width // size)) for size in self.sizes)
 
     def first_seen_block(self, num_tokens: int, block_size: int) -> int:
         """Return the index of the first block that the token after `num_tokens` can see."""
@@ -124,11 +124,11 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
     def counts(num_slots: int) -> list[int]:
         """Return the tables of each kind if a block has this many slots."""
-        most = [
+        num_fitting = [
             bisect_right(range(1, len(layers) + 1), num_slots, key=partial(kind.num_slots, width))
             for kind, layers in kinds.items()
         ]
-        return [-(-len(layers) // fitting) for layers, fitting in zip(kinds.values(), most, strict=True)]
+        return [-(-len(layers) // fitting) for layers, fitting in zip(kinds.values(), num_fitting, strict=True)]
 
     least = max(kind.num_slots(width, 1) for kind in kinds)
     sizes = sorted({max(least, kind.num_slots(width, len(layers))) for kind, layers in kinds.items()}, reverse=True)

@@ -100,15 +100,15 @@ class PagedKvCacheConfig:
         if recurrent is not None and not (
             isinstance(recurrent, RecurrentSpec) and max(recurrent.layers) < self.num_layers
         ):
-            given = shown(recurrent)
-            raise InvalidInputError(f"recurrent: {given}, expected a RecurrentSpec of layers below {self.num_layers}")
-        groups = self._given_groups()
-        self._set("tables", split_evenly([one.with_defaults(self.num_kv_heads, self.head_dim) for one in groups]))
+            expected = f"a RecurrentSpec of layers below {self.num_layers}"
+            raise InvalidInputError(f"recurrent: {shown(recurrent)}, expected {expected}")
+        groups = [group.with_defaults(self.num_kv_heads, self.head_dim) for group in self._checked_groups()]
+        self._set("tables", split_evenly(groups))
 
-    def _given_groups(self) -> Sequence[CacheGroup]:
+    def _checked_groups(self) -> Sequence[CacheGroup]:
         if self.groups is None:
             return [CacheGroup(tuple(range(self.num_layers)), sliding_window=self.sliding_window)]
-        if not isinstance(self.groups, list | tuple) or not all(isinstance(one, CacheGroup) for one in self.groups):
+        if not isinstance(self.groups, list | tuple) or not all(isinstance(group, CacheGroup) for group in self.groups):
             raise InvalidInputError(f"groups: {shown(self.groups)}, expected CacheGroups")
         self._set("groups", tuple(self.groups))
         layers = [layer for group in self.groups for layer in group.layers]
@@ -154,14 +154,14 @@ class PagedKvCacheConfig:
 
         chunks: (start, end) of tokens that must be written in one step; others are written one by one if need be.
         """
-        size, others = self.block_size, self.tables[self.num_whole :]
+        size, windowed = self.block_size, self.tables[self.num_whole :]
         least = 0
         for start, end in chunks:
-            written = sum(table.blocks_kept(start, size, num_new=end - start) for table in others)
+            written = sum(table.blocks_kept(start, size, num_new=end - start) for table in windowed)
             least = max(least, written - self.tables[0].blocks_gone(start, size))
 
         def needed(num_blocks: int) -> int:
-            one_by_one = sum(table.most_blocks_kept(num_blocks * size, size) for table in others)
+            one_by_one = sum(table.most_blocks_kept(num_blocks * size, size) for table in windowed)
             return num_blocks * self.num_whole + max(one_by_one, least)
 
         return self._longest(needed)
@@ -185,7 +185,7 @@ class PagedKvCacheConfig:
         if self.tables[0].sliding_window is not None:
             return None
         seen = [-(-(table.sliding_window or 0) // self.block_size) for table in self.tables[self.num_whole :]]
-        return self._longest(lambda count: count * self.num_whole + sum(min(count, one) for one in seen))
+        return self._longest(lambda count: count * self.num_whole + sum(min(count, num_seen) for num_seen in seen))
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -200,7 +200,7 @@ class PagedKvCacheConfig:
     def rows_per_slot(self) -> int:
         """Largest number of rows of a token in a slot, over all layers; a row is one head's key or value."""
         _, size = self.slots
-        return max(size // one * (table.num_kv_heads or 0) for table in self.tables for one in table.sizes)
+        return max(size // row * (table.num_kv_heads or 0) for table in self.tables for row in table.sizes)
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block in a cache of `dtype`, scales included."""

@@ -285,14 +285,14 @@ def as_pairs(
         pairs = list(items)
         if convert is not None and pairs and isinstance(pairs[0], UnifiedBatchItem):
             pairs = list(map(convert, pairs))
-        handles, others = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+        handles, values = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
         if not set(map(type, handles)) <= {KvCacheHandle}:
             raise TypeError
     except (PagedError, MemoryError):
         raise
     except Exception as error:
         raise InvalidInputError(f"{name}: {shown(items)}, expected pairs that begin with a handle") from error
-    return handles, others
+    return handles, values
 
 
 def as_columns(requests: Iterable[KvSlotRequest]) -> RequestColumns:
@@ -306,9 +306,11 @@ def as_columns(requests: Iterable[KvSlotRequest]) -> RequestColumns:
         raise InvalidInputError(f"requests: {shown(requests)}, expected KvSlotRequests") from error
     # Check the types of all at once: a step has a request for each of hundreds of sequences.
     if not set(map(type, cache_ids)) <= {str, int}:
-        cache_ids = [as_seq_id("cache_id", one) for one in cache_ids]
+        cache_ids = [as_seq_id("cache_id", cache_id) for cache_id in cache_ids]
     if not set(map(type, targets)) <= {int}:
-        targets = [as_int("target_len", one) for one in targets]
+        targets = [as_int("target_len", target) for target in targets]
     if not set(map(type, admissions)) <= {int, NoneType}:
-        admissions = [None if one is None else as_int("admission_target_len", one) for one in admissions]
+        for i, length in enumerate(admissions):
+            if length is not None:
+                admissions[i] = as_int("admission_target_len", length)
     return cache_ids, targets, admissions

@@ -54,19 +54,19 @@ class PrefixCache:
 
     def begin(self, state: SequenceState, token_ids: list[int], num_tokens: int) -> None:
         """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_tokens`."""
-        found, chain = self.index.match(token_ids, state.namespace)
+        matched, chain = self.index.match(token_ids, state.namespace)
         longest = max(len(token_ids) - 1, 0)
-        length, blocks = self._usable(found, longest)
-        most = -(-num_tokens // self._block_size)
+        length, blocks = self._usable(matched, longest)
+        num_needed = -(-num_tokens // self._block_size)
         held = [block for block in blocks if block] if len(self._tables) > 1 else blocks
-        fresh = max(0, most - len(blocks) // len(self._tables))
+        fresh = max(0, num_needed - len(blocks) // len(self._tables))
         if fresh * self._num_whole + len(held) > self.pool.num_free:
             # Revived free blocks can no longer be handed out.
             needed = fresh * self._num_whole + sum(block in self.pool.cached for block in held)
-            if needed > self.pool.num_free >= most * self._num_whole:
+            if needed > self.pool.num_free >= num_needed * self._num_whole:
                 # A prefix also takes blocks of tables with a window; a new sequence takes those only when it writes.
                 # Keep the capacity that `can_allocate` has promised.
-                length, blocks, held, fresh = 0, [], [], most
+                length, blocks, held, fresh = 0, [], [], num_needed
             else:
                 self.pool.require(needed)
         self.pool.share(held)
@@ -75,25 +75,25 @@ class PrefixCache:
         chain.cut(length, length // self._block_size, self._rollback)
         state.chain = chain
         if self.recurrent is not None:
-            self.recurrent.begin(state, found, len(token_ids))
+            self.recurrent.begin(state, matched, len(token_ids))
         self._rollback.keep_fields(self, _COUNTS)
         self.num_hits += length > 0
         self.num_misses += length == 0
         self.num_hit_tokens += length
 
-    def _usable(self, found: list[int], longest: int) -> tuple[int, list[int]]:
+    def _usable(self, matched: list[int], longest: int) -> tuple[int, list[int]]:
         """Return the length of the usable prefix, at most `longest`, and its blocks of all tables.
 
         A table with a window needs only the blocks that the next token sees.
         """
         block_size, other_tables = self._block_size, self.index.other_tables
-        usable = None if self.recurrent is None else self.recurrent.usable(found, longest)
-        if other_tables is None or not found:
-            found = found if usable is None else found[: usable[-1]]
-            return min(len(found) * block_size, longest), found
-        indices = np.arange(len(found))
-        lengths = np.minimum(np.arange(len(found) + 1) * block_size, longest)  # for each number of blocks
-        rows = np.column_stack([found, other_tables.rows[found]])
+        usable = None if self.recurrent is None else self.recurrent.usable(matched, longest)
+        if other_tables is None or not matched:
+            matched = matched if usable is None else matched[: usable[-1]]
+            return min(len(matched) * block_size, longest), matched
+        indices = np.arange(len(matched))
+        lengths = np.minimum(np.arange(len(matched) + 1) * block_size, longest)  # for each number of blocks
+        rows = np.column_stack([matched, other_tables.rows[matched]])
         is_usable = np.ones(len(lengths), bool)
         for column, table in enumerate(self._tables):
             if column and table.sliding_window is not None:
@@ -158,10 +158,10 @@ class PrefixCache:
         blocks = state.blocks[first * num_tables : last * num_tables : num_tables]
         if 0 in blocks:  # freed behind the sliding window: the chain ends
             return
-        others: list[tuple[int, ...]] = []
+        rows: list[tuple[int, ...]] = []
         if num_tables > 1:
-            others = [state.blocks[i * num_tables + 1 : (i + 1) * num_tables] for i in range(first, last)]
-        displaced = self.index.publish(blocks, chain, state.namespace, others)
+            rows = [state.blocks[i * num_tables + 1 : (i + 1) * num_tables] for i in range(first, last)]
+        displaced = self.index.publish(blocks, chain, state.namespace, rows)
         self.pool.unpublished(block for block, _ in displaced)
         self._report(state, first, displaced)
 

@@ -48,13 +48,13 @@ class OtherTables:
 
     def withdraw(self, blocks: Sequence[int]) -> list[int]:
         """Withdraw published blocks of further tables among `blocks`, and those that need them; return the rest."""
-        given = set(blocks)
+        block_set = set(blocks)
         firsts = dict.fromkeys(block for block in blocks if block not in self.locations)
-        for block in given & self.locations.keys():
+        for block in block_set & self.locations.keys():
             first, column = self.locations[block]
             if self._are_needed[column]:
                 firsts[first] = None
-        gone = given & self.locations.keys()
+        gone = block_set & self.locations.keys()
         if firsts:
             gone.update(block for block in self.rows[list(firsts)].ravel().tolist() if block)
         locations = {block: self.locations[block] for block in gone}
@@ -63,7 +63,7 @@ class OtherTables:
             del self.locations[block]
             self._published.remove(block)
             self.rows[location] = 0
-        self.on_withdrawn([block for block in (*firsts, *gone) if block not in given])
+        self.on_withdrawn([block for block in (*firsts, *gone) if block not in block_set])
         return list(firsts)
 
     def check(self, published: Set[int]) -> None:

@@ -33,13 +33,13 @@ def snapshot_positions(
     compute, and every `interval`. Behind these, the last boundary that is passed.
     """
     last = max(prompt_len - 1, 0) // block_size * block_size
-    wanted = {junction, last}
+    positions = {junction, last}
     if interval is not None:
-        wanted.update(range(interval, end + 1, interval))
+        positions.update(range(interval, end + 1, interval))
     passed = end // block_size * block_size
     if passed > last:
-        wanted.add(passed)
-    return sorted(position for position in wanted if start < position <= end)
+        positions.add(passed)
+    return sorted(position for position in positions if start < position <= end)
 
 
 def chunk_end(start: int, limit: int, total: int, kept: list[int], *, max_append: int, may_leave_grid: bool) -> int:
@@ -293,10 +293,11 @@ class RecurrentStates:
         """Return the position within a chunk whose state is to be kept, or 0."""
         if target - state.num_tokens <= self.spec.max_append:
             return 0
-        inside = [
-            one for one in self._positions(state, state.num_tokens, target) if one < target and not one % SCAN_CHUNK
-        ]
-        return inside[-1] if inside else 0
+        last = 0
+        for position in self._positions(state, state.num_tokens, target):
+            if position < target and position % SCAN_CHUNK == 0:
+                last = position
+        return last
 
     # Snapshots for the prefix cache.
 
@@ -314,25 +315,25 @@ class RecurrentStates:
         )
 
     def chunk_end(self, state: SequenceState, limit: int, total: int, *, may_leave_grid: bool) -> int:
-        """Return where a prompt chunk that may end at `limit` ends, see `boundaries.chunk_end`."""
-        start, most = state.num_tokens, self.spec.max_append
+        """Return where a prompt chunk that may end at `limit` ends, see the function `chunk_end`."""
+        start, max_append = state.num_tokens, self.spec.max_append
         kept = self._positions(state, start, limit)
-        return chunk_end(start, limit, total, kept, max_append=most, may_leave_grid=may_leave_grid)
+        return chunk_end(start, limit, total, kept, max_append=max_append, may_leave_grid=may_leave_grid)
 
-    def usable(self, found: Sequence[int], longest: int) -> list[int]:
+    def usable(self, matched: Sequence[int], longest: int) -> list[int]:
         """Return the numbers of blocks, ascending, after which a prompt may begin: 0, and those with a snapshot."""
-        most = min(len(found), longest // self._block_size)
-        return [0, *(count for count in range(1, most + 1) if found[count - 1] in self.snapshots)]
+        limit = min(len(matched), longest // self._block_size)
+        return [0, *(count for count in range(1, limit + 1) if matched[count - 1] in self.snapshots)]
 
-    def begin(self, state: SequenceState, found: Sequence[int], prompt_len: int) -> None:
+    def begin(self, state: SequenceState, matched: Sequence[int], prompt_len: int) -> None:
         """Give a new sequence the snapshot at its length, and note where its prompt parts from published ones.
 
-        found: the published blocks that its prompt begins with, whether it uses them or not.
+        matched: the published blocks that its prompt begins with, whether it uses them or not.
         """
         length, size = state.num_tokens, self._block_size
         state.prompt_len = prompt_len
         if length:
-            block = found[length // size - 1]
+            block = matched[length // size - 1]
             slot, position = self.snapshots[block]
             self.slots.check(slot, length)
             assert position == length
@@ -341,8 +342,8 @@ class RecurrentStates:
             self._rollback.keep_fields(self, _COUNTS)
             self.num_restored += 1
         state.passed = length
-        matched = min(len(found), max(prompt_len - 1, 0) // size) * size
-        state.junction = matched if matched > length else 0
+        junction = min(len(matched), max(prompt_len - 1, 0) // size) * size
+        state.junction = junction if junction > length else 0
 
     def keep(self, inside: Sequence[tuple[SequenceState, Snapshot]], states: Iterable[SequenceState]) -> None:
         """Keep snapshots after blocks were published.
@@ -396,12 +397,12 @@ class RecurrentStates:
         if not self.snapshots:
             return []
         kept = Counter(snapshot.slot for snapshot in self.snapshots.values())
-        references, seen, found = self.slots.references, set[int](), []
+        references, seen, evictable = self.slots.references, set[int](), []
         for block, (slot, _) in self.snapshots.items():
             if references[slot] == kept[slot] and slot not in seen:
                 seen.add(slot)
-                found.append(block)
-        return found
+                evictable.append(block)
+        return evictable
 
     def _require(self, count: int) -> None:
         if count > self.slots.num_free and count > self.num_free:
@@ -443,8 +444,8 @@ class RecurrentStates:
             if slots.references[slot] == 1:  # a later step may overwrite the tokens behind
                 slots.place(slot, slots.starts[slot], num_tokens)
         else:
-            count, rest = divmod(num_tokens, self._block_size)
-            block = None if rest else self._index.block_of(state.chain, count)
+            count, num_behind = divmod(num_tokens, self._block_size)
+            block = None if num_behind else self._index.block_of(state.chain, count)
             if block is None or block not in self.snapshots:
                 raise InvalidInputError(
                     f"num_tokens: {num_tokens}, but the state of {state.request_id!r} is kept at positions "

@@ -133,14 +133,14 @@ class KvSlotAllocator:
         def needed(end: int) -> int:
             return _blocks_needed(self._needs([(state, start, end)]))
 
-        most = needed(start + limit)
-        if not most:
+        num_needed = needed(start + limit)
+        if not num_needed:
             return limit
-        others = []
+        spans = []
         for other, count in planned:
-            others.append((self._sequences.state(other), other.num_tokens, other.num_tokens + count))
-        spare = self._pool.num_free - _blocks_needed(self._needs(others))
-        if most <= spare:
+            spans.append((self._sequences.state(other), other.num_tokens, other.num_tokens + count))
+        spare = self._pool.num_free - _blocks_needed(self._needs(spans))
+        if num_needed <= spare:
             return limit
         ends = range((start // size + 1) * size, start + limit, size)  # behind these, more blocks are needed
         num_fitting = bisect_right(ends, spare, key=needed)

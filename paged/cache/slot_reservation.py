@@ -274,8 +274,8 @@ class KvSlotReservation:
             rows = [as_token_ids("token_ids", row) for row in rows]
             flat = list(chain.from_iterable(rows))
         if list(map(len, rows)) != counts:
-            given = [len(row) for row in rows]
-            raise InvalidInputError(f"token_ids: {shown(given)} ids, expected {shown(counts)} as in the requests")
+            num_ids = [len(row) for row in rows]
+            raise InvalidInputError(f"token_ids: {shown(num_ids)} ids, expected {shown(counts)} as in the requests")
         pack(flat)
         return rows
 

@@ -280,21 +280,23 @@ class KvCacheTensors:
 
     def release(self) -> None:
         """Give the device memory back, with all that is in it; nothing may use it before `restore`."""
-        for each in self._on_device():
-            each.untyped_storage().resize_(0)
+        for tensor in self._on_device():
+            tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
         """Take device memory again, filled with zeros, for the same tensors and views; after an error take none."""
         try:
-            for each in self._on_device():
-                each.untyped_storage().resize_(each.nbytes)
-                _bytes(each).zero_()
+            for tensor in self._on_device():
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                _bytes(tensor).zero_()
         except BaseException:
             self.release()
             raise
         bound: list[BlockCopy | HostBlocks] = [*self._copies, *self.host_blocks]
-        for one in bound if self.states is None else [*bound, *self.states.host_slots]:
-            one.bind()
+        if self.states is not None:
+            bound += self.states.host_slots
+        for blocks in bound:
+            blocks.bind()
 
     def _on_device(self) -> list[torch.Tensor]:
         return [*self.storages, *(() if self.states is None else self.states.all.values())]

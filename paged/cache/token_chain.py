@@ -55,7 +55,7 @@ def content_id(digest: bytes) -> int:
 
 def to_int32(ids: list[int]) -> list[int]:
     """Return the ids with a negative integer of 32 bits, from its last bits, for each `content_id`."""
-    return [-1 - (each & 0x7FFFFFFF) if each <= _FIRST_CONTENT_ID else each for each in ids]
+    return [-1 - (id_ & 0x7FFFFFFF) if id_ <= _FIRST_CONTENT_ID else id_ for id_ in ids]
 
 
 def pack(ids: list[int]) -> tuple[TokenArray, bool]:
