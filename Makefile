@@ -96,7 +96,7 @@ soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.cache.stress.soak --steps 1000000
 	SOAK=1 $(BIN)/python -m pytest -q tests/executors/serving/test_load.py tests/executors/serving/test_mix.py \
 		tests/executors/speculation/test_head_proposer.py tests/fuzz/engine/test_chaos.py \
-		tests/cache/stress/test_failed_calls.py tests/cache/test_recurrent_states.py
+		tests/cache/stress/test_failed_calls.py tests/cache/recurrent/test_recurrent_states.py
 
 # For FUZZ_S seconds; a case that fails is added to tests/fuzz/seeds, which every run begins with.
 fuzz: $(VENV)/installed-dev

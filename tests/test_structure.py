@@ -96,7 +96,7 @@ def test_public_names_are_tested_where_they_are_looked_for() -> None:
 
 
 def test_block_bookkeeping_takes_no_torch() -> None:
-    pool = ROOT / "paged" / "cache" / "blocks" / "pool.py"
+    pool = ROOT / "paged" / "cache" / "pool.py"
     assert not {"torch", "numpy"} & {name.split(".")[0] for name in names_imported(pool)}
 
 

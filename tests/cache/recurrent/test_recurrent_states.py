@@ -7,7 +7,7 @@ import os
 import pytest
 
 from paged.errors import InvalidInputError, OutOfStateSlotsError, UnsupportedError
-from tests.cache.hashing_model import HashingModel, RandomCalls, make_manager
+from tests.cache.recurrent.hashing_model import HashingModel, RandomCalls, make_manager
 
 
 @pytest.fixture(autouse=True)
