@@ -30,17 +30,23 @@ class DeviceMemory:
     def check_awake(self) -> None:
         """Raise ModelAsleepError if the model sleeps."""
         if self.level:
-            how = "wake" if self.level == 1 else "update_weights"
-            raise ModelAsleepError(f"the model sleeps at level {self.level}; call {how} first")
+            method = "wake" if self.level == 1 else "update_weights"
+            raise ModelAsleepError(f"the model sleeps at level {self.level}; call {method} first")
 
     def sleep(self, level: int) -> None:
         """Give the memory back; no sequence may be live."""
         on_host = _is_on_host(self._network.embed_tokens)
-        parameters = [each for each in self._network.parameters() if not each.is_mkldnn]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in parameters}
-        kept = level == 1 and on_host  # they are in host memory
-        freed = [] if kept else [(each, each.nbytes()) for each in storages.values() if each.nbytes()]
-        self._host = [_bytes(each).to("cpu", copy=True) for each, _ in freed] if level == 1 else []
+        freed: list[tuple[torch.UntypedStorage, int]] = []
+        if level == 2 or not on_host:  # at level 1, weights stay in host memory
+            storages: dict[int, torch.UntypedStorage] = {}
+            for parameter in self._network.parameters():
+                if not parameter.is_mkldnn:
+                    storage = parameter.untyped_storage()
+                    storages[storage.data_ptr()] = storage
+            freed = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        self._host = []
+        if level == 1:
+            self._host = [_bytes(storage).to("cpu", copy=True) for storage, _ in freed]
         self._was_captured, self._freed, self.level = self._graphs.are_captured, freed, level
         self._graphs.clear()
         self._kv_manager.clear_prefix_cache()

@@ -118,8 +118,11 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def parameter_bytes(self) -> int:
         """Return the device memory of this rank's weights, packed ones with their scales."""
-        products = sum(each.nbytes for each in self.network.modules() if isinstance(each, CpuProducts))
-        return products + sum(parameter.nbytes for parameter in self.network.parameters())
+        num_bytes = sum(parameter.nbytes for parameter in self.network.parameters())
+        for module in self.network.modules():
+            if isinstance(module, CpuProducts):
+                num_bytes += module.nbytes
+        return num_bytes
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
         return self._logits([self._next_item(cache_id, tokens)])[0]
@@ -344,11 +347,14 @@ class PagedCausalLM(DecoderOnlyLLM):
         config = self.network.config
         if type(self.network).layer_inputs is not Llama.layer_inputs:
             return None
-        attention = config.attention
-        windows = [size for one in attention for size in (one.window, one.chunk_size) if size is not None]
-        has_axes = all(one.rope is not None and len(one.rope.mrope_section) == 3 for one in attention)
-        positions = next(len(one.self_attn.cos_sin_cache) for one in self.network.layers if one.self_attn is not None)
-        return EmbedsLimits(config.hidden_size, config.num_layers, positions, has_axes, min(windows, default=None))
+        windows: list[int] = []
+        has_axes = True
+        for layer in config.attention:
+            windows += [size for size in (layer.window, layer.chunk_size) if size is not None]
+            has_axes = has_axes and layer.rope is not None and len(layer.rope.mrope_section) == 3
+        attention = next(layer.self_attn for layer in self.network.layers if layer.self_attn is not None)
+        num_positions = len(attention.cos_sin_cache)
+        return EmbedsLimits(config.hidden_size, config.num_layers, num_positions, has_axes, min(windows, default=None))
 
     @property
     def _rows_of_ranks(self) -> int:

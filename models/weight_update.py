@@ -39,16 +39,16 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
     if isinstance(old.config, ModuleConfig):
         raise UnsupportedError("update_weights: not supported for transformers' own module")
     network_class, config = type(old), old.config
-    given: Path | GivenTensors
+    origin: Path | GivenTensors
     if isinstance(source, str | Path):
-        given = as_folder("source", source)
-        network_class, config = read_model_config(given)
+        origin = as_folder("source", source)
+        network_class, config = read_model_config(origin)
     else:
-        given = GivenTensors(source)
+        origin = GivenTensors(source)
     new = load_network(
         network_class,
         config,
-        given,
+        origin,
         dtype=model.dtype,
         device=torch.device("cpu"),
         has_fp8_cache=False,
@@ -57,14 +57,15 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
     # The same weights may be stored in another layout.
     new_config, old_config = (with_stored_layout(network.config, {}) for network in (new, old))
     if type(new) is not type(old) or new_config != old_config:
-        names = [
-            one.name for one in fields(old_config) if getattr(new_config, one.name) != getattr(old_config, one.name)
-        ]
-        raise CheckpointError(f"{given}: {', '.join(names) or type(new).__name__} differ from the model's")
+        names: list[str] = []
+        for field in fields(old_config):
+            if getattr(new_config, field.name) != getattr(old_config, field.name):
+                names.append(field.name)
+        raise CheckpointError(f"{origin}: {', '.join(names) or type(new).__name__} differ from the model's")
     if check_finite:
         for name, weight in new.named_parameters():
             if weight.is_floating_point() and not _is_finite(weight):
-                raise CheckpointError(f"{given}: {name} holds infinity or NaN")
+                raise CheckpointError(f"{origin}: {name} holds infinity or NaN")
     return new
 
 
@@ -78,15 +79,15 @@ def replace_weights(model: PagedCausalLM, new: Llama) -> None:
     model.weights_generation += 1
     model.kv_manager.clear_prefix_cache()
     is_moved = False
-    for path, theirs in list(new.named_modules()):
-        if isinstance(theirs, Linear | SparseMoe):
-            own: Any = model.network.get_submodule(path)
+    for path, new_module in list(new.named_modules()):
+        if isinstance(new_module, Linear | SparseMoe):
+            old_module: Any = model.network.get_submodule(path)
             with model.network.computing():
-                is_moved |= own.take_products(theirs, model.dtype)
-    for path, theirs in new.named_modules():
+                is_moved |= old_module.take_products(new_module, model.dtype)
+    for path, new_module in new.named_modules():
         module = model.network.get_submodule(path)
         is_moved |= isinstance(module, PackedModule)
-        for name, weight in theirs.named_parameters(recurse=False):
+        for name, weight in new_module.named_parameters(recurse=False):
             held = getattr(module, name)
             if held.is_mkldnn:
                 with model.network.computing():

@@ -203,6 +203,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
     tuning = hf.value("attn_temperature_tuning")  # published as a number or a bool
     growth_elsewhere = growth if tuning else None
     norm = "unit" if hf.flag("use_qk_norm") else None
+    rotates_first = norm is not None and rope.attention_factor != 1
     layers, has_list = range(count_layers(hf)), hf.value("moe_layers") is not None
     step = hf.integer("interleave_moe_layer_step", least=0 if has_list else 1)
     sparse = hf.items("moe_layers", int) if has_list else layers[step - 1 :: step]
@@ -220,18 +221,18 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
             transposed=True,
         )
     # `layer_types` name the layers with chunks; if absent, these are the layers that rotate.
-    most = hf.integer("max_position_embeddings")
-    size = hf.optional_integer("attention_chunk_size") or most
+    max_positions = hf.integer("max_position_embeddings")
+    size = hf.optional_integer("attention_chunk_size") or max_positions
     chunks = layer_windows(hf, size, lambda layer: rotates[layer] == 1, "chunked_attention")
     return {
         "intermediate_size": hf.integer("intermediate_size_mlp"),
         "mlp_name": "feed_forward",
         "moe": tuple(moe if layer in sparse else None for layer in layers),
-        "rope": tuple(rope if one else None for one in rotates),
-        "qk_norm": tuple(norm if one else None for one in rotates),
-        "norm_after_rope": tuple(bool(one) and norm is not None and rope.attention_factor != 1 for one in rotates),
-        "query_growth": tuple(None if one else growth_elsewhere for one in rotates),
-        "chunk_size": chunks if size < most else None,
+        "rope": tuple(rope if is_rotated else None for is_rotated in rotates),
+        "qk_norm": tuple(norm if is_rotated else None for is_rotated in rotates),
+        "norm_after_rope": tuple(bool(is_rotated) and rotates_first for is_rotated in rotates),
+        "query_growth": tuple(None if is_rotated else growth_elsewhere for is_rotated in rotates),
+        "chunk_size": chunks if size < max_positions else None,
     }
 
 
@@ -275,9 +276,9 @@ def _olmoe(hf: HfConfig) -> dict[str, Any]:
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
     """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens; among the first
     layers, every second has a window."""
-    window, most = window_if_used(hf), hf.integer("max_window_layers", least=0)
+    window, end = window_if_used(hf), hf.integer("max_window_layers", least=0)
     return {
-        "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < most),
+        "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < end),
         "qkv_bias": hf.flag("qkv_bias"),
         "o_bias": False,
         "moe": qwen_experts(

@@ -50,17 +50,21 @@ _FALCON_RENAMES = {**_MAMBA_RENAMES, r"^model\.final_layernorm\.": "model.norm."
 
 def _dt_limits(hf: HfConfig) -> tuple[float, float] | None:
     """Read `time_step_limit`, None for 0 to infinity, which transformers 5 writes as an object."""
-    given = hf.value("time_step_limit")
+    value = hf.value("time_step_limit")
+    limits: list[float] = []
     try:
-        ends = [float(one["__float__"] if isinstance(one, dict) else one) for one in given or (0.0, math.inf)]
-        least, most = ends
+        for limit in value or (0.0, math.inf):
+            limits.append(float(limit["__float__"] if isinstance(limit, dict) else limit))
+        low, high = limits
     except (KeyError, TypeError, ValueError, OverflowError):
-        least, most = math.nan, math.nan
-    if not 0 <= least <= most:
+        low, high = math.nan, math.nan
+    if not 0 <= low <= high:
         raise CheckpointError(
-            f"{hf.source}: time_step_limit = {shown(given)}, expected two rising numbers of at least 0"
+            f"{hf.source}: time_step_limit = {shown(value)}, expected two rising numbers of at least 0"
         )
-    return None if (least, most) == (0, math.inf) else (least, most)
+    if (low, high) == (0, math.inf):
+        return None
+    return low, high
 
 
 def _mamba(hf: HfConfig, size: int, *, bias: bool, eps: float | None, **fields: Any) -> Mamba2Config:
@@ -143,7 +147,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     this.
     """
     pattern = hf.text("hybrid_override_pattern", "ME*-")
-    listed = hf.items("layers_block_type", str) or [_PATTERN.get(one, one) for one in pattern]
+    listed = hf.items("layers_block_type", str) or [_PATTERN.get(letter, letter) for letter in pattern]
     hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 leaves it out
     kinds = layer_kinds(hf, _NEMOTRON_KINDS, lambda layer: listed[layer], "layers_block_type")
     hf.choice("mamba_hidden_act", *CONV_ACTIVATIONS)
@@ -235,10 +239,12 @@ def _falcon_h1(hf: HfConfig) -> dict[str, Any]:
 
 
 def _multipliers(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
-    found = (1.0,) * count if hf.value(key) is None else hf.numbers(key)
-    if len(found) != count:
-        raise CheckpointError(f"{hf.source}: {key} = {shown(found)}, expected {count} numbers")
-    return found
+    if hf.value(key) is None:
+        return (1.0,) * count
+    numbers = hf.numbers(key)
+    if len(numbers) != count:
+        raise CheckpointError(f"{hf.source}: {key} = {shown(numbers)}, expected {count} numbers")
+    return numbers
 
 
 # Keys are names in `architectures` of config.json.

@@ -51,9 +51,9 @@ class HfConfig:
         self.read_keys.add(key)
         return self.values.get(key, self.defaults.get(key))
 
-    def overridden(self, own: Mapping[str, Any]) -> HfConfig:
+    def overridden(self, values: Mapping[str, Any]) -> HfConfig:
         """Return a copy with other values for some keys, and its own read_keys."""
-        config = HfConfig({**self.values, **own}, self.source)
+        config = HfConfig({**self.values, **values}, self.source)
         config.defaults = self.defaults
         return config
 
@@ -74,14 +74,14 @@ class HfConfig:
     def number(self, key: str, default: float = _REQUIRED, *, may_be_zero: bool = False) -> float:
         """Return a positive, finite number."""
         expected = "a number of at least 0" if may_be_zero else "a positive number"
-        given = self._get(key, default, expected, int, float)
+        value = self._get(key, default, expected, int, float)
         try:
-            value = float(given)
+            number = float(value)
         except OverflowError:
-            value = math.inf
-        if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
-            raise self._wrong(key, given, expected)
-        return value
+            number = math.inf
+        if not 0 <= number < math.inf or (number == 0 and not may_be_zero):
+            raise self._wrong(key, value, expected)
+        return number
 
     def softcap(self, key: str) -> float:
         """Return the positive divisor of a soft cap; 0 if the key is null, or absent without a family default.
@@ -116,15 +116,13 @@ class HfConfig:
             UnsupportedError: it is another value.
         """
         value = self.value(key)
-        value = self.defaults.get(key) if value is None else value
+        if value is None:
+            value = self.defaults.get(key)
         if value is None:
             return None
-        given = value.casefold() if isinstance(value, str) else value
-        for one in known:
-            if given == (one.casefold() if isinstance(one, str) else one) and isinstance(given, bool) == isinstance(
-                one, bool
-            ):
-                return one
+        for choice in known:
+            if _are_equal(value, choice):
+                return choice
         expected = ", ".join(map(str, known)) or "none"
         raise UnsupportedError(f"{self.source}: {key} = {shown(value)} is not supported, known are {expected}")
 
@@ -155,6 +153,13 @@ class HfConfig:
         return CheckpointError(f"{self.source}: {key} = {shown(value)}, expected {expected}")
 
 
+def _are_equal(value: Any, choice: Any) -> bool:
+    """Return whether two values of JSON are equal; words in any letter case."""
+    if isinstance(value, str) and isinstance(choice, str):
+        return value.casefold() == choice.casefold()
+    return isinstance(value, bool) == isinstance(choice, bool) and bool(value == choice)
+
+
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Read the end tokens from generation_config.json, else config.json, else its `text_config`, as transformers does.
 
@@ -168,12 +173,16 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
             continue
         hf = HfConfig.read(folder, name)
         text = hf.section("text_config") or hf
-        found = next((one for one in (hf.value("eos_token_id"), text.value("eos_token_id")) if one is not None), None)
-        if found is None:
+        value = hf.value("eos_token_id")
+        if value is None:
+            value = text.value("eos_token_id")
+        if value is None:
             continue
-        ids = found if isinstance(found, list) else [found]
+        ids = value if isinstance(value, list) else [value]
         if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-            given = one_line(repr(found), 200)
-            raise CheckpointError(f"{folder / name}: eos_token_id = {given}, expected one token id or a list of them")
+            text_of_value = one_line(repr(value), 200)
+            raise CheckpointError(
+                f"{folder / name}: eos_token_id = {text_of_value}, expected one token id or a list of them"
+            )
         return tuple(ids)
     return ()

@@ -87,9 +87,9 @@ class Layout(ABC):
         """
         if self.group_size and not self.in_blocks and columns % self.group_size:
             raise CheckpointError(f"{name}: {columns} columns, expected a multiple of the group size {self.group_size}")
-        for what, size in (("rows", rows), ("columns", columns)):
-            if what in self.in_words and size % self.per_word:
-                raise CheckpointError(f"{name}: {size} {what}, expected a multiple of {self.per_word}")
+        for dimension, size in (("rows", rows), ("columns", columns)):
+            if dimension in self.in_words and size % self.per_word:
+                raise CheckpointError(f"{name}: {size} {dimension}, expected a multiple of {self.per_word}")
 
     @abstractmethod
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
@@ -124,18 +124,19 @@ class EightBit(Layout):
             scale = Stored((self.scale_rows(rows), self.num_groups(columns)), torch.float32, 0, self.group_size)
         else:
             scale = Stored((rows,), torch.float32, 0)
-        found = {"weight": Stored((rows, columns), code, 0), self.scale_name: scale}
-        return found | ({self.input_scale_name: Stored((), torch.float32)} if self.has_input_scale else {})
+        stored = {"weight": Stored((rows, columns), code, 0), self.scale_name: scale}
+        if self.has_input_scale:
+            stored[self.input_scale_name] = Stored((), torch.float32)
+        return stored
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
         weight, scale = tensors["weight"], tensors[self.scale_name].float()
-        return QuantizedWeight(
-            weight,
-            scale.expand(len(weight)) if self.one_scale else scale,
-            columns,
-            quantizes_input=self.quantizes_input,
-            input_scale=tensors[self.input_scale_name].float() if self.has_input_scale else None,
-        )
+        if self.one_scale:
+            scale = scale.expand(len(weight))
+        input_scale: torch.Tensor | None = None
+        if self.has_input_scale:
+            input_scale = tensors[self.input_scale_name].float()
+        return QuantizedWeight(weight, scale, columns, quantizes_input=self.quantizes_input, input_scale=input_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,23 +145,23 @@ class PackQuantized(Layout):
 
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
         groups, per_word = self.num_groups(columns), self.per_word
-        found = {
+        stored = {
             "weight_packed": Stored((rows, -(-columns // per_word)), torch.int32, 0),
             "weight_scale": Stored((rows, groups), torch.float32, 0),
             "weight_shape": Stored((2,), torch.int64),
         }
         if self.has_zero_points:
-            found["weight_zero_point"] = Stored((-(-rows // per_word), groups), torch.int32, 0, per_word)
+            stored["weight_zero_point"] = Stored((-(-rows // per_word), groups), torch.int32, 0, per_word)
         if self.has_order:
-            found["weight_g_idx"] = Stored((columns,), torch.int32)
-        return found
+            stored["weight_g_idx"] = Stored((columns,), torch.int32)
+        return stored
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        found = dict(tensors)
-        shape = found.pop("weight_shape").tolist()
+        weights = dict(tensors)
+        shape = weights.pop("weight_shape").tolist()
         if shape[1] != columns:
             raise InvalidInputError(f"weight_shape: {shape}, expected {columns} columns")
-        return from_compressed_tensors(**found, in_features=columns, num_bits=self.num_bits)
+        return from_compressed_tensors(**weights, in_features=columns, num_bits=self.num_bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,15 +181,15 @@ class Gptq(Layout):
         }
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        found: dict[str, Any] = dict(tensors)
+        weights: dict[str, Any] = dict(tensors)
         if not self.has_zero_points:
             # The middle code in every position as an int32; version 1 stores it minus 1.
             code = 2 ** (self.num_bits - 1) - (2 - self.version)
             middle = int.from_bytes(bytes([code if self.num_bits == 8 else 17 * code] * 4), "little", signed=True)
             if (tensors["qzeros"] != middle).any():
                 raise InvalidInputError(f"qzeros: not all {middle}, which the configuration's sym = true requires")
-            found["qzeros"] = None
-        return from_gptq(**found, num_bits=self.num_bits, format_version=self.version)
+            weights["qzeros"] = None
+        return from_gptq(**weights, num_bits=self.num_bits, format_version=self.version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,11 +226,14 @@ class Fp4(Layout):
 
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
         code = torch.float8_e4m3fn if self.global_scale else torch.uint8
-        found = {
+        stored = {
             self.weight: Stored((rows, columns // 2), torch.uint8, 0),
             "weight_scale": Stored((rows, columns // self.group_size), code, 0),
         }
-        return found | {one: Stored((), torch.float32) for one in (self.global_scale, self.ignored) if one}
+        for name in (self.global_scale, self.ignored):
+            if name is not None:
+                stored[name] = Stored((), torch.float32)
+        return stored
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
         weight, scale = tensors[self.weight], tensors["weight_scale"]
@@ -263,7 +267,7 @@ class Quantization:
             return None
         names = (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
         for pattern, layout in self.rules:
-            if any(pattern.match(one) for one in names):
+            if any(pattern.match(alias) for alias in names):
                 return layout
         return None
 
@@ -273,11 +277,11 @@ class Quantization:
         Raises:
             UnsupportedError: their formats differ.
         """
-        found = {name: self.layout(name) for name in names}
-        first, *others = found
-        for other in others:
-            if found[other] != found[first]:
+        layouts = {name: self.layout(name) for name in names}
+        first = next(iter(layouts))
+        for name, layout in layouts.items():
+            if layout != layouts[first]:
                 raise UnsupportedError(
-                    f"{first}, {other}: quantised in two ways, expected one for projections of the same input"
+                    f"{first}, {name}: quantised in two ways, expected one for projections of the same input"
                 )
-        return found[first]
+        return layouts[first]
