@@ -35,7 +35,7 @@ class PagedKvCacheConfig:
 
     Attributes:
         num_kv_heads, head_dim: for layers whose group sets none.
-        block_size: positions in a block.
+        block_size: positions in a block; 16 by default. A loaded model passes its GPU's `default_block_size`, 64 or 16.
         num_blocks: blocks that can be handed out. Storage holds one more, block 0.
         num_swap_blocks: blocks of host memory for `swap_out`.
         dtype: None takes PyTorch's default when the cache is made. The kernels take float32, float16, bfloat16,
