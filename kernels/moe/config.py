@@ -83,7 +83,9 @@ def moe_tiles(shape: MoeShape, dtype: torch.dtype, device: Device) -> MoeTiles:
 
 def table_dtype(packed: str, dtype: torch.dtype) -> str:
     """Return the weights' dtype as tables and vLLM name it; MXFP4 beside 16-bit activations is "mxfp4_w4a16"."""
-    return f"{packed}_w4a{8 * dtype.itemsize}" if packed else str(dtype).removeprefix("torch.")
+    if packed:
+        return f"{packed}_w4a{8 * dtype.itemsize}"
+    return str(dtype).removeprefix("torch.")
 
 
 def table_name(num_experts: int, intermediate_size: int, device_name: str, dtype: str) -> str:
@@ -143,12 +145,18 @@ def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_na
     A step stays within a group and takes 128 bytes of a row. Its product takes registers besides the sum, so 128
     columns are the most they hold. With 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
     """
-    depth = 128 if is_native else 64
-    block_k = min(depth if tile.block_k >= 64 else tile.block_k, group_k & -group_k)
-    width = 64 if tile.block_m == 128 and arch.startswith("sm_") and arch != "sm_90" else 128
+    block_k = tile.block_k
+    if block_k >= 64:
+        block_k = 128 if is_native else 64
+    block_k = min(block_k, group_k & -group_k)
+    max_columns = 128
+    if tile.block_m == 128 and arch.startswith("sm_") and arch != "sm_90":
+        max_columns = 64
+    if gated:  # gate and up have as many columns each
+        max_columns //= 2
     # 16 rows on the left go to mma.sync, for which Hopper first makes 16-bit numbers of them: 100 conversions a step.
     swap_ab = tile.swap_ab or (is_native and tile.block_m == 16 and arch in LARGE_SHARED_MEMORY)
-    block_n = min(tile.block_n, width // 2 if gated else width)
+    block_n = min(tile.block_n, max_columns)
     return replace(tile, block_n=block_n, block_k=block_k, num_stages=3, swap_ab=swap_ab)
 
 
@@ -191,9 +199,16 @@ def _many_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
     # and one computes while the other drains, which counts where a row is short (768 for the second GEMM of
     # Qwen3-30B-A3B: 12 steps).
     wide = MoeTile(128, 128, 64, 16, 8, 4, tma=True), MoeTile(128, 256, 64, 16, 8, 4, tma=True)
-    depths = (shape.hidden_size, shape.intermediate_size)
-    first, second = (depth >= 2048 and depth % 64 == 0 for depth in depths)
-    return wide[0] if first else narrow[0], wide[1] if second else narrow[1]
+    gate_up, down = narrow
+    if _is_long(shape.hidden_size):
+        gate_up = wide[0]
+    if _is_long(shape.intermediate_size):
+        down = wide[1]
+    return gate_up, down
+
+
+def _is_long(depth: int) -> bool:
+    return depth >= 2048 and depth % 64 == 0
 
 
 def _packed(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
@@ -221,7 +236,9 @@ def _packed(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
             MoeTile(few_rows, width(shape.hidden_size), 128, 1, 4, 4, swap_ab=True),
         )
     fills_memory = device.arch in ("sm_100", "sm_103")
-    rows, group_m = (64, 4) if entries <= 48 or fills_memory else (128, 8)
+    rows, group_m = 128, 8
+    if entries <= 48 or fills_memory:
+        rows, group_m = 64, 4
     return MoeTile(rows, 64, 128, group_m, 8, 3, swap_ab=True), MoeTile(rows, 128, 128, group_m, 8, 3, swap_ab=True)
 
 

@@ -68,9 +68,10 @@ def _moe_sum_kernel(
     tl.store(out_ptr + token * stride_out_token + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _decode(given: Arguments) -> None:
-    if (aligned := given.get("aligned")) is not None:
-        given["aligned"] = MoeAlignment(*aligned)
+def _decode(arguments: Arguments) -> None:
+    aligned = arguments.get("aligned")
+    if aligned is not None:
+        arguments["aligned"] = MoeAlignment(*aligned)
 
 
 @operation(
@@ -219,7 +220,10 @@ def _bind_triton(
 
     def compute(call: MoeCall, aligned: MoeAlignment | None) -> None:
         nonlocal bound
-        bound = moe_gemv(call, bound) if tiles is None else _grouped(call, aligned, tiles, bound)
+        if tiles is None:
+            bound = moe_gemv(call, bound)
+        else:
+            bound = _grouped(call, aligned, tiles, bound)
 
     return compute
 
@@ -237,6 +241,8 @@ def _grouped(
         sizes = tiles.gate_up.block_m, num_experts
         align = align or moe_align_block_size.bind(ids, *sizes, expert_map=call.expert_map)
         aligned = align(ids, *sizes, expert_map=call.expert_map)
+    is_plain = call.activation in PLAIN_ACTIVATIONS
+    activation = "" if is_plain else call.activation
     activated = x.new_empty((ids.numel(), call.intermediate_size))
     first = expert_gemm(
         x,
@@ -244,12 +250,12 @@ def _grouped(
         activated,
         aligned,
         tiles.gate_up,
-        activation="" if call.activation in PLAIN_ACTIVATIONS else call.activation,
+        activation=activation,
         interleaved=call.interleaved,
         entries_per_row=ids.shape[1],
         bound=first,
     )
-    if call.activation in PLAIN_ACTIVATIONS:
+    if is_plain:
         activated.relu_().square_()
     parts, weights = x.new_empty((ids.numel(), hidden_size)), call.topk_weights
     second = expert_gemm(activated, call.down, parts, aligned, tiles.down, entry_weights=weights, bound=second)
@@ -312,9 +318,11 @@ def moe_block_size(
     num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
     if num_tokens == 0 or not use_triton(w2):
         return None
-    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
-    tiles = _chosen_tiles(num_tokens, top_k, down, dtype, expert_map, is_gated)
-    return None if tiles is None else tiles.gate_up.block_m
+    down = ExpertLinear(w2, scale=w2_scale)
+    tiles = _chosen_tiles(num_tokens, top_k, down, dtype or w2.dtype, expert_map, is_gated)
+    if tiles is None:
+        return None
+    return tiles.gate_up.block_m
 
 
 def token_counts(
@@ -329,9 +337,9 @@ def token_counts(
 ) -> list[int]:
     """Return the least number of tokens, 1 to `most`, for each code path of `fused_moe` and its routing, rising."""
     counts: dict[object, int] = {}
-    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
+    down = ExpertLinear(w2, scale=w2_scale)
     for count in range(1, most + 1):
-        tiles = _chosen_tiles(count, top_k, down, dtype, expert_map, is_gated)
+        tiles = _chosen_tiles(count, top_k, down, dtype or w2.dtype, expert_map, is_gated)
         counts.setdefault((tiles, count > MAX_FUSED_TOKENS), count)
     return list(counts.values())
 
@@ -347,7 +355,9 @@ def _chosen_tiles(
     """Return the tiles, or None for matrix-vector products."""
     num_experts, hidden_size, _ = down.w.shape
     # The entries spread over all experts, of which a rank holds a part.
-    num_routed = num_experts if expert_map is None else expert_map.numel()
+    num_routed = num_experts
+    if expert_map is not None:
+        num_routed = expert_map.numel()
     packed = down.format if down.is_packed else ""
     shape = MoeShape(num_tokens * top_k, num_routed, hidden_size, down.columns, dtype.itemsize, packed)
     if is_gated and takes_gemv(shape, is_quantized=bool(down.format)):

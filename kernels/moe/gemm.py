@@ -258,16 +258,19 @@ def expert_gemm(
     if scale is not None and linear.format == "e4m3":
         quantize = quantize or quantize_rows(x, w.dtype, in_groups=True)
         x, x_scale = quantize(x, None)
-        w = w if x.dtype == w.dtype else as_kernel_argument(w)
+        if x.dtype != w.dtype:
+            w = as_kernel_argument(w)
     if launch is None:
         numbers = {"ACTIVATION": activation, "INTERLEAVED": interleaved, "ENTRIES_PER_ROW": entries_per_row}
         launch = _prepare(x, w, linear, out, aligned.expert_ids.numel(), tile, numbers)
+    if scale is not None and scale.element_size() == 1:
+        scale = scale.view(torch.uint8)
     launch(
         {
             "x_ptr": x,
             "x_scale_ptr": x_scale,
             "w_desc" if launch.boxes else "w_ptr": w,
-            "scale_ptr": scale.view(torch.uint8) if scale is not None and scale.element_size() == 1 else scale,
+            "scale_ptr": scale,
             "zeros_ptr": linear.zeros,
             "tensor_scale_ptr": linear.tensor_scale,
             "bias_ptr": linear.bias,
@@ -293,13 +296,19 @@ def _prepare(
     if linear.format:
         group_n, group_k = linear.group(depth)
         if not linear.is_packed:
-            step = FP8_BLOCK if linear.format == "e4m3" else group_k or depth
+            step = group_k or depth
+            if linear.format == "e4m3":
+                step = FP8_BLOCK
             arch, is_native = device_of(x.device).arch, x.dtype == linear.w.dtype
             tile = quantized_tile(tile, step, arch, gated=bool(numbers["ACTIVATION"]), is_native=is_native)
-        group_k = 0 if group_k == depth and linear.format not in E2M1_GROUPS else group_k
+        if group_k == depth and linear.format not in E2M1_GROUPS:
+            group_k = 0
     # vLLM reports wrong products from descriptors whose last step is not a whole one: those sizes go by pointers.
     is_even = depth % tile.block_k == 0
     uses_tma = tile.tma and not linear.format and is_even and _fits_tma(w)
+    boxes = {}
+    if uses_tma:
+        boxes["w_desc"] = _box(w, num_columns, numbers["INTERLEAVED"], tile)
     return Launch(
         _expert_gemm_kernel,
         (max_num_blocks * triton.cdiv(num_columns, tile.block_n),),
@@ -327,7 +336,7 @@ def _prepare(
             "SWAP_AB": tile.swap_ab,
             **numbers,
         },
-        boxes={"w_desc": _box(w, num_columns, numbers["INTERLEAVED"], tile)} if uses_tma else {},
+        boxes=boxes,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -343,5 +352,7 @@ def _box(w: torch.Tensor, num_columns: int, interleaved: bool, tile: MoeTile) ->
     num_experts, num_rows, depth = w.shape
     parts = num_rows // num_columns
     row = w.stride(1)
-    strides = (w.stride(0), row, parts * row, 1) if interleaved else (w.stride(0), num_columns * row, row, 1)
+    strides = (w.stride(0), num_columns * row, row, 1)
+    if interleaved:
+        strides = (w.stride(0), row, parts * row, 1)
     return Box((num_experts, parts, num_columns, depth), strides, (1, parts, tile.block_n, tile.block_k))

@@ -170,7 +170,7 @@ def _new(topk_ids: torch.Tensor, block_size: int, num_experts: int, **_: object)
 @operation(
     _new,
     results="Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded",
-    finish=lambda _, found: MoeAlignment(*found),
+    finish=lambda _, results: MoeAlignment(*results),
 )
 def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, *, expert_map: torch.Tensor | None = None

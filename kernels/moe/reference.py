@@ -17,9 +17,14 @@ def route_tokens(router_logits: torch.Tensor, top_k: int, **options: Any) -> tup
     routing = Routing(top_k, **options)
     logits = f64(router_logits)
     num_tokens, num_experts = logits.shape
-    scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else 1 / (1 + torch.exp(-logits))
-    has_bias, num_shared = routing.correction_bias is not None, routing.num_shared_experts
-    bias = f64(routing.correction_bias).tolist() if routing.correction_bias is not None else [0.0] * num_experts
+    if routing.scoring == "softmax":
+        scores = torch.softmax(logits, -1)
+    else:
+        scores = 1 / (1 + torch.exp(-logits))
+    num_shared = routing.num_shared_experts
+    bias, num_counted = [0.0] * num_experts, 1  # the scores of a group that count
+    if routing.correction_bias is not None:
+        bias, num_counted = f64(routing.correction_bias).tolist(), 2
     weights = torch.full((num_tokens, routing.width), math.nan, dtype=torch.float64)
     ids = torch.full(weights.shape, -1, dtype=torch.int32)
     size = num_experts // routing.num_expert_groups
@@ -28,11 +33,12 @@ def route_tokens(router_logits: torch.Tensor, top_k: int, **options: Any) -> tup
             continue
         choice = [score + shift for score, shift in zip(row, bias, strict=True)]
         groups = [range(start, start + size) for start in range(0, num_experts, size)]
-        counted = 2 if has_bias else 1
-        groups.sort(key=lambda group: (-sum(sorted((choice[e] for e in group), reverse=True)[:counted]), group[0]))
+        groups.sort(key=lambda group: (-sum(sorted((choice[e] for e in group), reverse=True)[:num_counted]), group[0]))
         allowed = [expert for group in groups[: routing.topk_groups] for expert in group]
         order = sorted(allowed, key=lambda expert: (-choice[expert], expert))[: routing.top_k]
-        total = sum(row[expert] for expert in order) if routing.renormalize else 1.0
+        total = 1.0
+        if routing.renormalize:
+            total = sum(row[expert] for expert in order)
         routed = [row[expert] / total * routing.routed_scaling_factor for expert in order]
         weights[token] = torch.tensor(routed + [1.0] * num_shared, dtype=torch.float64)
         shared = range(num_experts, num_experts + num_shared)
@@ -74,18 +80,29 @@ def fused_moe(
     """`fused_moe`, one entry at a time; options: its biases, scales and zero points."""
     x, weights = f64(hidden_states), f64(topk_weights)
     rows = torch.arange(w1.shape[1])
-    gate_rows, up_rows = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
+    gate_rows, up_rows = rows.chunk(2)
+    if interleaved:
+        gate_rows, up_rows = rows[0::2], rows[1::2]
     is_gated = activation != "relu2"
+    rounds_input = w1.dtype == torch.float8_e4m3fn
 
     @functools.cache
     def expert(local: int) -> list[tuple[torch.Tensor, torch.Tensor | float]]:
         """Weights and biases of both projections."""
-        found = []
+        projections: list[tuple[torch.Tensor, torch.Tensor | float]] = []
         for name, w, columns in (("w1", w1, x.shape[1]), ("w2", w2, w1.shape[1] // (1 + is_gated))):
-            given = [options.get(f"{name}_{each}") for each in ("bias", "scale", "zeros", "tensor_scale")]
-            bias, *scales = (None if each is None else each[local] for each in given)
-            found.append((dequantize(w[local], *scales, num_columns=columns), 0.0 if bias is None else f64(bias)))
-        return found
+            scales: list[torch.Tensor | None] = []
+            for option in ("scale", "zeros", "tensor_scale"):
+                tensor = options.get(f"{name}_{option}")
+                if tensor is not None:
+                    tensor = tensor[local]
+                scales.append(tensor)
+            bias: torch.Tensor | float = 0.0
+            biases = options.get(f"{name}_bias")
+            if biases is not None:
+                bias = f64(biases[local])
+            projections.append((dequantize(w[local], *scales, num_columns=columns), bias))
+        return projections
 
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
@@ -93,11 +110,15 @@ def fused_moe(
             if torch.isnan(weight):
                 out[token] = math.nan
                 continue
-            local = chosen if expert_map is None or chosen < 0 else int(expert_map[chosen])
+            local = chosen
+            if expert_map is not None and chosen >= 0:
+                local = int(expert_map[chosen])
             if local >= 0:
                 (first, first_bias), (second, second_bias) = expert(local)
-                given = quantize_rows(x[token, None], w1.dtype, 128)[0] if w1.dtype == torch.float8_e4m3fn else x[token]
-                product = first @ given + first_bias
+                row = x[token]
+                if rounds_input:
+                    row = quantize_rows(row[None], w1.dtype, 128)[0]
+                product = first @ row + first_bias
                 if is_gated:
                     activated = gated_activation(product[gate_rows], product[up_rows], activation)
                 else:

@@ -152,7 +152,7 @@ def _new(
     results="Tensor topk_weights, Tensor topk_ids, Tensor sorted_token_ids, Tensor expert_ids, "
     "Tensor num_tokens_post_padded",
     mutates=("ticket",),
-    finish=lambda _, found: (*found[:2], MoeAlignment(*found[2:])),
+    finish=lambda _, results: (*results[:2], MoeAlignment(*results[2:])),
     **in_fields(routing=Routing),
 )
 def route_and_align(

@@ -134,12 +134,17 @@ def _by_torch(
     """PyTorch implementation; a stable sort, as `topk` leaves the order of ties open."""
     logits = router_logits.float()
     num_tokens, num_experts = logits.shape
-    scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else torch.sigmoid(logits)
-    choice = logits if bias is None else scores + bias
+    if routing.scoring == "softmax":
+        scores = torch.softmax(logits, -1)
+    else:
+        scores = torch.sigmoid(logits)
+    choice, num_counted = logits, 1  # the scores of a group that count
+    if bias is not None:
+        choice, num_counted = scores + bias, 2
     order = choice.sort(dim=-1, descending=True, stable=True).indices
     if routing.topk_groups < routing.num_expert_groups:
         grouped = choice.unflatten(-1, (routing.num_expert_groups, -1))
-        best = grouped.topk(min(1 if bias is None else 2, grouped.shape[-1])).values.sum(-1)
+        best = grouped.topk(min(num_counted, grouped.shape[-1])).values.sum(-1)
         groups = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.topk_groups]
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
         # Experts of the groups that are kept come first, in the order they have.

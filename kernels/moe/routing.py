@@ -212,10 +212,12 @@ def check_routing(router_logits: torch.Tensor, routing: Routing) -> None:
         )
     if not 1 <= routing.topk_groups <= groups:
         raise InvalidInputError(f"topk_groups: {routing.topk_groups}, expected 1 to {groups}, the number of groups")
-    most = num_experts // groups * routing.topk_groups
-    if not 1 <= routing.top_k <= most:
-        within = "the number of experts" if groups == 1 else f"the experts of {routing.topk_groups} groups"
-        raise InvalidInputError(f"top_k: {routing.top_k}, expected 1 to {most}, {within}")
+    max_top_k = num_experts // groups * routing.topk_groups
+    if not 1 <= routing.top_k <= max_top_k:
+        limit = f"{max_top_k}, the number of experts"
+        if groups > 1:
+            limit = f"{max_top_k}, the experts of {routing.topk_groups} groups"
+        raise InvalidInputError(f"top_k: {routing.top_k}, expected 1 to {limit}")
     if not isinstance(routing.scoring, str) or routing.scoring not in SCORINGS:
         raise InvalidInputError(f"scoring: {shown(routing.scoring)}, expected {' or '.join(map(repr, SCORINGS))}")
     if not 0 <= routing.num_shared_experts <= MAX_EXPERTS:

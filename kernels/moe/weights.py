@@ -80,7 +80,9 @@ class MoeCall(NamedTuple):
 
     @property
     def intermediate_size(self) -> int:
-        return self.gate_up.w.shape[1] // (1 if self.activation in PLAIN_ACTIVATIONS else 2)
+        if self.activation in PLAIN_ACTIVATIONS:
+            return self.gate_up.w.shape[1]
+        return self.gate_up.w.shape[1] // 2
 
 
 def check_operands(
@@ -102,13 +104,17 @@ def check_operands(
     device, dtype = hidden_states.device, hidden_states.dtype
     check_tensor("hidden_states", hidden_states, ("num_tokens", "hidden_size"), FLOAT_DTYPES, device)
     num_tokens, hidden_size = hidden_states.shape
-    rows, factor = ("2 * intermediate_size", 2) if is_gated else ("intermediate_size", 1)
+    rows, factor = "intermediate_size", 1
+    if is_gated:
+        rows, factor = "2 * intermediate_size", 2
     check_shape("w1", gate_up.w, ("num_experts", rows, "hidden_size"))
-    # Words do not say how many columns they hold.
-    intermediate_size: int | str = gate_up.w.shape[1] // factor if down.is_packed else "intermediate_size"
-    _check_weights("w2", down, ("num_experts", hidden_size, intermediate_size), dtype, device)
-    num_rows = factor * (intermediate_size if isinstance(intermediate_size, int) else down.columns)
-    _check_weights("w1", gate_up, (len(down.w), num_rows, hidden_size), dtype, device)
+    if down.is_packed:  # words do not say how many columns they hold
+        intermediate_size = gate_up.w.shape[1] // factor
+        _check_weights("w2", down, ("num_experts", hidden_size, intermediate_size), dtype, device)
+    else:
+        _check_weights("w2", down, ("num_experts", hidden_size, "intermediate_size"), dtype, device)
+        intermediate_size = down.columns
+    _check_weights("w1", gate_up, (len(down.w), factor * intermediate_size, hidden_size), dtype, device)
     if gate_up.is_packed != down.is_packed:
         raise InvalidInputError(f"w1, w2: {gate_up.w.dtype} and {down.w.dtype}, expected int32 of both or of none")
     check_tensor("topk_ids", topk_ids, (num_tokens, "top_k"), (torch.int32,), device)
@@ -123,7 +129,10 @@ def _check_weights(
 ) -> None:
     """Check a projection's weights against the expected shape, and its bias, scales and zero points against them."""
     w, bias = linear.w, linear.bias
-    check_dtype(name, w, *((dtype,) if linear.scale is None else _QUANTIZED))
+    if linear.scale is None:
+        check_dtype(name, w, dtype)
+    else:
+        check_dtype(name, w, *_QUANTIZED)
     check_device(name, w, device)
     *rows, columns = expected
     in_features = columns if isinstance(columns, int) else linear.columns
@@ -138,6 +147,6 @@ def _check_weights(
         names = f"{name}_scale", f"{name}_zeros", f"{name}_tensor_scale"
         check_scales(names, w, in_features, linear.scale, linear.zeros, linear.tensor_scale)
         return
-    for kind, given in (("zeros", linear.zeros), ("tensor_scale", linear.tensor_scale)):
-        if given is not None:
+    for kind, tensor in (("zeros", linear.zeros), ("tensor_scale", linear.tensor_scale)):
+        if tensor is not None:
             raise InvalidInputError(f"{name}_{kind}: given with plain weights, expected None")

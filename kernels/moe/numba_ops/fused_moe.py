@@ -55,8 +55,8 @@ def _sort(ids, expert_map, ends, rows, experts, positions, sizes):
 def _sort_entries(arguments):
     values = unpack(arguments, 11)
     _, ids, expert_map, ends, rows, experts, positions = values[:7]
-    found = int64s(rows), int64s(experts), int64s(positions)
-    _sort(int32s(ids), int32s(expert_map), int32s(ends), *found, values[7:])
+    entries = int64s(rows), int64s(experts), int64s(positions)
+    _sort(int32s(ids), int32s(expert_map), int32s(ends), *entries, values[7:])
 
 
 @device_function
@@ -93,7 +93,10 @@ def sort_entries(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Ten
     ends = torch.empty(num_experts, dtype=torch.int32)
     rows, experts, positions = torch.empty(3, num_entries, dtype=torch.int64)
     entries = SortedEntries(ends, rows, experts, positions)
-    launch = _sorting(num_entries, top_k, num_experts, 0 if expert_map is None else len(expert_map))
+    num_mapped = 0
+    if expert_map is not None:
+        num_mapped = len(expert_map)
+    launch = _sorting(num_entries, top_k, num_experts, num_mapped)
     launch({"topk_ids": topk_ids, "expert_map": expert_map, **entries._asdict()})
     return entries
 

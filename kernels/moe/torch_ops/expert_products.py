@@ -31,14 +31,22 @@ def run_experts(
 
     biases: of gate_up and of down, [num_experts, rows].
     """
-    experts = topk_ids if expert_map is None else expert_rows(topk_ids, expert_map)
+    experts = topk_ids
+    if expert_map is not None:
+        experts = expert_rows(topk_ids, expert_map)
     ends, rows, _, positions = sort_entries(experts, len(gate_up))
+    gate_up_bias, down_bias = biases
     parts = x.new_zeros(len(rows) + 1, x.shape[1])  # position -1 takes the zeros at the end
     for expert, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         if end > start:
-            first, second = (None if each is None else each[expert] for each in biases)
-            projected = gate_up[expert](x[rows[start:end]], first)
+            projected = gate_up[expert](x[rows[start:end]], _row(gate_up_bias, expert))
             activated = gated_activation(projected.float(), activation, interleaved).to(x.dtype)
-            parts[start:end] = down[expert](activated, second)
+            parts[start:end] = down[expert](activated, _row(down_bias, expert))
     chosen = parts[positions].float().view(*topk_ids.shape, -1)
     return torch.bmm(topk_weights.unsqueeze(1), chosen).squeeze(1).to(x.dtype)
+
+
+def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    return bias[expert]

@@ -62,7 +62,9 @@ def bind(
     """
     formats, num_entries = (gate_up.format, down.format), topk_ids.numel()
     is_plain = formats == ("", "")
-    products = loops_of("common.numba_ops.linear", x, gate_up.w, down.w) if is_plain else None
+    products = None
+    if is_plain:
+        products = loops_of("common.numba_ops.linear", x, gate_up.w, down.w)
     if products is not None:
         most_rows = min(products.max_rows(gate_up.w), products.max_rows(down.w))
         if num_entries > most_rows * len(gate_up.w):
@@ -81,18 +83,23 @@ def _by_loops(loops: Any, products: Any, formats: Formats, call: MoeCall, _: obj
 
 
 def _sorted(products: Any, formats: Formats, call: MoeCall, _: object) -> None:
-    experts = call.topk_ids if call.expert_map is None else expert_rows(call.topk_ids, call.expert_map)
-    parts, positions = _parts(call, sort_entries(experts, len(call.gate_up.w)), products, formats)
+    parts, positions = _parts(call, sort_entries(_experts(call), len(call.gate_up.w)), products, formats)
     parts = functional.pad(parts, (0, 0, 0, 1))[positions]  # position -1 takes the zeros at the end
     _combine(call, parts)
 
 
 def _unsorted(call: MoeCall, _: object) -> None:
-    experts = call.topk_ids if call.expert_map is None else expert_rows(call.topk_ids, call.expert_map)
-    ids = experts.flatten().tolist()
+    ids = _experts(call).flatten().tolist()
     projected = _vectors(call.hidden_states, call.gate_up, ids).float()
     activated = gated_activation(projected, call.activation, call.interleaved).to(call.hidden_states.dtype)
     _combine(call, _vectors(activated, call.down, ids))
+
+
+def _experts(call: MoeCall) -> torch.Tensor:
+    """Return the rows of the weights that entries take, like topk_ids."""
+    if call.expert_map is None:
+        return call.topk_ids
+    return expert_rows(call.topk_ids, call.expert_map)
 
 
 def _combine(call: MoeCall, parts: torch.Tensor) -> None:
@@ -131,7 +138,9 @@ def _parts(call: MoeCall, entries: SortedEntries, loops: Any, formats: Formats) 
             activated = _activated(call, _with_bias(loops.grouped_linear(x, gate_up.w, ends, rows), gate_up, experts))
         return _with_bias(loops.grouped_linear(activated, down.w, ends), down, experts), positions
     bounds = [0, *ends.tolist()]
-    lengths = _padded_lengths(bounds, len(rows), gate_up.w.dtype) if formats == ("", "") else []
+    lengths: list[int] = []
+    if formats == ("", ""):
+        lengths = _padded_lengths(bounds, len(rows), gate_up.w.dtype)
     if lengths:
         # Every expert's entries begin where those before end, padded; what is between them is computed and not read.
         starts = torch.tensor([0, *itertools.accumulate(lengths)], device=ends.device)
@@ -171,10 +180,13 @@ def _padded_lengths(bounds: list[int], num_entries: int, dtype: torch.dtype) -> 
         return []
     counts = [end - start for start, end in itertools.pairwise(bounds)]
     longest, num_idle = max(counts), counts.count(0)
-    most = 24 if is_wide else 24 + num_entries / num_experts
     if longest == 0:
         return []
-    if longest <= most and num_idle * (8 if is_wide or is_alone else 2) <= num_experts:
+    max_length = 24.0
+    if not is_wide:
+        max_length += num_entries / num_experts
+    max_idle = num_experts // 8 if is_wide or is_alone else num_experts // 2
+    if longest <= max_length and num_idle <= max_idle:
         return [longest] * num_experts
     if dtype != torch.bfloat16 or not linear_op.MULTIPLIES_BF16:
         return []
@@ -194,21 +206,29 @@ def _linear(
     undefined."""
     if lengths and len(set(lengths)) == 1:
         out = torch.bmm(x.unflatten(0, (len(lengths), -1)), linear.w.mT)
-        return (out if linear.bias is None else out + linear.bias.unsqueeze(1).to(out.dtype)).flatten(0, 1)
+        if linear.bias is not None:
+            out = out + linear.bias.unsqueeze(1).to(out.dtype)
+        return out.flatten(0, 1)
     if lengths:
-        biases = [None] * len(lengths) if linear.bias is None else linear.bias.to(x.dtype)
+        biases: Any = [None] * len(lengths)
+        if linear.bias is not None:
+            biases = linear.bias.to(x.dtype)
         parts = zip(x.split(lengths), linear.w, biases, strict=True)
         return torch.cat([functional.linear(*part) for part in parts if len(part[0])])
     if form:
-        wide = rounded_groups(x.float(), FP8_BLOCK, "e4m3") if form == "e4m3" else x.float()
-        out = _quantized(wide, linear, ends)
+        x = x.float()
+        if form == "e4m3":
+            x = rounded_groups(x, FP8_BLOCK, form)
+        out = _quantized(x, linear, ends)
     else:
         out = _grouped_mm(x, linear.w, ends)
     return _with_bias(out, linear, experts)
 
 
 def _with_bias(out: torch.Tensor, linear: ExpertLinear, experts: torch.Tensor) -> torch.Tensor:
-    return out if linear.bias is None else out + linear.bias[experts].to(out.dtype)
+    if linear.bias is None:
+        return out
+    return out + linear.bias[experts].to(out.dtype)
 
 
 def _quantized(x: torch.Tensor, linear: ExpertLinear, ends: torch.Tensor) -> torch.Tensor:
@@ -217,6 +237,11 @@ def _quantized(x: torch.Tensor, linear: ExpertLinear, ends: torch.Tensor) -> tor
     out, group = x.new_empty(len(x), linear.w.shape[1]), linear.group(x.shape[1])
     for expert, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         if end > start:
+            zero_point, tensor_scale = linear.zeros, linear.tensor_scale
+            if zero_point is not None:
+                zero_point = zero_point[expert]
+            if tensor_scale is not None:
+                tensor_scale = tensor_scale[expert]
             quantized_product(
                 x[start:end],
                 linear.w[expert],
@@ -224,8 +249,8 @@ def _quantized(x: torch.Tensor, linear: ExpertLinear, ends: torch.Tensor) -> tor
                 linear.format,
                 group,
                 out[start:end],
-                zero_point=None if linear.zeros is None else linear.zeros[expert],
-                tensor_scale=None if linear.tensor_scale is None else linear.tensor_scale[expert],
+                zero_point=zero_point,
+                tensor_scale=tensor_scale,
             )
     return out
 
