@@ -106,7 +106,9 @@ def index_tile(element_size: int) -> tuple[int, int]:
     64 keys of 128 numbers are 16 KB in 16 bits, beside 16 KB of 64 heads: three programs an SM. 128 keys leave two, and
     Triton 3.6 then spills 63 times in the loop.
     """
-    return (32, 8) if element_size == 4 else (64, 4)
+    if element_size == 4:
+        return 32, 8
+    return 64, 4
 
 
 def _new_indices(q: torch.Tensor, key_cache: torch.Tensor, block_table: torch.Tensor, top_k: int, **_: object) -> Any:

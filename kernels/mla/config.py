@@ -81,16 +81,22 @@ def mla_tile(
         # Scaled codes pass through registers in float32: 32 rows spill 226 on sm_90.
         if is_gfx:
             return AttentionTile(16, 16, 4, 1)
-        return AttentionTile(16, 16, 8, 2 if element_size == 4 else num_stages)
+        if element_size == 4:
+            num_stages = 2
+        return AttentionTile(16, 16, 8, num_stages)
     is_small = arch in SMALL_SHARED_MEMORY
     max_block_m = 32 if kind or is_small else 64  # e4m3 with 64 rows spills 75 on sm_90
     block_m = 64
-    if rows <= 32:
-        block_m = 16 if rows <= 16 else 32
+    if rows <= 16:
+        block_m = 16
+    elif rows <= 32:
+        block_m = 32
     block_m = min(block_m, max_block_m)
     if is_gfx or is_small:
         block_n = 32 if block_m == 16 else 16
-        return AttentionTile(block_m, block_n, 4, 1) if is_gfx else AttentionTile(block_m, block_n, 8, 2)
+        if is_gfx:
+            return AttentionTile(block_m, block_n, 4, 1)
+        return AttentionTile(block_m, block_n, 8, 2)
     if block_m == 16:
         if kind:  # 4 warps over e4m3 spill 32, 8 take 176 registers
             return AttentionTile(16, 32, 8, num_stages)

@@ -62,17 +62,20 @@ def bind(call: MlaCall, plan: AttentionPlan | None) -> Callable[[MlaCall], None]
             if lse is not None:
                 lse.fill_(float("-inf"))
             return
+        if sinks is not None:
+            sinks = sinks.contiguous()
         latent, rope, scales = latent_parts(call.kv_cache, call.v_head_dim)
+        if rope.shape[2] == 0:  # nothing is read there, but a pointer must be one
+            rope = latent
         arguments = {
             "q_ptr": call.q,
             "latent_ptr": as_kernel_argument(latent),
-            # Without rotated dimensions nothing is read there, but a pointer must be one.
-            "rope_ptr": as_kernel_argument(rope if rope.shape[2] else latent),
+            "rope_ptr": as_kernel_argument(rope),
             "scales_ptr": scales,
             "out_ptr": out,
             "lse_ptr": lse,
             "block_table_ptr": call.block_table,
-            "sinks_ptr": None if sinks is None else sinks.contiguous(),
+            "sinks_ptr": sinks,
             "k_scale_ptr": call.k_scale,
             "indices_ptr": call.indices,
         }
@@ -118,6 +121,9 @@ def _tiles(
     tile = schedule.tile
     latent, rope, scales = latent_parts(call.kv_cache, call.v_head_dim)
     rope_dim = shape.head_dim - shape.v_head_dim
+    num_indices = 0
+    if call.indices is not None:
+        num_indices = call.indices.shape[1]
     return Launch(
         _mla_attention_kernel,
         (1, schedule.items.shape[0]),
@@ -128,7 +134,7 @@ def _tiles(
             "first_padding_ptr": schedule.first_padding,
             "token_keys_ptr": token_keys,
             "num_tokens": shape.num_tokens,
-            "num_indices": 0 if call.indices is None else call.indices.shape[1],
+            "num_indices": num_indices,
             "scale": call.softmax_scale,
             **strides("token head", q=call.q),
             **strides("block slot", latent=latent, rope=rope, scales=scales),

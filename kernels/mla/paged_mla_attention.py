@@ -17,7 +17,7 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Run, operation
+from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_bool, as_float, as_int
 from paged.kernels.mla import launches
 from paged.kernels.mla.config import MlaCall
@@ -30,12 +30,18 @@ def _new_output(q: torch.Tensor, v_head_dim: int, **_: object) -> tuple[torch.Te
     return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
 
 
+def _finish(arguments: Arguments, results: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    if arguments.get("return_lse"):
+        return results
+    return results[0]
+
+
 @operation(
     _new_output,
     results="Tensor out, Tensor lse",
     arguments={"plan": "", "return_lse": ""},
     decode=lambda arguments: arguments.update(return_lse=True),
-    finish=lambda arguments, results: results if arguments.get("return_lse") else results[0],
+    finish=_finish,
 )
 def paged_mla_attention(
     q: torch.Tensor,
@@ -135,7 +141,9 @@ def paged_mla_attention(
             v_head_dim, softmax_scale, causal, deterministic,
         )  # fmt: skip
         run_step(bind_step, call, plan)
-        return out if lse is None else (out, lse)
+        if lse is None:
+            return out
+        return out, lse
 
     return run
 

@@ -47,9 +47,12 @@ def paged_mla_attention(
     for seq, seq_len in enumerate(lengths):
         for row in range(offsets[seq], offsets[seq + 1]):
             position = seq_len - offsets[seq + 1] + row
-            end = min(position + 1, seq_len) if causal else seq_len
-            chosen = range(seq_len) if indices is None else indices[row].tolist()
-            keys = [key for key in chosen if 0 <= key < end]
+            end = seq_len
+            if causal:
+                end = min(position + 1, seq_len)
+            keys = list(range(end))
+            if indices is not None:
+                keys = [key for key in indices[row].tolist() if 0 <= key < end]
             slots = [(table[seq][key // block_size], key % block_size) for key in keys]
             places = tuple(torch.tensor(slots, dtype=torch.int64).view(-1, 2).T)
             for head in range(num_heads):
@@ -97,7 +100,7 @@ def choose_keys(
     scores = index_scores(q, weights, key_cache, **sequences)
     count = min(top_k, sequences["block_table"].shape[1] * key_cache.shape[1])
     indices = torch.full((len(q), count), -1, dtype=torch.int32)
-    for row, each in enumerate(scores):
-        best = each.argsort(descending=True)[:count].sort().values.int()
+    for row, scores_of_row in enumerate(scores):
+        best = scores_of_row.argsort(descending=True)[:count].sort().values.int()
         indices[row, count - len(best) :] = best
     return indices
