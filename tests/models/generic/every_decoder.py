@@ -1,0 +1,139 @@
+"""Every decoder of transformers as a tiny random checkpoint, and how it runs here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paged.batch import UnifiedBatchItem, VerifyLogits
+from paged.errors import PagedError
+from paged.models.generic.network import ModuleNetwork
+from paged.models.registry import load_model
+from tests.models.families import FAMILIES, logits_of, options, save_checkpoint, tokens
+from tests.tolerance import assert_within
+
+# Seconds for one architecture.
+DEADLINE = 60
+# Sizes under all names that configurations have for them; a configuration takes those that it has.
+_SIZES = options(
+    """vocab_size=128 hidden_size=64 intermediate_size=96 num_hidden_layers=2 num_attention_heads=4
+    num_key_value_heads=2 head_dim=16 max_position_embeddings=128 initializer_range=0.1 n_embd=64 n_layer=2 n_head=4
+    n_positions=128 n_inner=96 ffn_dim=96 decoder_ffn_dim=96 encoder_ffn_dim=96 decoder_layers=2 encoder_layers=2
+    decoder_attention_heads=4 encoder_attention_heads=4 d_model=64 word_embed_proj_dim=64 rotary_dim=8
+    embedding_size=64 num_layers=2 ffn_hidden_size=96 n_heads=4 n_layers=2 max_seq_len=128
+    num_experts=4 num_local_experts=4 n_routed_experts=4 num_experts_per_tok=2 moe_intermediate_size=32 n_group=1
+    topk_group=1 first_k_dense_replace=1 moe_num_experts=4 moe_k=2 moe_topk=2 num_shared_experts=1 n_shared_experts=1
+    expert_ffn_hidden_size=32 zero_expert_num=0 kv_lora_rank=32 q_lora_rank=24 qk_nope_head_dim=16 qk_rope_head_dim=16
+    qk_head_dim=32 v_head_dim=16 sliding_window=8 is_decoder=True bos_token_id=1 eos_token_id=2 pad_token_id=0
+    vocab_size_per_layer_input=128 hidden_size_per_layer_input=16 num_kv_shared_layers=0 laurel_rank=8
+    mamba_d_state=16 mamba_n_heads=8 mamba_d_head=16 mamba_n_groups=1 linear_num_key_heads=2 linear_num_value_heads=4
+    linear_key_head_dim=16 linear_value_head_dim=16 shared_intermediate_size=48 shared_expert_intermediate_size=48
+    moe_shared_expert_intermediate_size=48 global_head_dim=16 index_topk=5 index_head_dim=32 index_n_heads=16
+    encoder_hash_byte_group_vocab=64"""
+)
+
+
+def decoders() -> list[str]:
+    """Return the classes that AutoModelForCausalLM knows."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = set()
+    for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names.update(entry if isinstance(entry, tuple) else (entry,))
+    return sorted(names)
+
+
+def result_of(name: str) -> str:
+    """Return `run` of a child process: "crash" if it ends by a signal or exceeds DEADLINE."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(sender, name), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(DEADLINE):
+            return f"crash: no result after {DEADLINE} s"
+        result: str = receiver.recv()
+        return result
+    except EOFError:
+        return "crash: the process ended"
+    finally:
+        child.kill()
+        child.join()
+
+
+def _send(sender: Any, name: str) -> None:
+    torch.set_num_threads(1)
+    try:
+        result = run(name)
+    except BaseException as error:
+        result = f"crash: {type(error).__name__}: {error}"
+    sender.send(result)
+
+
+def run(name: str) -> str:
+    """Return "native" or "generic" if the logits are transformers', else "wrong", "refused" or "unbuilt", and why."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model_class = getattr(transformers, name)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            theirs = _save(model_class, Path(folder))
+        except Exception as error:  # from transformers' code, of any type
+            return f"unbuilt: {type(error).__name__}: {error}"
+        try:
+            model = load_model(Path(folder), num_blocks=64, cuda_graphs=False)
+        except PagedError as error:
+            return f"refused: {str(error).replace(folder, '')}"
+        prompt = tokens(20)
+        (logits,) = model.unified_forward([UnifiedBatchItem("a", prompt, logits_policy=VerifyLogits())])
+    assert logits is not None
+    expected = logits_of(theirs, prompt)[:, : logits.shape[1]]
+    try:
+        assert_within(logits, expected, 1e-3 * expected.abs().max())
+    except AssertionError as error:
+        return f"wrong: {error}"
+    return "generic" if isinstance(model.network, ModuleNetwork) else "native"
+
+
+def _save(model_class: Any, folder: Path) -> Any:
+    """Return a random model that is saved in a folder: with a family's own sizes if it has one."""
+    for name, words in FAMILIES.data.items():
+        if f"{words.split()[0]}Config" == model_class.config_class.__name__:
+            return save_checkpoint(FAMILIES[name], folder)
+    torch.manual_seed(0)
+    theirs = model_class(tiny(model_class.config_class)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.2, 0.2))
+            else:
+                parameter.normal_(0, 0.12)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def tiny(config_class: Any) -> Any:
+    """Return a configuration with small sizes, also in the configurations inside of it."""
+    default = config_class()
+    values: dict[str, Any] = {}
+    # Layer types follow from the number of layers where none are set.
+    for key, size in [*_SIZES.items(), ("layer_types", None)]:
+        attribute = getattr(config_class, key, None)
+        if isinstance(attribute, property) and attribute.fset is None:
+            continue
+        if getattr(default, key, None) is not None:
+            values[key] = size
+    if getattr(default, "num_key_value_heads", None) == getattr(default, "num_attention_heads", 0):
+        values["num_key_value_heads"] = 4
+    for key, part_class in getattr(config_class, "sub_configs", {}).items():
+        part = getattr(default, key, None)
+        if part is not None and part_class is not None:
+            values[key] = tiny(type(part)).to_dict()
+    return config_class(**values)
