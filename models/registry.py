@@ -203,6 +203,9 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         max_seq_len=max_seq_len,
     )
     num_tables = len(kv_config.tables)
+    cuda_graphs = given.cuda_graphs
+    if isinstance(config, ModuleConfig):
+        cuda_graphs = False  # transformers' code may read values on the host, which no graph can hold
     state_bytes = 0
     if kv_config.recurrent is not None:
         recurrent = _with_slots(replace(kv_config.recurrent, conv_dtype=dtype), given, dtype)
@@ -220,8 +223,7 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
             PagedKvCacheManager(kv_config),
             max_loras=given.max_loras,
             max_lora_rank=given.max_lora_rank,
-            # transformers' code may read values on the host, which no graph can hold.
-            cuda_graphs=given.cuda_graphs and not isinstance(config, ModuleConfig),
+            cuda_graphs=cuda_graphs,
         )
         if given.quantization is not None:
             network.quantize(given.quantization, track)
@@ -279,6 +281,7 @@ def _load_module(
 
     refused = {
         "tensor_parallel_size": ranks.size > 1,
+        "cuda_graphs": bool(given.cuda_graphs),
         "draft": given.draft is not None,
         "quantization": given.quantization is not None,
         "kv_cache_dtype": kv_cache_dtype != dtype,

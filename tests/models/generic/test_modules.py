@@ -113,6 +113,7 @@ def test_a_wrong_window_fails_the_check(tmp_path: Path) -> None:
         ({"quantization": "int8"}, "quantization"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"draft": "mtp"}, "draft"),
+        ({"cuda_graphs": (1, 2)}, "cuda_graphs"),
         ({"model_impl": "native"}, "architectures ['OPTForCausalLM'] are unknown; unlike a Llama"),
     ],
 )
