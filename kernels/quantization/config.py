@@ -65,21 +65,26 @@ def linear_tile(shape: LinearShape, device: Device) -> LinearTile:
     unpacked weights from its tensor memory, all 512 columns of which 64 rows fill; 128 do not compile to anything.
     """
     is_few = shape.num_rows <= _FEW_ROWS
-    block_k = 128 if shape.is_packed or ((shape.element_size == 1 or is_few) and shape.is_aligned) else 64
-    if shape.element_size == 4 or not shape.is_aligned:
-        # No tensor core to feed, or rows that are loaded element by element: larger tiles spill.
-        block_k = 128 if shape.is_packed else 32
+    # No tensor core to feed, or rows that are loaded element by element: larger tiles spill.
+    is_slow = shape.element_size == 4 or not shape.is_aligned
+    block_k = 64
+    if shape.is_packed:
+        block_k = 128
+    elif is_slow:
+        block_k = 32
+    elif shape.element_size == 1 or is_few:
+        block_k = 128
     if not shape.is_packed and shape.group_k:
         block_k = min(block_k, shape.group_k & -shape.group_k)
-    if shape.element_size == 4 or not shape.is_aligned:
-        tile = LinearTile(16 if shape.num_rows <= 16 else 32, 32, block_k, 1, 4, 2, False)
+    block_m = 16 if shape.num_rows <= 16 else 32
+    if is_slow:
+        tile = LinearTile(block_m, 32, block_k, 1, 4, 2, False)
     elif is_few:
-        tile = LinearTile(16 if shape.num_rows <= 16 else 32, 128, block_k, 1, 4, 4, True)
+        tile = LinearTile(block_m, 128, block_k, 1, 4, 4, True)
     else:
         fills_memory = shape.is_packed and device.arch in ("sm_100", "sm_103")
-        tile = LinearTile(
-            64 if shape.num_rows <= 64 or fills_memory else 128, 128, block_k, 1, 8, 3, shape.element_size > 1
-        )
+        block_m = 64 if shape.num_rows <= 64 or fills_memory else 128
+        tile = LinearTile(block_m, 128, block_k, 1, 8, 3, shape.element_size > 1)
     if device.arch not in LARGE_SHARED_MEMORY and device.arch != "sm_80":
         # Where a program has 99 KB (consumer chips) or 64 KB (CDNA3).
         tile = replace(tile, num_stages=min(tile.num_stages, 2))

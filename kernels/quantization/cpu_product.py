@@ -144,8 +144,9 @@ class CpuProduct:
         self.group, self.rows, self.columns = weight.group, weight.out_features, weight.in_features
         self.tensors: Sequence[torch.Tensor]
         if self.kind == "int8":
-            scale = weight.scale.float().expand(weight.out_features)
-            scale = scale * (1.0 if weight.tensor_scale is None else weight.tensor_scale)
+            scale = weight.scale.float().expand(weight.out_features).contiguous()
+            if weight.tensor_scale is not None:
+                scale = scale * weight.tensor_scale
             packed = torch.ops.onednn.qlinear_prepack(weight.values, [_PREPACKED_ROWS, weight.in_features])
             start = weight.values.sum(1, dtype=torch.int32).mul_(-_ZERO)
             self.tensors = packed, scale, torch.zeros_like(start), start
@@ -156,7 +157,9 @@ class CpuProduct:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
             self.tensors = packed, _scales_and_zeros(weight, self.group[1])
             is_in_blocks = this_cpu().capability == "AVX512" and weight.out_features % _BLOCK == 0
-            self.blocks = packed if is_in_blocks else None
+            self.blocks = None
+            if is_in_blocks:
+                self.blocks = packed
         else:
             self.tensors = (pack(unpacked(weight, dtype)),)
 
@@ -171,52 +174,60 @@ class CpuProduct:
             x = x.index_select(1, self.order)
         loops = self._loops(x)
         if loops is not None:
-            wide = None if bias is None else bias.float()
+            if bias is not None:
+                bias = bias.float()
             product: torch.Tensor
             if self.kind == "int4":
-                product = loops.int4_product(x, self.blocks, self.tensors[1], self.group[1], wide)
+                product = loops.int4_product(x, self.blocks, self.tensors[1], self.group[1], bias)
             else:
                 _, scale, _, start = self.tensors
-                product = loops.int8_product(x, self.input_scale, self.blocks, start, scale, wide)
+                product = loops.int8_product(x, self.input_scale, self.blocks, start, scale, bias)
             return product
         if self.kind == "int4":
-            out = self._int4(x)
-        elif not self.rounds_input:
+            return _with_bias(self._int4(x), bias, x.dtype)
+        if not self.rounds_input:
             return linear(x, self.tensors[0], bias)
-        elif self.kind == "unpacked" and self.group[1]:
+        if self.kind == "unpacked" and self.group[1]:
             return linear(rounded_groups(x, FP8_BLOCK, self.form).to(x.dtype), self.tensors[0], bias)
-        else:
-            return self._rounded(x, bias)
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+        return self._rounded(x, bias)
 
     def _loops(self, x: torch.Tensor) -> Any:
         """Return the numba kernels that multiply these rows by blocks faster, or None."""
-        most = _MANY_ROWS - 1
+        max_rows = _MANY_ROWS - 1
         if self.kind == "int8":
-            most = _MOST_INT8_ROWS_BESIDE_AMX if this_cpu().has_amx else _MOST_INT8_ROWS
-        if self.blocks is None or len(x) > most or x.stride(1) != 1:
+            max_rows = _MOST_INT8_ROWS_BESIDE_AMX if this_cpu().has_amx else _MOST_INT8_ROWS
+        if self.blocks is None or len(x) > max_rows or x.stride(1) != 1:
             return None
         if loops_of("common.packed.numba_ops.product", x) is None:
             return None
         from paged.kernels.common.packed.numba_ops import block_product
 
-        return block_product if self.kind in block_product.KERNELS else None
+        if self.kind not in block_product.KERNELS:
+            return None
+        return block_product
 
     def _rounded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Codes are exact in 16 bits; their scale is applied to the product."""
         is_int8 = self.kind == "int8"
-        has_loops = x.stride(1) == 1 and (is_int8 or self.form == "e4m3")
-        loops = loops_of("common.packed.numba_ops.product", x, weights=[bias]) if has_loops else None
+        loops: Any = None
+        if x.stride(1) == 1 and (is_int8 or self.form == "e4m3"):
+            loops = loops_of("common.packed.numba_ops.product", x, weights=[bias])
         if loops is not None:
             codes, scales = loops.round_rows(x, self.form, self.input_scale)
-            product = self._int8(codes) if is_int8 else linear(codes, self.tensors[0])
-            return loops.scale_rows(product, scales, bias, x.dtype)
-        codes, scales = torch_op.round_rows(x, self.form, self.input_scale)
-        product = (
-            self._int8(codes.add_(_ZERO).to(torch.uint8)) if is_int8 else linear(codes.to(x.dtype), self.tensors[0])
-        )
-        out = product.float().mul_(scales)
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+        else:
+            codes, scales = torch_op.round_rows(x, self.form, self.input_scale)
+            if is_int8:
+                codes = codes.add_(_ZERO).to(torch.uint8)
+            else:
+                codes = codes.to(x.dtype)
+        if is_int8:
+            product = self._int8(codes)
+        else:
+            product = linear(codes, self.tensors[0])
+        if loops is not None:
+            scaled: torch.Tensor = loops.scale_rows(product, scales, bias, x.dtype)
+            return scaled
+        return _with_bias(product.float().mul_(scales), bias, x.dtype)
 
     def _int8(self, codes: torch.Tensor) -> torch.Tensor:
         packed, scale, zeros, _ = self.tensors
@@ -229,7 +240,9 @@ class CpuProduct:
             product: torch.Tensor = _multiply_int4(x.bfloat16().contiguous(), packed, self.group[1], scales)
             return product.to(x.dtype)
         out = x.new_empty(len(x), len(packed))
-        wide = x.to(torch.bfloat16 if this_cpu().multiplies_bf16 else torch.float32)
+        wide = x.float()
+        if this_cpu().multiplies_bf16:
+            wide = x.bfloat16()
         step = max((1 << 20) // self.columns // 64, 1) * 64  # 4 MB in float32, which stay in the cache
         for start in range(0, len(packed), step):
             rows = slice(start, start + step)
@@ -238,6 +251,13 @@ class CpuProduct:
             w = w.sub_(8).mul_(scale).add_(zero).flatten(1)
             out[:, rows] = linear(wide, w.to(wide.dtype))
         return out
+
+
+def _with_bias(out: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return out + bias in `dtype`; out changes."""
+    if bias is not None:
+        out += bias
+    return out.to(dtype)
 
 
 def _int8_blocks(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | None:
@@ -253,7 +273,9 @@ def _int8_blocks(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | No
     memory: Any = (ctypes.c_int8 * expected.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
     memory.packed = packed  # whose memory this is
     weight_bytes = torch.frombuffer(memory, dtype=torch.int8)
-    return weight_bytes if torch.equal(weight_bytes, expected) else None
+    if not torch.equal(weight_bytes, expected):
+        return None
+    return weight_bytes
 
 
 def _int4_group(group: tuple[int, int], columns: int) -> int:
@@ -267,12 +289,17 @@ def _scales_and_zeros(weight: QuantizedWeight, size: int) -> torch.Tensor:
     rows, num_groups = weight.out_features, weight.in_features // size
 
     def spread(numbers: torch.Tensor) -> torch.Tensor:
-        numbers = numbers.float().expand(rows) if numbers.dim() == 0 else numbers.float()
-        numbers = numbers.view(rows, -1) if numbers.dim() == 1 else numbers
+        numbers = numbers.float()
+        if numbers.dim() == 0:
+            numbers = numbers.expand(rows)
+        if numbers.dim() == 1:
+            numbers = numbers.view(rows, -1)
         return numbers.repeat_interleave(num_groups // numbers.shape[1], 1)
 
     scale = spread(weight.scale)
-    zero = torch.zeros_like(scale) if weight.zero_point is None else (8 - spread(weight.zero_point)) * scale
+    zero = torch.zeros_like(scale)
+    if weight.zero_point is not None:
+        zero = (8 - spread(weight.zero_point)) * scale
     return torch.stack([scale.T, zero.T], -1).bfloat16().contiguous()
 
 

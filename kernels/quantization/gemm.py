@@ -197,7 +197,9 @@ def quantized_gemm(
     num_rows, depth = x.shape
     columns = weight.out_features
     group_n, group_k = weight.group
-    x_unit = 16 // x.element_size() if x.stride(0) * x.element_size() % 16 == 0 else 1
+    x_unit = 1
+    if x.stride(0) * x.element_size() % 16 == 0:
+        x_unit = 16 // x.element_size()
     tile = _tile(num_rows, x.element_size(), x_unit > 1, weight)
     steps = triton.cdiv(depth, tile.block_k)
     steps_per_split = triton.cdiv(steps, tile.num_splits)
@@ -205,11 +207,22 @@ def quantized_gemm(
     values, scale = weight.values, weight.scale
     if values.dtype == torch.float8_e4m3fn and x.dtype != values.dtype:
         values = as_kernel_argument(values)
-    scale_kind = "e8m0" if scale.dtype in E8M0 else "e4m3" if scale.dtype == torch.float8_e4m3fn else ""
+    scale_kind = ""
+    if scale.dtype in E8M0:
+        scale_kind = "e8m0"
+    elif scale.dtype == torch.float8_e4m3fn:
+        scale_kind = "e4m3"
     strides = (*scale.stride(), 0, 0)[:2]
-    zero_strides = (0, 0) if weight.zero_point is None else (*weight.zero_point.stride(), 0, 0)[:2]
+    zero_strides: tuple[int, ...] = (0, 0)
+    if weight.zero_point is not None:
+        zero_strides = (*weight.zero_point.stride(), 0, 0)[:2]
+    if scale_kind:
+        scale = scale.view(torch.uint8)
+    x_groups = 0
+    if x_scale is not None and x_scale.shape[1] > 1:
+        x_groups = FP8_BLOCK
     at_the_end = {
-        "scale_ptr": scale.view(torch.uint8) if scale_kind else scale,
+        "scale_ptr": scale,
         "tensor_scale_ptr": weight.tensor_scale,
         "bias_ptr": bias,
         "x_scale_ptr": x_scale,
@@ -219,7 +232,9 @@ def quantized_gemm(
         "GROUP_N": group_n,
         "NUM_SPLITS": num_splits,
     }
-    partials = out if num_splits == 1 else out.new_empty((num_splits, num_rows, columns), dtype=torch.float32)
+    partials = out
+    if num_splits > 1:
+        partials = out.new_empty((num_splits, num_rows, columns), dtype=torch.float32)
     blocks = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     launch(
         _quantized_linear_kernel,
@@ -239,7 +254,7 @@ def quantized_gemm(
         FORMAT="e2m1" if weight.format in ("mxfp4", "nvfp4") else weight.format,
         SCALE=scale_kind,
         GROUP_K=group_k,
-        X_GROUPS=FP8_BLOCK if x_scale is not None and x_scale.shape[1] > 1 else 0,
+        X_GROUPS=x_groups,
         EVEN_K=depth % tile.block_k == 0,
         X_UNIT=x_unit,
         BLOCK_M=tile.block_m,

@@ -46,7 +46,11 @@ def quantize(
     if not symmetric and not is_whole:
         raise InvalidInputError(f"symmetric: False with {form}, expected int8 or int4")
     rows, columns = weight.shape
-    height, width = 1, E2M1_GROUPS.get(form) or (group_size if group_size > 0 else columns)
+    height, width = 1, columns
+    if form in E2M1_GROUPS:
+        width = E2M1_GROUPS[form]
+    elif group_size > 0:
+        width = group_size
     if group_size == 0 and form not in E2M1_GROUPS:
         height = rows
     elif form == "e4m3" and width == FP8_BLOCK:
@@ -58,19 +62,28 @@ def quantize(
     padded = functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
     groups = padded.view(len(padded) // height, height, -1, width)
     scale, zero_point, tensor_scale = _scales(groups, form, symmetric)
-    spread = scale[:, None, :, None] * (1.0 if tensor_scale is None else tensor_scale)
+    spread = scale[:, None, :, None]
+    if tensor_scale is not None:
+        spread = spread * tensor_scale
     codes = _codes(groups / torch.where(spread > 0, spread, 1.0), form, zero_point)
     codes = codes.reshape(padded.shape)[:rows, :columns].contiguous()
     if is_whole or (form == "e4m3" and group_size != FP8_BLOCK):
-        shape = () if group_size == 0 else (rows,) if width == columns else (rows, columns // width)
+        shape: tuple[int, ...] = (rows, columns // width)
+        if group_size == 0:
+            shape = ()
+        elif width == columns:
+            shape = (rows,)
         scale = scale.reshape(shape)
-        zero_point = None if zero_point is None else zero_point.reshape(shape)
+        if zero_point is not None:
+            zero_point = zero_point.reshape(shape)
     if form == "mxfp4":
         scale = (scale.log2().round() + 127).to(torch.uint8)
     elif form == "nvfp4":
         scale = scale.to(torch.float8_e4m3fn)
+    if form not in ("e4m3", "int8"):
+        codes = pack_codes(codes)
     return QuantizedWeight(
-        codes if form in ("e4m3", "int8") else pack_codes(codes),
+        codes,
         scale,
         columns,
         zero_point,
@@ -85,7 +98,9 @@ def _scales(
     """Return scale [row groups, column groups] float32, zero point int8 of that shape, and the tensor scale."""
     largest = groups.abs().amax((1, 3))
     if not symmetric:
-        num_codes, first = (256, -128) if form == "int8" else (16, 0)
+        num_codes, first = 16, 0
+        if form == "int8":
+            num_codes, first = 256, -128
         low, high = groups.amin((1, 3)).clamp(max=0), groups.amax((1, 3)).clamp(min=0)
         scale = torch.where(high > low, (high - low) / (num_codes - 1), 1.0)
         return scale, (first - low / scale).round().clamp(first, first + num_codes - 1).to(torch.int8), None
@@ -109,6 +124,10 @@ def _codes(values: torch.Tensor, form: str, zero_point: torch.Tensor | None) -> 
         middles = torch.tensor(E2M1, device=values.device)
         code = torch.bucketize(values.abs(), (middles[1:] + middles[:-1]) / 2)
         return (code + 8 * values.signbit()).to(torch.uint8)
-    low, high = (-128, 127) if form == "int8" else (0, 15)
-    zero = zero_point[:, None, :, None] if zero_point is not None else 0 if form == "int8" else 8
-    return (values.round() + zero).clamp(low, high).to(torch.int8 if form == "int8" else torch.uint8)
+    low, high, dtype = 0, 15, torch.uint8
+    zero: torch.Tensor | int = 8
+    if form == "int8":
+        low, high, dtype, zero = -128, 127, torch.int8, 0
+    if zero_point is not None:
+        zero = zero_point[:, None, :, None]
+    return (values.round() + zero).clamp(low, high).to(dtype)

@@ -29,4 +29,6 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Te
     if weight.quantizes_input:
         x = quantize_rows(x, weight)
     out = x @ dequantize(weight).T
-    return out if bias is None else out + f64(bias)
+    if bias is not None:
+        out = out + f64(bias)
+    return out

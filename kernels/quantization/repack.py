@@ -191,7 +191,9 @@ def from_nvfp4(
     check_dtype(name, scale, torch.float32)
     if scale.numel() != 1:
         raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected one value")
-    scale = scale.reshape(()) if name == "weight_scale_2" else scale.reshape(()).reciprocal()
+    scale = scale.reshape(())
+    if name == "weight_global_scale":
+        scale = scale.reciprocal()
     return QuantizedWeight(pack_codes(codes), _columns_together(weight_scale), columns, tensor_scale=scale)
 
 
@@ -220,7 +222,9 @@ def _e2m1_codes(name: str, packed: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _columns_together(scale: torch.Tensor) -> torch.Tensor:
     """Return [rows] or [rows, groups] with the rows of a group side by side in memory, as a step reads them."""
-    return scale.T.contiguous().T if scale.dim() == 2 else scale.contiguous()
+    if scale.dim() == 2:
+        return scale.T.contiguous().T
+    return scale.contiguous()
 
 
 def _from_codes(
@@ -240,7 +244,9 @@ def _from_codes(
                 )
             codes, order = codes[:, order], order.int()
     if num_groups == 1:
-        scale, zeros = scale[:, 0], None if zeros is None else zeros[:, 0]
+        scale = scale[:, 0]
+        if zeros is not None:
+            zeros = zeros[:, 0]
     if num_bits == 4:
         values, first = pack_codes(codes.to(torch.uint8).contiguous()), 0
     else:
