@@ -36,17 +36,19 @@ def chunk_options(dtype: torch.dtype, arch: str, key_dim: int, *, is_corrected: 
     """
     is_float32, is_long = dtype == torch.float32, key_dim > 128
     is_small = is_corrected and not (is_long or is_float32)
-    return {
-        "num_warps": 4 if is_small or arch.startswith("gfx") else 8,
-        "num_stages": 1 if is_float32 or is_long else 2,
-    }
+    num_warps = 4 if is_small or arch.startswith("gfx") else 8
+    num_stages = 1 if is_float32 or is_long else 2
+    return {"num_warps": num_warps, "num_stages": num_stages}
 
 
 def constants(key_heads: int, value_heads: int, key_dim: int, value_dim: int, *, values_first: bool) -> dict[str, int]:
     """Return a layer's sizes, where q, k and v begin in a row, which holds q, k, v or v, k, q, and the tiles."""
     keys, values = key_heads * key_dim, value_heads * value_dim
-    q, k, v = (values + keys, values, 0) if values_first else (0, keys, 2 * keys)
+    q, k, v = 0, keys, 2 * keys
+    if values_first:
+        q, k, v = values + keys, values, 0
     block_k, padded = (max(triton.next_power_of_2(size), 16) for size in (key_dim, value_dim))  # products take 16
+    block_v = BLOCK_V if block_k <= 128 else 16
     return {
         "HV": value_heads,
         "HK": key_heads,
@@ -57,7 +59,7 @@ def constants(key_heads: int, value_heads: int, key_dim: int, value_dim: int, *,
         "V_FIRST": v,
         "CHUNK": CHUNK_SIZE,
         "BLOCK_K": block_k,
-        "BLOCK_V": min(padded, BLOCK_V if block_k <= 128 else 16),
+        "BLOCK_V": min(padded, block_v),
         "BLOCK": min(max(block_k, padded), BLOCK_COLUMNS),
     }
 
@@ -131,7 +133,9 @@ def bind_scan(
 
 
 def _plain(weight: torch.Tensor, by_triton: bool) -> torch.Tensor:
-    return weight.contiguous() if by_triton else weight.float().contiguous()
+    if not by_triton:
+        weight = weight.float()
+    return weight.contiguous()
 
 
 def _launches(fixed: Mapping[str, Any], options: dict[str, int], has_scans: bool) -> Compute:

@@ -45,10 +45,14 @@ def causal_conv1d(
             raw[:before] = conv[row.read_slot, row.cursor : row.cursor + before]
         raw[before:] = x[row.first : row.first + row.length]
         for token in range(row.length):
-            total = torch.zeros(channels, dtype=torch.float64) if bias is None else f64(bias).clone()
+            total = torch.zeros(channels, dtype=torch.float64)
+            if bias is not None:
+                total += f64(bias)
             for tap in range(before + 1):
                 total += weight[:, tap] * raw[token + tap]
-            out[row.first + token] = total if activation is None else total / (1 + torch.exp(-total))
+            if activation is not None:
+                total = total / (1 + torch.exp(-total))
+            out[row.first + token] = total
         slot = conv[row.write_slot]
         if row.length > batch.max_append:
             slot[:before] = raw[row.length :]
@@ -131,7 +135,9 @@ def _exp(x: float) -> float:
 
 
 def _softplus(x: float) -> float:
-    return x if x > 40 else math.log1p(_exp(x))
+    if x > 40:
+        return x
+    return math.log1p(_exp(x))
 
 
 def _run(step: Step, layer_state: RecurrentState, batch: RecurrentBatch, num_k_heads: int, num_tokens: int) -> Written:
@@ -168,14 +174,16 @@ def _run_head(
         for entry in range(row.cursor):
             at = row.read_slot, entry
             S = _exp(float(ring_g[*at, head])) * S + torch.outer(ring_u[*at, head], ring_k[*at, key_head])
-    is_scanned, in_place = row.length > batch.max_append, row.read_slot == row.write_slot
-    if not is_scanned and not in_place:
-        state[row.write_slot, head] = S
+    is_scanned, next_entry = row.length > batch.max_append, row.cursor
+    if row.read_slot != row.write_slot:
+        next_entry = 0
+        if not is_scanned:
+            state[row.write_slot, head] = S
     for index in range(row.length):
         out[row.first + index, head], k, u, g = step(S, row.first + index, head)
         S = _exp(g) * S + torch.outer(u, k)
         if not is_scanned:
-            at = row.write_slot, index + (row.cursor if in_place else 0)
+            at = row.write_slot, next_entry + index
             ring_k[*at, key_head], ring_u[*at, head], ring_g[*at, head] = k, u, g
         elif row.snapshot_slot >= 0 and row.start + index + 1 == row.snapshot_len:
             state[row.snapshot_slot, head] = S
@@ -196,11 +204,15 @@ def gated_rms_norm(
     """weight * rms(x) * act(z) if the norm is first, else weight * rms(x * act(z)); rms over groups of a token."""
     shape, size = x.shape, group_size or x.shape[-1]
     sigmoid = 1 / (1 + torch.exp(-f64(z)))
-    gate = (sigmoid if activation == "sigmoid" else f64(z) * sigmoid).flatten(1)
+    gate = sigmoid.flatten(1)
+    if activation != "sigmoid":
+        gate = gate * f64(z).flatten(1)
     values, weight = f64(x).flatten(1), f64(weight).repeat(shape[1] * shape[2] // weight.numel())
     out = torch.empty_like(values)
     for token in range(shape[0]):
-        row = values[token] if norm_first else values[token] * gate[token]
+        row = values[token]
+        if not norm_first:
+            row = row * gate[token]
         for first in range(0, len(row), size):
             group = row[first : first + size]
             normed = group / math.sqrt(float(group @ group) / size + eps)

@@ -20,12 +20,17 @@ def causal_conv1d(
     out, before, taps = torch.zeros_like(x), weight.shape[1] - 1, weight.float().unbind(1)
     for row in batch.rows():
         tokens, at = slice(row.first, row.first + row.length), row.cursor
-        history = x.new_zeros(before, x.shape[1]) if row.read_slot < 0 else conv[row.read_slot, at : at + before]
+        history = x.new_zeros(before, x.shape[1])
+        if row.read_slot >= 0:
+            history = conv[row.read_slot, at : at + before]
         raw = torch.cat([history, x[tokens]])
         total = sum(raw[tap : tap + row.length].float() * taps[tap] for tap in range(before + 1))
         assert isinstance(total, torch.Tensor)
-        total = total if bias is None else total + bias.float()
-        out[tokens] = (total if activation is None else functional.silu(total)).to(x.dtype)
+        if bias is not None:
+            total = total + bias.float()
+        if activation is not None:
+            total = functional.silu(total)
+        out[tokens] = total.to(x.dtype)
         if row.length > batch.max_append:
             conv[row.write_slot, :before] = raw[row.length :]
             if row.snapshot_slot >= 0:

@@ -17,8 +17,15 @@ def gated_rms_norm(
     activation: str,
 ) -> torch.Tensor:
     """PyTorch implementation of `kernels.recurrent.gated_rms_norm`."""
-    gate = (torch.sigmoid if activation == "sigmoid" else functional.silu)(z.float())
-    values = x.float() if norm_first else x.float() * gate
+    if activation == "sigmoid":
+        gate = torch.sigmoid(z.float())
+    else:
+        gate = functional.silu(z.float())
+    values = x.float()
+    if not norm_first:
+        values = values * gate
     normed = functional.rms_norm(values.flatten(1).unflatten(1, (-1, group_size)), (group_size,), eps=eps)
     normed = (normed.flatten(1).unflatten(1, (-1, weight.numel())) * weight.float()).view(x.shape)
-    return (normed * gate if norm_first else normed).to(x.dtype)
+    if norm_first:
+        normed = normed * gate
+    return normed.to(x.dtype)

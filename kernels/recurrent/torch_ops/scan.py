@@ -72,7 +72,7 @@ def _run(
             first = CHUNK_SIZE - row.start % CHUNK_SIZE
             for start in range(first - CHUNK_SIZE, row.length, CHUNK_SIZE):
                 part = slice(row.first + max(start, 0), row.first + min(start + CHUNK_SIZE, row.length))
-                S, out[part], _ = _chunk(S, q[part], k[part], v[part], g[part], None if beta is None else beta[part])
+                S, out[part], _ = _chunk(S, part, q, k, v, g, beta)
                 if row.snapshot_slot >= 0 and row.start + start + CHUNK_SIZE == row.snapshot_len:
                     rings.state[row.snapshot_slot] = S
             rings.state[row.write_slot] = S
@@ -81,9 +81,7 @@ def _run(
         if row.write_slot != row.read_slot:
             rings.state[row.write_slot], base = S, 0
         at = row.write_slot, slice(base, base + row.length)
-        _, out[tokens], u = _chunk(
-            S, q[tokens], k[tokens], v[tokens], g[tokens], None if beta is None else beta[tokens]
-        )
+        _, out[tokens], u = _chunk(S, tokens, q, k, v, g, beta)
         rings.k[at], rings.u[at], rings.g[at] = k[tokens], u, g[tokens]
     return out
 
@@ -110,15 +108,23 @@ def _of_value_heads(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(
-    S: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None
+    S: torch.Tensor,
+    tokens: slice,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return S after the tokens, their outputs and their u: the chunked form of Yang et al. (2024)."""
+    q, k, v, g = q[tokens], k[tokens], v[tokens], g[tokens]
     q, keys = _of_value_heads(q, v), _of_value_heads(k, v)
     exact = g.double().cumsum(0)  # in float32, differences of sums of -1,000 would be off by 6e-5
     between = (exact.T[:, :, None] - exact.T[:, None, :]).tril()  # of later tokens it could overflow
     decay, decay_to_end, sums = between.float().exp().tril(), (exact[-1] - exact).float(), exact.float()
     u = v
     if beta is not None:
+        beta = beta[tokens]
         scaled = beta.T[:, :, None] * decay * torch.einsum("ihk,jhk->hij", keys, keys)
         seen = torch.einsum("hvk,thk->thv", S, keys) * sums.exp().unsqueeze(-1)
         rows = (beta.unsqueeze(-1) * (v - seen)).transpose(0, 1)
