@@ -103,7 +103,9 @@ def greedy_argmax(
     _check_per_row("repetition_penalty", repetition_penalty, torch.float32, logits)
     if logits.numel() == 0:
         return _no_token
-    return _launch if use_triton(logits) else torch_op.greedy_argmax
+    if use_triton(logits):
+        return _launch
+    return torch_op.greedy_argmax
 
 
 def _no_token(logits: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -114,7 +116,9 @@ def _check_per_row(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, l
     """Raise InvalidInputError unless it is one row, or a row for each of logits."""
     if tensor is not None:
         check_is_tensor(name, tensor)
-        expected = logits.shape[1:] if tensor.dim() == 1 else logits.shape
+        expected = logits.shape
+        if tensor.dim() == 1:
+            expected = logits.shape[1:]
         check_tensor(name, tensor, expected, (dtype,), logits.device)
 
 
@@ -132,7 +136,9 @@ def _launch(
         if tensor is not None and tensor.stride(-1) != 1:
             tensor = tensor.contiguous()
         rows[f"{name}_ptr"] = tensor
-        rows[f"stride_{name}_row"] = 0 if tensor is None or tensor.dim() == 1 else tensor.stride(0)  # one serves all
+        rows[f"stride_{name}_row"] = 0  # one row serves all
+        if tensor is not None and tensor.dim() == 2:
+            rows[f"stride_{name}_row"] = tensor.stride(0)
     launch(
         _greedy_argmax_chunk_kernel,
         (num_rows, num_chunks),

@@ -30,7 +30,7 @@ def greedy_argmax(
                 continue
             if repetition_penalty is not None:
                 factor = float(repetition_penalty.expand(rows, vocab_size)[row, token])
-                value = value / factor if value > 0 else value * factor
+                value = _repeated(value, factor)
             if value > best:
                 best, chosen[row] = value, token
     return chosen
@@ -49,15 +49,24 @@ def _lowbias32(x: int) -> int:
     return x ^ (x >> 16)
 
 
+def _repeated(value: float, penalty: float) -> float:
+    """Return a logit after a repetition penalty."""
+    if value > 0:
+        return value / penalty
+    return value * penalty
+
+
 def penalised(values: list[float], counts: list[int], seen: list[bool], weights: list[float]) -> list[float]:
     """Return the logits of a row after repetition, presence and frequency penalties, within float32's range."""
     repetition, presence, frequency = weights
     largest, result = torch.finfo(torch.float32).max, []
     for value, count, was_seen in zip(values, counts, seen, strict=True):
         if was_seen:
-            value = value / repetition if value > 0 else value * repetition
+            value = _repeated(value, repetition)
         value -= max(-largest, min(largest, frequency * count)) + presence * (count > 0)
-        result.append(value if math.isnan(value) else min(value, largest))
+        if value > largest:  # not so with NaN
+            value = largest
+        result.append(value)
     return result
 
 
@@ -70,8 +79,8 @@ def kept_scores(
     or if less than top_p of its mass precedes it; a token's mass is 2^42 exp(score), rounded down. With top_k or top_p,
     tokens 31.875 or more below the best are dropped.
     """
-    largest = max(math.inf if math.isnan(value) else value for value in values)
-    if math.isinf(largest):
+    largest = max(values)
+    if math.isinf(largest) or any(math.isnan(value) for value in values):
         return None
     scores = torch.tensor([(value - largest) / temperature for value in values], dtype=torch.float64).float().tolist()
     kept = set(range(len(scores)))
@@ -105,7 +114,10 @@ def sample_tokens(
     chosen = []
     filters = []
     for limits in (top_k, top_p, min_p):
-        filters.append([None] * len(logits) if limits is None else limits.tolist())
+        if limits is None:
+            filters.append([None] * len(logits))
+        else:
+            filters.append(limits.tolist())
     for row, values in enumerate(f64(logits).tolist()):
         if penalties is not None and (table := int(penalties.rows[row])) >= 0:
             tables = (penalties.counts[table].tolist(), penalties.seen[table].tolist())
@@ -115,6 +127,8 @@ def sample_tokens(
             low, high = keys[row].tolist()
             scores = kept_scores(values, float(temperature[row]), *(limits[row] for limits in filters))
             scores = scores and [score + gumbel((low, high), token) for token, score in enumerate(scores)]
-        best = max(scores) if scores else -math.inf
-        chosen.append(scores.index(best) if scores and best > -math.inf else -1)
+        token = -1
+        if scores and max(scores) > -math.inf:
+            token = scores.index(max(scores))
+        chosen.append(token)
     return torch.tensor(chosen, dtype=torch.int64)

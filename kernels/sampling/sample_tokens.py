@@ -182,12 +182,16 @@ def _launch(
         return torch.empty(shape, dtype=dtype, device=device)
 
     has_cuts = top_k is not None or top_p is not None
+    if top_k is not None:
+        top_k = top_k.contiguous()
+    if top_p is not None:
+        top_p = top_p.contiguous()
     tensors: dict[str, Any] = {
         "logits_ptr": logits,
         "keys_ptr": keys.contiguous(),
         "temperature_ptr": temperature.contiguous(),
-        "top_k_ptr": top_k if top_k is None else top_k.contiguous(),
-        "top_p_ptr": top_p if top_p is None else top_p.contiguous(),
+        "top_k_ptr": top_k,
+        "top_p_ptr": top_p,
         "log_min_p_ptr": log_min_p,
         "largest_ptr": empty(num_rows, num_chunks),
         "best_ptr": empty(num_rows, num_chunks),

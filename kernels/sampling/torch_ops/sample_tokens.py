@@ -82,17 +82,23 @@ def lowest_kept(
 ) -> torch.Tensor:
     """Return the lowest of `scaled` logits that top_k, top_p and min_p keep, float32 [n]; -inf without filters."""
     num_tokens = scores.shape[1]
-    limits = torch.full_like(scores[:, 0], num_tokens, dtype=torch.int64) if top_k is None else top_k
-    limits = limits.clamp(max=num_tokens)
+    if top_k is None:
+        limits = torch.full_like(scores[:, 0], num_tokens, dtype=torch.int64)
+    else:
+        limits = top_k.clamp(max=num_tokens)
     is_cut = limits < num_tokens
     if top_p is not None:
         is_cut = is_cut | (top_p < 1)
-    lowest = torch.full_like(scores[:, 0], -torch.inf) if log_min_p is None else log_min_p
+    lowest = log_min_p
+    if lowest is None:
+        lowest = torch.full_like(scores[:, 0], -torch.inf)
     if not is_cut.any():
         return lowest
     (rows,) = is_cut.nonzero(as_tuple=True)
     limits = limits[rows, None]
-    values = (scores if len(rows) == len(scores) else scores[rows]).topk(int(limits.max())).values
+    if len(rows) < len(scores):  # a copy is saved if all rows are cut
+        scores = scores[rows]
+    values = scores.topk(int(limits.max())).values
     kept = torch.arange(values.shape[1], device=values.device) < limits
     if top_p is not None:
         masses = (values.exp() * _MASS_ONE).long().masked_fill_(~kept, 0)
