@@ -210,19 +210,25 @@ def qk_norm_rope_and_cache(
             return q.copy_(wide_q)
         if checks:
             _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=True)
+        if is_fp8:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        if q_weight is not None:
+            q_weight = q_weight.contiguous()
+        if k_weight is not None:
+            k_weight = k_weight.contiguous()
         tensors = {
             "q_ptr": q,
             "k_ptr": k,
             "v_ptr": v,
-            "k_cache_ptr": k_cache.view(torch.uint8) if is_fp8 else k_cache,
-            "v_cache_ptr": v_cache.view(torch.uint8) if is_fp8 else v_cache,
+            "k_cache_ptr": k_cache,
+            "v_cache_ptr": v_cache,
             "slot_mapping_ptr": slot_mapping.contiguous(),
             "k_scale_ptr": k_scale,
             "v_scale_ptr": v_scale,
             "positions_ptr": positions.contiguous(),
             "cos_sin_cache_ptr": cos_sin_cache,
-            "q_weight_ptr": None if q_weight is None else q_weight.contiguous(),
-            "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
+            "q_weight_ptr": q_weight,
+            "k_weight_ptr": k_weight,
         }
         if launch(tensors):  # numba's kernel has found an id out of range
             _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=False)

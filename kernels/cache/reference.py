@@ -27,9 +27,10 @@ def reshape_and_cache(
             for head in range(cache.shape[2]):
                 row = rows[token, head]
                 if scale is not None:
-                    row = f64(row) / f64(scale).flatten()[head if scale.numel() > 1 else 0]
-                stored = to_float8(row, cache.dtype) if cache.element_size() == 1 else row
-                copy[slot // block_size, slot % block_size, head] = stored.to(copy)
+                    row = f64(row) / f64(scale).expand(cache.shape[2])[head]
+                if cache.element_size() == 1:
+                    row = to_float8(row, cache.dtype)
+                copy[slot // block_size, slot % block_size, head] = row.to(copy)
         written.append(copy)
     return written[0], written[1]
 
@@ -52,8 +53,11 @@ def concat_and_cache_mla(
             parts = (to_float8(codes, torch.float8_e4m3fn), scales.float(), rope.to(torch.bfloat16))
             row = torch.cat([part.view(torch.uint8) for part in parts], 1)[0]
         else:
-            row = torch.cat([f64(latent[token]), f64(k_rope[token])]) / (1.0 if scale is None else f64(scale))
-            row = to_float8(row, kv_cache.dtype) if kv_cache.element_size() == 1 else row
+            row = torch.cat([f64(latent[token]), f64(k_rope[token])])
+            if scale is not None:
+                row = row / f64(scale)
+            if kv_cache.element_size() == 1:
+                row = to_float8(row, kv_cache.dtype)
         copy[slot // block_size, slot % block_size] = row.to(copy)
     return copy
 

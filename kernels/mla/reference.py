@@ -12,7 +12,9 @@ from paged.kernels.common.reference import f64
 def numbers(kv_cache: torch.Tensor, k_scale: torch.Tensor | None = None) -> torch.Tensor:
     """The numbers that a latent cache stands for; uint8 is the published fp8 form."""
     if kv_cache.dtype != torch.uint8:
-        return f64(kv_cache) * (1.0 if k_scale is None else f64(k_scale))
+        if k_scale is None:
+            return f64(kv_cache)
+        return f64(kv_cache) * f64(k_scale)
     rows = kv_cache.cpu().contiguous()
     codes, scales = rows[..., :512].view(torch.float8_e4m3fn), rows[..., 512:528].view(torch.float32)
     scale_of = torch.arange(512) // 128
