@@ -107,15 +107,21 @@ def operation(
             op_arguments = {key: value for key, value in named.items() if replaced.get(key) != ""}
             if encode is not None:
                 encode(op_arguments)
-            out = op_arguments.pop("out", None) if has_out else None
+            out = None
+            if has_out:
+                out = op_arguments.pop("out", None)
             if out is None:
                 op_results = getattr(torch.ops.paged, name)(**op_arguments)
             else:
                 # By position: Dynamo refuses a strided tensor whose keyword is `out`.
                 required = [op_arguments.pop(key) for key in required_names]
                 returned = getattr(torch.ops.paged, f"{name}_out")(*required, out, **op_arguments)
-                op_results = out if returned is None else (out, returned)
-            return op_results if finish is None else finish(named, op_results)
+                op_results = out
+                if returned is not None:
+                    op_results = out, returned
+            if finish is None:
+                return op_results
+            return finish(named, op_results)
 
         @functools.wraps(bind)
         def check_and_bind(*args: Any, **kwargs: Any) -> Any:
@@ -160,11 +166,15 @@ def _register(
 
     def returned(value: Any) -> Any:
         tensors = _flat(value)[first_result : first_result + num_results]
-        return tensors[0] if num_results == 1 else tensors
+        if num_results == 1:
+            return tensors[0]
+        return tensors
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
         value = run_op(*args, op_names=op_names, **kwargs)
-        return returned(value) if num_results else None
+        if num_results == 0:
+            return None
+        return returned(value)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         if num_results == 0:

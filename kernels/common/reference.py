@@ -34,15 +34,8 @@ def to_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     num_codes, bits, bias = _FLOATS[dtype]
     codes, steps = torch.arange(num_codes), 2**bits
-    values = torch.tensor(
-        [
-            2.0 ** (1 - bias) * code / steps
-            if code < steps
-            else 2.0 ** (code // steps - bias) * (1 + code % steps / steps)
-            for code in codes.tolist()
-        ],
-        dtype=torch.float64,
-    )
+    exponent, mantissa = codes.double() // steps, codes.double() % steps / steps
+    values = torch.where(exponent == 0, 2.0 ** (1 - bias) * mantissa, 2.0 ** (exponent - bias) * (1 + mantissa))
     x = f64(x)
     distances = (x.abs().clamp(max=values[-1]).unsqueeze(-1) - values).abs()
     is_nearest = distances == distances.amin(-1, keepdim=True)
@@ -95,27 +88,38 @@ def dequantize(
         return f64(w)
     is_e8m0 = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
     is_e2m1 = w.dtype == torch.int32 and (is_e8m0 or scale.dtype == torch.float8_e4m3fn)
+    middle: torch.Tensor | float = 8.0
     if w.dtype == torch.int32:
         code = codes(w, num_columns)
     elif w.dtype == torch.uint8:
-        code = torch.stack([w.cpu() % 16, w.cpu() // 16], -1).flatten(1).long()
+        code = torch.stack([w.cpu() % 16, w.cpu() // 16], -1).flatten(1)
     else:
-        code = f64(w)
-    values = torch.tensor(E2M1, dtype=torch.float64)[code] if is_e2m1 else code.double()
-    middle = 8.0 if w.dtype in (torch.int32, torch.uint8) and not is_e2m1 else 0.0
-    factors = 2.0 ** (scale.cpu().view(torch.uint8).double() - 127) if is_e8m0 else f64(scale)
+        code, middle = w, 0.0
+    values = f64(code)
+    if is_e2m1:
+        values, middle = torch.tensor(E2M1, dtype=torch.float64)[code], 0.0
+    if is_e8m0:
+        factors = 2.0 ** (scale.cpu().view(torch.uint8).double() - 127)
+    else:
+        factors = f64(scale)
 
     def of_each(factors: torch.Tensor) -> torch.Tensor:
         if factors.dim() < 2:
             return factors.reshape(-1, 1)
-        height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // factors.shape[1])
-        if is_e2m1:
+        height, width = 1, values.shape[1] // factors.shape[1]
+        if w.dtype == torch.float8_e4m3fn:
+            height, width = 128, 128
+        elif is_e2m1:
             width = 32 if is_e8m0 else 16
         rows, columns = torch.arange(values.shape[0]) // height, torch.arange(values.shape[1]) // width
         return factors[rows][:, columns]
 
-    numbers = (values - (middle if zeros is None else of_each(f64(zeros)))) * of_each(factors)
-    return numbers if tensor_scale is None else numbers * f64(tensor_scale)
+    if zeros is not None:
+        middle = of_each(f64(zeros))
+    numbers = (values - middle) * of_each(factors)
+    if tensor_scale is not None:
+        numbers = numbers * f64(tensor_scale)
+    return numbers
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype, size: int, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -129,10 +133,15 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype, size: int, scale: torch.T
     for row in range(x.shape[0]):
         for start in range(0, x.shape[1], size):
             values = x[row, start : start + size]
-            own = float(values.abs().max()) / largest or 1.0 if scale is None else float(scale)
-            if dtype == torch.int8:
-                rounded = (values / own).round().clamp(-128, 127)
+            if scale is None:
+                factor = float(values.abs().max()) / largest or 1.0
             else:
-                rounded = f64(to_float8((values / own).clamp(-largest, largest), dtype))
-            out[row, start : start + size] = rounded * own if values.isfinite().all() else torch.nan
+                factor = float(scale)
+            if dtype == torch.int8:
+                rounded = (values / factor).round().clamp(-128, 127)
+            else:
+                rounded = f64(to_float8((values / factor).clamp(-largest, largest), dtype))
+            out[row, start : start + size] = rounded * factor
+            if not values.isfinite().all():
+                out[row, start : start + size] = torch.nan
     return out

@@ -87,7 +87,9 @@ def check_latent_scale(name: str, scale: torch.Tensor | None, kv_cache: torch.Te
 def dequantized(rows: torch.Tensor, v_head_dim: int, k_scale: torch.Tensor | None) -> torch.Tensor:
     """Return rows of a latent cache as float32 [..., latent + rope]."""
     if rows.dtype != torch.uint8:
-        return rows.float() if k_scale is None else rows.float() * k_scale
+        if k_scale is None:
+            return rows.float()
+        return rows.float() * k_scale
     latent, rope, scales = latent_parts(rows, v_head_dim)
     assert scales is not None
     numbers = latent.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, PACKED_GROUP)) * scales.unsqueeze(-1)
@@ -107,7 +109,9 @@ def index_parts(key_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, t
 
 def check_index_cache(key_cache: torch.Tensor, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise InvalidInputError unless a cache holds indexer keys of `head_dim` for queries of `dtype`."""
-    size = head_dim + (INDEX_SCALE_BYTES if key_cache.dtype == torch.uint8 else 0)
+    size = head_dim
+    if key_cache.dtype == torch.uint8:
+        size += INDEX_SCALE_BYTES
     check_tensor("key_cache", key_cache, ("num_blocks", "block_size", size), (dtype, torch.uint8), device)
     check_last_dim_contiguous("key_cache", key_cache)
     if key_cache.shape[1] == 0:
@@ -120,7 +124,9 @@ def check_index_cache(key_cache: torch.Tensor, head_dim: int, dtype: torch.dtype
 def index_keys(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return rows of a cache of indexer keys as float32 [..., head_dim]."""
     keys, scales = index_parts(rows, head_dim)
-    return keys.float() if scales is None else keys.view(torch.float8_e4m3fn).float() * scales
+    if scales is None:
+        return keys.float()
+    return keys.view(torch.float8_e4m3fn).float() * scales
 
 
 def write_index_keys(keys: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -229,7 +229,12 @@ class AttentionPlan:
         if shape.deterministic:
             max_splits = min(max_splits, _DETERMINISTIC_SPLITS[kind])
             max_slots = max_tiles * max_splits
-        max_slots = min(max_slots, max_tiles * max_splits) if max_splits > 1 else 0
+        max_slots = min(max_slots, max_tiles * max_splits)
+        if max_splits <= 1:
+            max_slots = 0
+        max_items = max_tiles + max_slots
+        if max_tiles == 0:
+            max_items = 0
 
         def int32(*size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
@@ -239,7 +244,7 @@ class AttentionPlan:
 
         schedule = AttentionSchedule(
             tile=tile,
-            items=int32(max_tiles + max_slots if max_tiles else 0, ITEM_SIZE.value),
+            items=int32(max_items, ITEM_SIZE.value),
             split_tiles=int32(min(max_tiles, max_slots // 2), SPLIT_TILE_SIZE.value),
             counts=int32(2),
             first_padding=int32(1),

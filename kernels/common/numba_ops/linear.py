@@ -91,7 +91,9 @@ def max_rows(weight: torch.Tensor) -> float:
     size = OPERAND_SIZES.get(weight.dtype)
     _, num_outputs, in_features = weight.shape
     is_even = size is not None and num_outputs % OUTPUTS == 0 and in_features % size == 0
-    return _MAX_ROWS[weight.dtype] if is_even and weight.stride(2) == 1 else 0
+    if not is_even or weight.stride(2) != 1:
+        return 0
+    return _MAX_ROWS[weight.dtype]
 
 
 def takes(weight: torch.Tensor) -> bool:
@@ -113,7 +115,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if _in_blocks(weight, len(x)):
         return tile_linear.linear(x, weight, bias=bias)
     out = grouped_linear(x, weight[None], _end(len(x)), dtype=x.dtype)
-    return out if bias is None else out.add_(bias)
+    if bias is not None:
+        out += bias
+    return out
 
 
 @lru_cache(maxsize=1024)
@@ -134,9 +138,9 @@ def grouped_linear(
     ends: int32 [num_groups], the end of each group's entries. rows: int64 [num_entries], each entry's row of x; None if
     entries are rows. Results beyond the last end are not written.
     """
-    if _in_blocks(weight, len(x if rows is None else rows)):
+    num_entries, (num_groups, num_outputs, size) = _num_entries(x, rows), weight.shape
+    if _in_blocks(weight, num_entries):
         return tile_linear.linear(x, weight, ends, rows, dtype=dtype)
-    num_entries, (num_groups, num_outputs, size) = len(x if rows is None else rows), weight.shape
     out = torch.empty(num_entries, num_outputs, dtype=dtype)
     sizes = num_groups, num_outputs, size, x.stride(0), weight.stride(0), weight.stride(1)
     launch = _launch(x.dtype == torch.bfloat16, dtype == torch.bfloat16, num_entries, *sizes)
@@ -156,5 +160,12 @@ def linear_and_silu(
     """Return silu(gate) * up of the two halves of a product's outputs, in x's dtype [num_entries, out_features / 2].
 
     The product is `linear` or, with ends, `grouped_linear`. Returns None if no kernel does it in one pass."""
-    in_blocks = _in_blocks(weight, len(x if rows is None else rows))
-    return tile_linear.linear(x, weight, ends, rows, is_gated=True) if in_blocks else None
+    if not _in_blocks(weight, _num_entries(x, rows)):
+        return None
+    return tile_linear.linear(x, weight, ends, rows, is_gated=True)
+
+
+def _num_entries(x: torch.Tensor, rows: torch.Tensor | None) -> int:
+    if rows is None:
+        return len(x)
+    return len(rows)

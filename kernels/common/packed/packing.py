@@ -48,7 +48,9 @@ def format_of(values: torch.Tensor, scale: torch.Tensor) -> str:
         return _FORMATS[values.dtype]
     if scale.dtype in E8M0:
         return "mxfp4"
-    return "nvfp4" if scale.dtype == torch.float8_e4m3fn else "int4"
+    if scale.dtype == torch.float8_e4m3fn:
+        return "nvfp4"
+    return "int4"
 
 
 def group_of(form: str, scale_shape: Sequence[int], columns: int) -> tuple[int, int]:

@@ -82,20 +82,26 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         elif x.dtype == torch.bfloat16:
             takes_plain = MULTIPLIES_BF16
             if not MULTIPLIES_BF16 and x.numel() > _MOST_BF16_ROWS * x.shape[-1]:
-                return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+                if bias is not None:
+                    bias = bias.float()
+                return linear(x.float(), weight.float(), bias).to(x.dtype)
     if not (takes_plain or weight.is_mkldnn):
         return functional.linear(x, weight, bias)
     num_rows = len(x)
     if num_rows > _PACKED_ROWS and num_rows % _ROW_STEP:
         x = padded_rows(x)
     product = _multiply(x, weight, bias, "none", [], "")
-    return product[:num_rows] if len(product) > num_rows else product
+    if len(product) > num_rows:
+        product = product[:num_rows]
+    return product
 
 
 def padded_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x [num_rows, in_features] with rows of zeros after it, where oneDNN would compile too many products."""
-    missing = -len(x) % _ROW_STEP if x.dim() == 2 and len(x) > _PACKED_ROWS else 0
-    return functional.pad(x, (0, 0, 0, missing)) if missing else x
+    missing = -len(x) % _ROW_STEP
+    if x.dim() == 2 and len(x) > _PACKED_ROWS and missing:
+        return functional.pad(x, (0, 0, 0, missing))
+    return x
 
 
 def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -103,7 +109,9 @@ def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Non
     if torch.compiler.is_dynamo_compiling() or not (forward_backend() or backend()).wants_loops:
         return None
     loops = _loops(x, weight)
-    activated: torch.Tensor | None = None if loops is None else loops.linear_and_silu(x, weight)
+    if loops is None:
+        return None
+    activated: torch.Tensor | None = loops.linear_and_silu(x, weight)
     return activated
 
 
@@ -111,7 +119,9 @@ def _loops(x: torch.Tensor, weight: torch.Tensor) -> Any:
     """Return the numba kernels if they are fast for plain weights of these sizes and this number of rows, or None."""
     is_one = x.is_cpu and x.dtype == weight.dtype and x.dtype in _ROWS_IN_LOOPS
     is_few = is_one and x.dim() == 2 and len(x) in _ROWS_IN_LOOPS[x.dtype] and x.stride(1) == 1
-    return _loops_of(weight) if is_few else None
+    if not is_few:
+        return None
+    return _loops_of(weight)
 
 
 def _loops_of(weight: torch.Tensor) -> Any:
@@ -121,7 +131,9 @@ def _loops_of(weight: torch.Tensor) -> Any:
         return None
     from paged.kernels.common.numba_ops import linear as loops
 
-    return loops if loops.takes(weight) else None
+    if not loops.takes(weight):
+        return None
+    return loops
 
 
 def bound_products() -> None:
@@ -131,7 +143,9 @@ def bound_products() -> None:
 
 def _has_onednn(dtype: torch.dtype) -> bool:
     """Return whether oneDNN multiplies this dtype on this CPU with instructions for it."""
-    return MULTIPLIES_BF16 if dtype == torch.bfloat16 else dtype == torch.float32 and _HAS_ONEDNN
+    if dtype == torch.bfloat16:
+        return MULTIPLIES_BF16
+    return dtype == torch.float32 and _HAS_ONEDNN
 
 
 def has_mkl(dtype: torch.dtype) -> bool:

@@ -44,10 +44,16 @@ def rotary_embedding(
         cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
     else:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    for x in (query,) if key is None else (query, key):
+    tensors = [query]
+    if key is not None:
+        tensors.append(key)
+    for x in tensors:
         rotated = x[..., : 2 * half]
         wide = rotated.float()
-        swapped = wide.unflatten(-1, (half, 2)).flip(-1).flatten(-2) if interleaved else wide.roll(half, -1)
+        if interleaved:
+            swapped = wide.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+        else:
+            swapped = wide.roll(half, -1)
         wide.mul_(cos).addcmul_(swapped, sin)
         if wide is not rotated:
             rotated.copy_(wide)
@@ -60,13 +66,17 @@ def gated_activation(x: torch.Tensor, activation: str, interleaved: bool) -> tor
     """
     if activation == "relu2":
         return x.relu().square_()
-    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+    if interleaved:
+        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        gate, up = x.chunk(2, -1)
     if activation == "silu":
         return functional.silu(gate).mul_(up)
     if activation == "swiglu_oai":
         gate = gate.clamp(max=7)
         return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
-    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return functional.gelu(gate, approximate=approximate) * up
 
 
 def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> None:

@@ -44,7 +44,10 @@ def unpack(
         w = _numbers(values[rows], form, num_columns, has_zeros=zero_point is not None)
         if zero_point is not None:
             _by_group(torch.Tensor.sub_, w, zero_point.float(), group, rows)
-        factors = torch.exp2(scale.view(torch.uint8).float() - 127) if form == "mxfp4" else scale.float()
+        if form == "mxfp4":
+            factors = torch.exp2(scale.view(torch.uint8).float() - 127)
+        else:
+            factors = scale.float()
         _by_group(torch.Tensor.mul_, w, factors, group, rows)
         if tensor_scale is not None:
             w *= tensor_scale
@@ -66,7 +69,10 @@ def quantized_product(
     """Fill `out` [num_rows, out_features] with x @ unpacked^T + bias; x is float32, the others as in `unpack`."""
     tiles = unpack(values, scale, form, group, x.shape[1], zero_point=zero_point, tensor_scale=tensor_scale)
     for rows, w in tiles:
-        out[:, rows] = linear(x, w, None if bias is None else bias[rows].float())
+        bias_of_rows = None
+        if bias is not None:
+            bias_of_rows = bias[rows].float()
+        out[:, rows] = linear(x, w, bias_of_rows)
 
 
 def round_rows(x: torch.Tensor, form: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,9 +85,12 @@ def round_rows(x: torch.Tensor, form: str, scale: torch.Tensor | None = None) ->
         scale = x.abs().amax(-1, keepdim=True).float().div_(largest).clamp_min_(_TINY)
         scaled = x / scale
     else:
-        scaled = (x.float() / scale).clamp_(-128.0 if form == "int8" else -largest, largest)
+        lowest = -128.0 if form == "int8" else -largest
+        scaled = (x.float() / scale).clamp_(lowest, largest)
         scale = scale + (x * 0).sum(-1, keepdim=True)
-    return scaled.round_() if form == "int8" else scaled.to(torch.float8_e4m3fn).float(), scale
+    if form == "int8":
+        return scaled.round_(), scale
+    return scaled.to(torch.float8_e4m3fn).float(), scale
 
 
 def rounded_groups(x: torch.Tensor, group: int, form: str, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,9 +108,13 @@ def _numbers(values: torch.Tensor, form: str, num_columns: int, *, has_zeros: bo
     if form == "e4m3":
         codes, meant = values.view(torch.uint8), torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
     else:
-        codes = unpack_codes(values, num_columns) if values.dtype == torch.int32 else unpack_pairs(values)
+        if values.dtype == torch.int32:
+            codes = unpack_codes(values, num_columns)
+        else:
+            codes = unpack_pairs(values)
         if form == "int4":
-            return codes.float().sub_(0 if has_zeros else 8)
+            middle = 0 if has_zeros else 8
+            return codes.float().sub_(middle)
         meant = torch.tensor([*E2M1, *(-value for value in E2M1)])
     # In 0.4 of the time of a conversion from e4m3, and 0.3 of that of an index [codes].
     return meant.to(codes.device).index_select(0, codes.int().flatten()).view(codes.shape)
