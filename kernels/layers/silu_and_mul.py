@@ -83,8 +83,12 @@ def _launch(x: torch.Tensor, activation: str) -> Compute | None:
     if x.numel() == 0:
         return nothing
     if not by_triton:
-        loops = loops_of("common.numba_ops.gated_activation", x) if activation == "silu" else None
-        return None if loops is None else loops.prepare(rows)  # type: ignore[no-any-return]
+        if activation != "silu":
+            return None
+        loops = loops_of("common.numba_ops.gated_activation", x)
+        if loops is None:
+            return None
+        return loops.prepare(rows)  # type: ignore[no-any-return]
     block_rows, block_columns = tile(num_rows, size)
     return Launch(
         _silu_and_mul_kernel,

@@ -62,7 +62,8 @@ def shrink_tile(
         and in_features >= 4 * num_splits * block_k
     ):
         num_splits *= 2
-    return ShrinkTile(block_r, block_k, num_splits, 4, 3 if element_size == 2 else 2)
+    num_stages = 3 if element_size == 2 else 2
+    return ShrinkTile(block_r, block_k, num_splits, 4, num_stages)
 
 
 def expand_tile(block_m: int, element_size: int) -> ExpandTile:
@@ -70,4 +71,5 @@ def expand_tile(block_m: int, element_size: int) -> ExpandTile:
 
     Two stages hide the loads of few rows; of many they would fill 80 KB of shared memory.
     """
-    return ExpandTile(256 // element_size, 16, 4, 2 if block_m <= 16 else 1)
+    num_stages = 2 if block_m <= 16 else 1
+    return ExpandTile(256 // element_size, 16, 4, num_stages)
