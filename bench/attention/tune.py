@@ -4,8 +4,8 @@
 
 A candidate is refused, with the reason, if it does not compile, spills too much to launch, or differs from the
 chooser's tile. The report sorts the others by `over_chosen`, the chooser's time over theirs, both measured in turns.
-`--only "chosen with"` compares numbers of stages alone. Copy the winners into `kernels/attention/config.py` by hand,
-with the measurement in the comment. Needs a GPU.
+`--only "chosen with"` compares numbers of stages alone. Copy the winners into `kernels/attention/config.py`, or those
+of latents into `kernels/mla/config.py`, by hand, with the measurement in the comment. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -29,10 +30,12 @@ from paged.bench.limits import speed
 from paged.bench.timing import num_sets, sampler, take_in_turns
 from paged.kernels.attention import config as attention_config
 from paged.kernels.common.attention.plan import AttentionTile
+from paged.kernels.mla import config as mla_config
 
-# Two prompts, decodes and verify rows, each gathered and in boxes: the cases that tiles depend on.
+# Two prompts, decodes and verify rows, each gathered and in boxes, and both kinds of latents: what tiles depend on.
 NAMES = [f"prefill.4x4k.h32_8.b{block_size}" for block_size in (16, 64, 128)]
 NAMES += ["decode.64x8k.h32_8.b16", "decode.64x8k.h32_8.b64", "mixed.verify_64x5x8k.h32_8.b16"]
+NAMES += [f"decode.latents_64x8k.h{heads}_1.b64.d576_512" for heads in (16, 128)]
 # Tiles of a batch to try before the next batch's turn.
 _AT_ONCE = 16
 
@@ -59,25 +62,30 @@ class TileCase:
     @property
     def kind(self) -> str:
         """The kind of tile: cases of "mixed" are verify rows, which take decode tiles."""
+        if self.case.latent:
+            return "latents"
         if self.case.kind == "prefill":
             return "prefill"
         return "decode"
 
 
 def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
-    """Tiles of one kind over caches of one block size; boxes wherever a block holds BLOCK_N keys.
+    """Tiles of one kind over caches of one block size; boxes wherever a block holds BLOCK_N keys, but for latents.
 
     programs_per_sm is what the planner aims at: where more fit, a lower number only makes longer work items.
     """
+    can_box = kind != "latents"
     if kind == "prefill":
         shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5), (1, 2))
-    else:
+    elif kind == "decode":
         shapes = itertools.product((16, 32), (32, 64, 128), (2, 4, 8), (2, 3, 5), (2, 3, 4))
+    else:
+        shapes = itertools.product((16, 32, 64), (16, 32, 64), (4, 8), (2, 3, 5), (1, 2))
     for block_m, block_n, num_warps, num_stages, programs in shapes:
         if block_m // 16 >= num_warps // 2:  # more warps than 16-row slices twice over have nothing to do
             tile = AttentionTile(block_m, block_n, num_warps, num_stages, programs)
             yield tile
-            if block_size >= block_n:
+            if can_box and block_size >= block_n:
                 yield replace(tile, by_tma=True)
 
 
@@ -87,7 +95,11 @@ def with_tile(kind: str, tile: AttentionTile | None, num_stages: int | None = No
     num_stages: stages of the tile; None for its own.
     """
     name = f"{kind}_tile"
-    choose = getattr(attention_config, name)
+    module: ModuleType = attention_config
+    if kind == "latents":
+        name = "mla_tile"
+        module = mla_config
+    choose = getattr(module, name)
 
     def changed(*args: Any, **options: Any) -> AttentionTile:
         chosen: AttentionTile = tile or choose(*args, **options)
@@ -95,7 +107,7 @@ def with_tile(kind: str, tile: AttentionTile | None, num_stages: int | None = No
             return replace(chosen, num_stages=num_stages)
         return chosen
 
-    return mock.patch.object(attention_config, name, changed)
+    return mock.patch.object(module, name, changed)
 
 
 def cases(_: Setting) -> list[TileCase]:

@@ -11,6 +11,7 @@ from paged.bench.benchmark import Setting
 from paged.kernels.attention.config import AttentionShape
 from paged.kernels.common.attention.keys import NO_LIMIT
 from paged.kernels.common.attention.plan import AttentionPlan, AttentionTile
+from paged.kernels.mla.config import MlaShape
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -46,3 +47,14 @@ def test_plans_take_the_tile(device: torch.device) -> None:
     with with_tile("decode", None, 7):
         assert tile_of_a_plan() == replace(chosen, num_stages=7)
     assert tile_of_a_plan() == chosen
+
+
+def test_latents_take_the_tile_and_try_fetching_two_ahead() -> None:
+    sizes = {"num_tokens": 1, "num_kv_heads": 1, "group": 128, "head_dim": 576, "v_head_dim": 512}
+    shape = MlaShape(**sizes, element_size=2, window=(NO_LIMIT, 0))
+    narrow = AttentionTile(64, 32, 8, 5)
+    assert narrow in set(candidates("latents", 64))
+    assert not any(tile.by_tma for tile in candidates("latents", 64))
+    assert shape.tiles("sm_90", 128)["decode"] != narrow
+    with with_tile("latents", narrow):
+        assert shape.tiles("sm_90", 128)["decode"] == narrow
