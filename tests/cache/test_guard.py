@@ -34,7 +34,8 @@ def use_handler() -> Iterator[Callable[[Any], None]]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "forward"])  # which is several calls
+# The guard holds a signal whatever the call is; that every call runs under it, test_failed_calls.py shows.
+@pytest.mark.parametrize("name", ["allocate a hit", "extend and evict", "commit", "roll back", "swap in"])
 def test_an_interrupt_at_any_line_leaves_the_call_done_or_not_begun(
     name: str, use_handler: Callable[[Any], None]
 ) -> None:
@@ -64,7 +65,7 @@ def test_an_interrupt_at_any_line_leaves_the_call_done_or_not_begun(
             is_done = all(after[part] == done[part] for part in parts)
             assert is_done or after == before
             num_done += is_done
-        count += 19
+        count += 17
     assert num_done > 0
 
 

@@ -81,10 +81,6 @@ class Open:
     replaced: dict[int, set[int]]
 
 
-class InjectedError(Exception):
-    """Stands for a copy that fails on the device."""
-
-
 def of_layer(layer: int, numbers: Sequence[int | None]) -> torch.Tensor:
     """The K of a token in a layer, [len(numbers)]: no two layers have the same."""
     return torch.tensor(numbers, dtype=torch.float32) * (layer + 1)
@@ -137,32 +133,15 @@ class ModelledCache(RuleBasedStateMachine):
         self.next_number = itertools.count(1)
         self.numbers: defaultdict[Any, int] = defaultdict(lambda: next(self.next_number))
         self.steps = -1  # the invariants are checked once before the first step
-        self.is_armed = False
         self.num_tables = len(self.manager.config.tables)
         self.layers = [(layer, table) for table in self.manager.config.tables for layer in table.layers]
         self.window = next((table.sliding_window for _, table in self.layers if table.sliding_window), None)
-        tensors = self.manager._tensors
-        host = tensors.host_blocks[0]
-        for owner, name in ((tensors, "copy"), (host, "swap_out"), (host, "swap_in")):
-            setattr(owner, name, self.failing(getattr(owner, name)))
         self.mirror = Mirror(self.manager)
         self.level = MemoryPressure.LOW
         self.manager.on_pressure(lambda level: setattr(self, "level", level))
 
     def patch(self, stack: ExitStack) -> None:
         """What a variant changes of the code under test while its machine runs."""
-
-    def failing(self, function: Callable[..., None]) -> Callable[..., None]:
-        """`function`, but once after `is_armed` was set it fails in the middle of its work."""
-
-        def copy(pairs: Sequence[tuple[int, int]]) -> None:
-            if pairs and self.is_armed:
-                self.is_armed = False
-                function(pairs[: len(pairs) // 2])
-                raise InjectedError
-            function(pairs)
-
-        return copy
 
     def ids_where(self, condition: Callable[[Model], bool] = lambda model: True, is_swapped: bool = False) -> list[int]:
         return [i for i, model in self.models.items() if model.is_swapped == is_swapped and condition(model)]
@@ -226,32 +205,17 @@ class ModelledCache(RuleBasedStateMachine):
 
     @contextmanager
     def attempt(self, *, on_host: bool = False) -> Iterator[None]:
-        """A call that finds no blocks changes nothing, and there were indeed too few; nor does one whose copy fails,
-        but cached blocks whose room it took are gone.
-        """
-        handles, pools, published, stats = self.snapshot()
+        """A call that finds no blocks changes nothing, and there were indeed too few."""
+        before = self.snapshot()
         refused = None
         try:
             yield
         except OutOfBlocksError as error:
             refused = error
-        except InjectedError:
-            handles_now, pools_now, published_now, stats_now = self.snapshot()
-            assert (handles_now, pools_now) == (handles, pools)
-            assert published_now.items() <= published.items()
-            lost = stats.cached_blocks - stats_now.cached_blocks
-            withdrawn = len(published) - len(published_now)  # with what others hold, but is of no use without the lost
-            assert withdrawn == lost or (withdrawn > lost and self.num_tables > 1)
-            assert stats_now == replace(
-                stats,
-                cached_blocks=stats.cached_blocks - lost,
-                published_blocks=stats.published_blocks - withdrawn,
-                evictions=stats.evictions + lost,
-            )
-            self.seen["injected"] += 1
         if refused is not None:
+            stats = before[-1]
             assert refused.needed > refused.free == (stats.swap_blocks_free if on_host else stats.free_blocks)
-            assert self.snapshot() == (handles, pools, published, stats)
+            assert self.snapshot() == before
             self.seen["refused"] += 1
 
     @contextmanager
