@@ -109,13 +109,13 @@ def _eagle3_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]
     for key in ("norm_before_fc", "fc_norm", "norm_output"):
         hf.choice(key, False)
     refuse_unread(hf, config)
-    for key, found, expected in (
+    for key, number, expected in (
         ("num_hidden_layers", config.num_layers, 1),
         ("vocab_size", config.vocab_size, target.config.vocab_size),
         ("target_hidden_size", hf.integer("target_hidden_size", config.hidden_size), target.config.hidden_size),
     ):
-        if found != expected:
-            raise CheckpointError(f"{hf.source}: {key} {found}, expected {expected} for this target")
+        if number != expected:
+            raise CheckpointError(f"{hf.source}: {key} {number}, expected {expected} for this target")
     stored = {name.removeprefix("model."): tensor for name, tensor in read_headers(folder).items()}
     stored.pop("t2d", None)
     layer_name = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
@@ -135,9 +135,11 @@ def _taps(hf: HfConfig, target: DecoderConfig) -> tuple[int, ...]:
     Raises:
         CheckpointError: there are no such layers.
     """
-    own, key = hf.section("eagle_config") or hf, "eagle_aux_hidden_state_layer_ids"
+    key = "eagle_aux_hidden_state_layer_ids"
     count = target.num_layers
-    taps = tuple(own.items(key, int) or hf.items(key, int)) or (2, count // 2, count - 3)
+    section = hf.section("eagle_config") or hf
+    named = section.items(key, int) or hf.items(key, int)
+    taps = tuple(named) or (2, count // 2, count - 3)
     if list(taps) != sorted({*taps}) or not 0 <= taps[0] <= taps[-1] <= count:
         raise CheckpointError(
             f"{hf.source}: {key} {shown(list(taps))}, expected rising numbers of layers up to {count}"

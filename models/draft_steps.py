@@ -109,21 +109,22 @@ class DraftSteps:
 
         Unknown ones are 0.
         """
-        kept = [self._kept.get(handle) for handle in handles]
         sources: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}
-        for place, (one, start) in enumerate(zip(kept, starts.tolist(), strict=True)):
-            if one is not None and one.start < start <= one.end:
-                _, rows, places = sources.setdefault(id(one.features), (one.features, [], []))
-                rows.append(one.row + start - 1 - one.start)
+        for place, (handle, start) in enumerate(zip(handles, starts.tolist(), strict=True)):
+            kept = self._kept.get(handle)
+            if kept is not None and kept.start < start <= kept.end:
+                _, rows, places = sources.setdefault(id(kept.features), (kept.features, [], []))
+                rows.append(kept.row + start - 1 - kept.start)
                 places.append(place)
         if like is None:
             like = next(features for features, _, _ in sources.values())
-        found, is_known = like.new_zeros(len(handles), like.shape[1]), np.zeros(len(handles), np.bool_)
-        for features, *indices in sources.values():
-            chosen, there = to_device([np.array(index, np.int64) for index in indices], like.device)
-            found.index_copy_(0, there, features[chosen])
-            is_known[indices[1]] = True
-        return found, is_known
+        before = like.new_zeros(len(handles), like.shape[1])
+        is_known = np.zeros(len(handles), np.bool_)
+        for features, rows, places in sources.values():
+            source, target = to_device([np.array(rows, np.int64), np.array(places, np.int64)], like.device)
+            before.index_copy_(0, target, features[source])
+            is_known[places] = True
+        return before, is_known
 
 
 class DraftRun:

@@ -54,9 +54,14 @@ class Draws(NamedTuple):
 
 def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
     """Return the draws if every policy wants only a token and has no other rules; else None."""
-    given = (DrawToken(0.0, (0, 0)) if policy == GreedyArgmax() else policy for policy in policies)
-    draws = [draw for draw in given if isinstance(draw, DrawToken)]
-    return Draws.of(draws) if len(draws) == len(policies) else None
+    draws = []
+    for policy in policies:
+        if policy == GreedyArgmax():
+            policy = DrawToken(0.0, (0, 0))
+        if not isinstance(policy, DrawToken):
+            return None
+        draws.append(policy)
+    return Draws.of(draws)
 
 
 def answer_batch(logits: torch.Tensor, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
@@ -105,7 +110,13 @@ def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> li
 
 def _stacked(name: str, rows: Sequence[torch.Tensor | None], neutral: torch.Tensor) -> torch.Tensor | None:
     """Stack rows to [n, V], with `neutral` for None; return None if all are None."""
-    given = [row for row in rows if row is not None]
-    for row in given:
-        check_tensor(name, row, neutral.shape, (neutral.dtype,), neutral.device)
-    return torch.stack([neutral if row is None else row for row in rows]) if given else None
+    stacked = []
+    for row in rows:
+        if row is None:
+            stacked.append(neutral)
+        else:
+            check_tensor(name, row, neutral.shape, (neutral.dtype,), neutral.device)
+            stacked.append(row)
+    if all(row is neutral for row in stacked):
+        return None
+    return torch.stack(stacked)

@@ -46,14 +46,14 @@ def check_module(config: ModuleConfig, module: Any, cache_config: Callable[..., 
             copy.set_attn_implementation("eager")
             expected = [copy(input_ids=prompt[None], use_cache=False).logits[0].float() for prompt in prompts]
             model = _paged_model(config, copy, cache_config)
-            whole = _run(model, prompts, [_LENGTHS])
+            unchunked = _run(model, prompts, [_LENGTHS])
             chunked = _run(model, prompts, _CHUNKS)
     except PagedError:
         raise
     except Exception as error:  # from transformers' code, of any type
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise UnsupportedError(f"transformers' {name} fails with a paged cache: {reason}") from error
-    for kind, results in {"whole prompts": whole, "prompts in chunks": chunked}.items():
+    for kind, results in {"whole prompts": unchunked, "prompts in chunks": chunked}.items():
         for logits, reference in zip(results, expected, strict=True):
             reference = reference[:, : logits.shape[1]]
             largest = reference.abs().max().item()

@@ -68,10 +68,11 @@ def quantize_checkpoint(
     if group_size is None:
         group_size = next((size for size in GROUPS if all(count % size == 0 for count in columns)), GROUPS[0])
     config = _config(form, group_size)
-    found = _projections(HfConfig({**hf.values, "quantization_config": config}, hf.source), stored)
-    if not found:
+    projections = _projections(HfConfig({**hf.values, "quantization_config": config}, hf.source), stored)
+    if not projections:
         raise UnsupportedError(f"{hf.source}: no projection is stored as a tensor of its own, so none can be quantised")
-    packed, values = dict.fromkeys(found, form), dict(hf.values)
+    packed = dict.fromkeys(projections, form)
+    values = dict(hf.values)
     if head:
         tied = next((stored[name] for name in (_HEAD, "model.embed_tokens.weight") if name in stored), None)
         if tied is None:
@@ -83,22 +84,27 @@ def quantize_checkpoint(
         if form == "int4":
             config["config_groups"]["group_1"] = _group("int8", 0, "re:.*lm_head")
             config["format"] = "mixed-precision"
-    plain = {name.removesuffix(".weight") for name, one in stored.items() if name not in packed and len(one.shape) == 2}
-    plain = {name for name in plain if "embed" not in name.rpartition(".")[2]} | (set() if head else {"lm_head"})
+    plain = set()
+    for name, tensor in stored.items():
+        module = name.removesuffix(".weight")
+        if name not in packed and len(tensor.shape) == 2 and "embed" not in module.rpartition(".")[2]:
+            plain.add(module)
+    if not head:
+        plain.add("lm_head")
     config["ignore"] = sorted(plain)
-    whole = out.with_name(f"{out.name}.partial")
-    whole.mkdir(parents=True)
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir(parents=True)
     try:
-        sizes = _write_tensors(stored, packed, whole, group_size, track)
+        sizes = _write_tensors(stored, packed, partial, group_size, track)
         for file in source.iterdir():
             if file.suffix in _COPIED and file.name not in _NOT_COPIED and file.is_file():
-                shutil.copyfile(file, whole / file.name)
-        _write_json(whole / "config.json", {**values, "quantization_config": config})
+                shutil.copyfile(file, partial / file.name)
+        _write_json(partial / "config.json", {**values, "quantization_config": config})
         if out.exists():
             out.rmdir()
-        whole.rename(out)
+        partial.rename(out)
     except BaseException:
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     return sizes
 
@@ -132,11 +138,13 @@ def _config(form: str, group_size: int) -> dict[str, Any]:
 
 def _group(form: str, group_size: int, target: str) -> dict[str, Any]:
     kind = {"num_bits": 4 if form == "int4" else 8, "type": "float" if form == "fp8" else "int", "symmetric": True}
-    how = {"strategy": "group", "group_size": group_size} if form == "int4" else {"strategy": "channel"}
+    scales: dict[str, Any] = {"strategy": "channel"}
+    if form == "int4":
+        scales = {"strategy": "group", "group_size": group_size}
     return {
         "targets": [target],
         "format": _STORED[form],
-        "weights": {**kind, **how, "dynamic": False, "observer": "minmax"},
+        "weights": {**kind, **scales, "dynamic": False, "observer": "minmax"},
         "input_activations": None if form == "int4" else {**kind, "strategy": "token", "dynamic": True},
         "output_activations": None,
     }
@@ -145,7 +153,7 @@ def _group(form: str, group_size: int, target: str) -> dict[str, Any]:
 def _projections(hf: HfConfig, stored: StoredTensors) -> set[str]:
     """Return the stored weights that a network with this quantization_config reads packed."""
     network_class, config = model_config(hf)
-    named = {our_name(network_class, name): one for name, one in stored.items()}
+    named = {our_name(network_class, name): tensor for name, tensor in stored.items()}
     config = with_stored_layout(config, named)
     stacked = frozenset(name for name in named if name.endswith(_STACKED))
     quantization = as_stored(config.quantization, {})
@@ -154,7 +162,7 @@ def _projections(hf: HfConfig, stored: StoredTensors) -> set[str]:
     slots = meta_network(network_class, config, config.dtype).weight_slots()
     ends = ".weight_scale"
     packed = {f"{name.removesuffix(ends)}.weight" for name in slots if name.endswith(ends)}
-    return {one.name for name, one in named.items() if name in packed and one.dtype in FLOATING}
+    return {tensor.name for name, tensor in named.items() if name in packed and tensor.dtype in FLOATING}
 
 
 def _write_tensors(
@@ -176,10 +184,11 @@ def _write_tensors(
             tensor = read_tensor(stored, name)
             sizes["before"] += tensor.nbytes
             path = name.removesuffix("weight")
-            made: Mapping[str, torch.Tensor] = {name: tensor}
             if name in packed:
-                made = {path + end: one for end, one in round_weight(tensor, packed[name], group_size).items()}
-            tensors |= made
+                rounded = round_weight(tensor, packed[name], group_size)
+                tensors |= {path + end: part for end, part in rounded.items()}
+            else:
+                tensors[name] = tensor
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, file)

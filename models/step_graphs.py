@@ -171,10 +171,11 @@ class StepGraphs:
         self.clear()
         if not self._sizes or (self._recorded_only and not records_loops(self._device)):
             return
-        most, dtype = self._sizes[-1], next(self._network.parameters()).dtype
-        table_shape = self._num_tables, most, self._table_width
+        max_tokens = self._sizes[-1]
+        dtype = next(self._network.parameters()).dtype
+        table_shape = self._num_tables, max_tokens, self._table_width
         self._table = torch.zeros(table_shape, dtype=torch.int32, device=self._device)
-        self._product = torch.empty(most, self._network.num_logits, dtype=dtype, device=self._device)
+        self._product = torch.empty(max_tokens, self._network.num_logits, dtype=dtype, device=self._device)
         self._record = graph_recorder(self._device)
         try:
             shapes = graph_shapes(self._sizes, is_adapted=False)
@@ -258,9 +259,10 @@ class StepGraphs:
         padding += [np.zeros(size + 1, np.int32), *self._adapter_rows(shape, None)]
         inputs = self._inputs[shape] = FixedCopy(self._staging, padding)
         inputs.send(padding, [0] * len(padding))
-        input_ids, *rest = inputs.tensors
+        input_ids, *fields = inputs.tensors
         count = 4 + self._num_states
-        tensors, lora = (*rest[:count], self._table[:, : shape.num_tokens]), rest[count:]
+        tensors = (*fields[:count], self._table[:, : shape.num_tokens])
+        lora = fields[count:]
         product = self._product[: shape.num_tokens]
 
         def begin() -> Callable[[], None]:
@@ -285,8 +287,8 @@ class StepGraphs:
     def _send_table(self, tables: NDArray[np.int32]) -> None:
         """Copy the rows of the batch, unless they are the last ones: all 256 rows for 40,000 tokens are 2.6 MB."""
         if self._sent_table is None or not np.array_equal(tables, self._sent_table):
-            (there,) = to_device((tables,), self._device)
-            self._table[:, : tables.shape[1], : tables.shape[2]].copy_(there)
+            (rows,) = to_device((tables,), self._device)
+            self._table[:, : tables.shape[1], : tables.shape[2]].copy_(rows)
             self._sent_table = tables
 
     def _adapter_rows(self, shape: GraphShape, adapters: NDArray[np.int32] | None) -> list[NDArray[np.int32]]:

@@ -65,15 +65,17 @@ def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> 
     def module(name: str) -> Any:
         return import_module(f"paged.kernels.{name}")
 
-    has_experts = any(isinstance(each, SparseMoe) for each in network.modules())
+    has_experts = any(isinstance(layer, SparseMoe) for layer in network.modules())
     kind = module("common.numba_ops.kernel").Kernel
     names, tiles = _LOOPS + _EXPERT_LOOPS * has_experts, module("common.numba_ops.tile_linear")
     names += _RECURRENT_LOOPS * any(network.own_config.recurrent)
     if has_experts or has_mkl(dtype) or (dtype == torch.bfloat16 and not MULTIPLIES_BF16):
         names += ("common.numba_ops.linear",)
-    has_products = any(isinstance(each, (PackedWeights, CpuProducts)) for each in network.modules())
+    has_products = any(isinstance(layer, (PackedWeights, CpuProducts)) for layer in network.modules())
     names += ("common.packed.numba_ops.product",) * has_products
-    kernels = [each for name in names for each in vars(module(name)).values() if isinstance(each, kind)]
+    kernels = []
+    for name in names:
+        kernels += [value for value in vars(module(name)).values() if isinstance(value, kind)]
     kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
     if has_products:
         kernels += module("common.packed.numba_ops.block_product").KERNELS.values()
@@ -149,9 +151,9 @@ def _run(
     tables = np.zeros((num_tables, 1, 1), np.int32)
     recurrent = kv_manager.config.recurrent
     states = [none[:1]] * (0 if recurrent is None else NUM_STATE_ARRAYS)
-    input_ids, *rest = to_device((ids, ids, slots, none[:1], *states, none, tables), kv_manager.device)
+    input_ids, *fields = to_device((ids, ids, slots, none[:1], *states, none, tables), kv_manager.device)
     max_append = 0 if recurrent is None else recurrent.max_append
-    metadata = AttentionMetadata.over(rest, max_seqlen_q=num_tokens, max_seqlen_k=longest, max_append=max_append)
+    metadata = AttentionMetadata.over(fields, max_seqlen_q=num_tokens, max_seqlen_k=longest, max_append=max_append)
     with torch.no_grad():
         hidden = network(input_ids, metadata.positions, replace(metadata, lora=lora))
         network.logits(hidden[:1])

@@ -32,10 +32,12 @@ def other_kind(path: Path) -> str:
         names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
     except OSError:  # not a folder
         return ""
-    found = next((text for glob, text in _OTHER_KINDS if filter_names(names, glob)), None)
-    if found is None and path.is_file():
-        found = "a file: give the folder that contains it, config.json and tokenizer.json"
-    return f"; this is {found}" if found else ""
+    for glob, kind in _OTHER_KINDS:
+        if filter_names(names, glob):
+            return f"; this is {kind}"
+    if path.is_file():
+        return "; this is a file: give the folder that contains it, config.json and tokenizer.json"
+    return ""
 
 
 def regular_size(file: Path) -> int:

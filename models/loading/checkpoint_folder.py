@@ -75,7 +75,7 @@ def _check_complete(folder: Path, is_run: bool) -> None:
         raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {present}{other_kind(folder)}")
 
 
-def _download(model_id: str, wanted: list[str]) -> Path:
+def _download(model_id: str, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -83,7 +83,7 @@ def _download(model_id: str, wanted: list[str]) -> Path:
             f"model {model_id!r}: no such folder, and models on the Hub need huggingface_hub: pip install 'paged[cli]'"
         ) from error
     try:
-        return Path(snapshot_download(model_id, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)))
+        return Path(snapshot_download(model_id, allow_patterns=patterns, ignore_patterns=list(_UNWANTED)))
     except Exception as error:  # the types depend on the client's release: its own, HTTP's or the file system's
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(

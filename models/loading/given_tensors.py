@@ -33,7 +33,7 @@ class GivenTensors:
             if name in self._given:
                 raise InvalidInputError(f"source: {name} comes twice")
             self._given[name] = tensor.detach()
-        self.tensors = {name: (_NAMES[one.dtype], list(one.shape)) for name, one in self._given.items()}
+        self.tensors = {name: (_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in self._given.items()}
 
     def __str__(self) -> str:
         return "the given tensors"

@@ -127,12 +127,13 @@ class TensorFile:
             data = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
             # One part per torch thread: one thread reads half as fast as two copy from a memory map.
             count = min(torch.get_num_threads(), -(-out.nbytes // _LEAST_SHARE))
-            each = -(-out.nbytes // count)
-            starts = range(each, out.nbytes, each)
-            others = [self._threads.submit(self._read_bytes, data[at : at + each], offset + at) for at in starts]
-            self._read_bytes(data[:each], offset)
-            for other in others:
-                other.result()
+            size = -(-out.nbytes // count)
+            parts = []
+            for start in range(size, out.nbytes, size):
+                parts.append(self._threads.submit(self._read_bytes, data[start : start + size], offset + start))
+            self._read_bytes(data[:size], offset)
+            for part in parts:
+                part.result()
         if self._stamp() != self.stamp:
             raise self.wrong("the file changed during the read")
         return out
@@ -154,7 +155,7 @@ class TensorFile:
             values: dict[str, Any] = json.loads(header)
             values.pop("__metadata__", None)
             spans = []
-            found: dict[str, tuple[str, list[int], int, int]] = {}
+            entries: dict[str, tuple[str, list[int], int, int]] = {}
             for name, entry in values.items():
                 dtype, shape, (start, stop) = str(entry["dtype"]), list(entry["shape"]), entry["data_offsets"]
                 if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
@@ -162,7 +163,7 @@ class TensorFile:
                 if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != stop - start:
                     raise ValueError(f"{name}: {stop - start} bytes for shape {shape} of {dtype}")
                 spans.append((start, stop))
-                found[name] = dtype, shape, start, stop
+                entries[name] = dtype, shape, start, stop
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self.wrong(f"not a safetensors header: {one_line(repr(error), 200)}") from error
         end = 0
@@ -172,4 +173,4 @@ class TensorFile:
             end = stop
         if end != size:
             raise self.wrong(f"{size} bytes of tensors, expected {end} from the header")
-        return found
+        return entries

@@ -249,11 +249,11 @@ def _owner(namespace: Hashable) -> Any:
 def _adaptable(network: Llama) -> dict[str, tuple[Linear, int]]:
     """Return the layer and part of each adaptable projection, by checkpoint name. A draft head has none, nor has a
     product of too many parts, such as that of OLMo Hybrid's recurrent layers."""
-    found = {}
+    projections = {}
     for path, module in network.named_modules():
         if isinstance(module, Linear) and len(module.parts) <= MAX_PARTS and not path.startswith("draft_head."):
             parent = path.rpartition(".")[0]
             for part, name in enumerate(module.parts):
                 if name in TARGET_MODULES:
-                    found[f"model.{parent}.{name}"] = (module, part)
-    return found
+                    projections[f"model.{parent}.{name}"] = (module, part)
+    return projections

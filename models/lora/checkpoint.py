@@ -93,7 +93,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
     if pickled and not file.exists():
         raise CheckpointError(f"{file}: missing; {plain(pickled[0])} is pickled, so it is not loaded")
     stored = read_header(file)
-    found: dict[str, set[str]] = {}
+    kinds_of: dict[str, set[str]] = {}
     for key, tensor in sorted(stored.items()):
         match = _KEY.fullmatch(key)
         if match is None:
@@ -104,20 +104,20 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
         rank, (out_features, in_features) = rank_of(name), shapes[name]
         expected = [rank, in_features] if which == "A" else [out_features, rank]
         if tensor.shape != expected:
-            given = shown(tensor.shape)
-            raise CheckpointError(f"{name}.lora_{which}: shape {given} in {file}, expected {expected} for rank {rank}")
-        found.setdefault(name, set()).add(which)
-    if missing := _promised(hf, shapes) - found.keys():
+            shape = shown(tensor.shape)
+            raise CheckpointError(f"{name}.lora_{which}: shape {shape} in {file}, expected {expected} for rank {rank}")
+        kinds_of.setdefault(name, set()).add(which)
+    if missing := _promised(hf, shapes) - kinds_of.keys():
         raise CheckpointError(f"{min(missing)}: no tensors in {file}, though target_modules names it")
-    if not found:
+    if not kinds_of:
         raise CheckpointError(f"{file}: holds no tensors")
-    for name, kinds in found.items():
+    for name, kinds in kinds_of.items():
         if absent := {"A", "B"} - kinds:
             raise CheckpointError(f"{name}: no lora_{min(absent)} in {file}")
     with open_tensors(file, next(iter(stored.values())).stamp) as tensors:
         pairs = {
             name: [tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB"]
-            for name in found
+            for name in kinds_of
         }
     changes = {}
     for name, (a, b) in pairs.items():
@@ -188,5 +188,13 @@ def _by_module(
     section = hf.section(key) or HfConfig({}, hf.source)
     if unknown := next((name for name in section.values if not re.fullmatch(r"[\w.]+", name)), None):
         raise UnsupportedError(f"{hf.source}: {key} {shown(unknown)}, known are names of modules")
-    values = {name: (place, read(section, name)) for place, name in enumerate(section.values)}
-    return lambda name: min((values[one] for one in values.keys() & _suffixes(name)), default=(0, default))[1]
+    values = {name: read(section, name) for name in section.values}
+
+    def value_of(module: str) -> float:
+        suffixes = _suffixes(module)
+        for name, value in values.items():
+            if name in suffixes:
+                return value
+        return default
+
+    return value_of

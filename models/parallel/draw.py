@@ -50,10 +50,10 @@ def draw_tokens(
     low, high = keys.unbind(-1)
     own_keys = torch.stack(((low + first * TOKEN_FACTOR) & 0xFFFFFFFF, high), -1)
     tokens = sample_tokens(logits, own_keys, temperature)
-    own = tokens.clamp(min=0)
+    columns = tokens.clamp(min=0)
     is_drawn = temperature > 0
-    noise = exponential(own_keys, own).log().neg().masked_fill(~is_drawn, 0.0)
-    best = logits.gather(1, own[:, None]).squeeze(1)
+    noise = exponential(own_keys, columns).log().neg().masked_fill(~is_drawn, 0.0)
+    best = logits.gather(1, columns[:, None]).squeeze(1)
     ids = torch.where(tokens < 0, tokens, tokens + first)
     numbers = torch.stack([part.double() for part in (best, noise, logits.amax(-1), ids)], -1)  # double holds ids
     best, noise, largest, ids = ranks.gather(numbers).view(len(logits), -1, 4).unbind(-1)
@@ -78,8 +78,9 @@ def _filtered(
 
     These are below the lowest kept one of all ranks' best tokens or, without top_k, below min_p of the best token.
     """
-    own = logits.topk(min(num_candidates, logits.shape[1])).values
-    best = ranks.gather_everywhere(functional.pad(own, (0, num_candidates - own.shape[1]), value=-torch.inf))
+    best_here = logits.topk(min(num_candidates, logits.shape[1])).values
+    padding = num_candidates - best_here.shape[1]
+    best = ranks.gather_everywhere(functional.pad(best_here, (0, padding), value=-torch.inf))
     kept = filter_logits(best, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(1, keepdim=True)
     lowest = torch.where(top_k[:, None] <= num_candidates, lowest, min_p.log()[:, None])

@@ -20,7 +20,10 @@ _PACKAGES = ("triton", "numba", "numpy", "safetensors")
 
 def program_parts() -> dict[str, object]:
     """Return the versions of the packages that compute."""
-    installed = {found.name: found.version for name in _PACKAGES for found in metadata.distributions(name=name)}
+    installed = {}
+    for name in _PACKAGES:
+        for package in metadata.distributions(name=name):
+            installed[package.name] = package.version
     return {"paged": paged.__version__, "torch": torch.__version__, "packages": installed}
 
 

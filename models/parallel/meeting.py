@@ -77,10 +77,10 @@ def meet(mesh: Any, timeout: timedelta) -> Meeting:
 
 
 @cache
-def _environment(*given: Any) -> tuple[Store, int, int]:
+def _environment(*variables_and_timeout: Any) -> tuple[Store, int, int]:
     """Return the environment's store, rank and size. Cached: another process may still need the store."""
-    found: tuple[Store, int, int] = next(rendezvous("env://", timeout=given[-1]))
-    return found
+    place: tuple[Store, int, int] = next(rendezvous("env://", timeout=variables_and_timeout[-1]))
+    return place
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:

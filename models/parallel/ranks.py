@@ -143,10 +143,10 @@ class Ranks:
         """Return every rank's values, int64 on the host."""
         if self.size == 1:
             return [values]
-        found = [torch.empty_like(values) for _ in range(self.size)]
+        of_ranks = [torch.empty_like(values) for _ in range(self.size)]
         with self._guarded("control") as group:
-            group.allgather(found, values).wait()
-        return found
+            group.allgather(of_ranks, values).wait()
+        return of_ranks
 
     def least(self, number: int) -> int:
         """Return the smallest of all ranks' numbers."""
@@ -160,12 +160,14 @@ class Ranks:
         """
         names, texts = list(parts), list(map(str, parts.values()))
         # Names first: ranks with equal names have equally many texts.
-        for given, labels in (([repr(names)], ["names of settings and tensors"]), (texts, names)):
-            sums = torch.stack(self.compare(torch.tensor([zlib.crc32(text.encode()) for text in given])))
+        for compared, labels in (([repr(names)], ["names of settings and tensors"]), (texts, names)):
+            sums = torch.stack(self.compare(torch.tensor([zlib.crc32(text.encode()) for text in compared])))
             differs = sums != sums[self.rank]
             if differs.any():
                 ranks, first = differs.any(1).nonzero().flatten().tolist(), int(differs.any(0).nonzero()[0])
-                raise InvalidInputError(f"{labels[first]}: ranks {ranks} have other values than {shown(given[first])}")
+                raise InvalidInputError(
+                    f"{labels[first]}: ranks {ranks} have other values than {shown(compared[first])}"
+                )
 
     @contextmanager
     def apart(self) -> Iterator[None]:

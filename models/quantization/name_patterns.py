@@ -111,8 +111,8 @@ def _ends(tree: Any, name: str, starts: int) -> int:
         if not starts:
             break
         if kind in _CHARACTERS or kind == sre.AT:
-            one = _one(kind, tuple(value) if kind == sre.IN else value, tree.state.flags)
-            starts = (starts & _places(one, name)) << (kind != sre.AT)
+            node = _compiled(kind, tuple(value) if kind == sre.IN else value, tree.state.flags)
+            starts = (starts & _places(node, name)) << (kind != sre.AT)
         elif kind == sre.SUBPATTERN:
             starts = _ends(value[-1], name, starts)
         elif kind == sre.BRANCH:
@@ -126,7 +126,7 @@ def _ends(tree: Any, name: str, starts: int) -> int:
 
 
 @lru_cache(1024)
-def _one(kind: Any, value: Any, flags: int) -> re.Pattern[str]:
+def _compiled(kind: Any, value: Any, flags: int) -> re.Pattern[str]:
     """Compile an expression of one node."""
     tree = sre.SubPattern(sre.State(), [(kind, value)])
     tree.state.flags = flags
@@ -135,26 +135,27 @@ def _one(kind: Any, value: Any, flags: int) -> re.Pattern[str]:
 
 
 @lru_cache(1 << 14)
-def _places(one: re.Pattern[str], name: str) -> int:
+def _places(node: re.Pattern[str], name: str) -> int:
     """Return the positions where a one-node expression matches, a character or an anchor."""
-    return sum(1 << at for at in range(len(name) + 1) if one.match(name, at))
+    return sum(1 << at for at in range(len(name) + 1) if node.match(name, at))
 
 
-def _is_run(least: int, most: int, tree: Any) -> bool:
+def _is_run(at_least: int, at_most: int, tree: Any) -> bool:
     """Return whether a repetition is of one character, any number of times."""
-    return len(tree) == 1 and tree[0][0] in _CHARACTERS and least <= 1 and most == sre.MAXREPEAT
+    return len(tree) == 1 and tree[0][0] in _CHARACTERS and at_least <= 1 and at_most == sre.MAXREPEAT
 
 
-def _repeat(name: str, starts: int, least: int, most: int, tree: Any) -> int:
-    if _is_run(least, most, tree):
+def _repeat(name: str, starts: int, at_least: int, at_most: int, tree: Any) -> int:
+    if _is_run(at_least, at_most, tree):
         taken = _ends(tree, name, (2 << len(name)) - 1) >> 1
-        starts = starts if least == 0 else _ends(tree, name, starts)
+        if at_least > 0:
+            starts = _ends(tree, name, starts)
         return (((starts & taken) + taken) ^ taken) | starts
     rounds = len(name) + 1  # later rounds match no characters
-    for _ in range(min(least, rounds)):
+    for _ in range(min(at_least, rounds)):
         starts = _ends(tree, name, starts)
     reached = starts
-    for _ in range(min(most - least, rounds)):
+    for _ in range(min(at_most - at_least, rounds)):
         starts = _ends(tree, name, starts) & ~reached
         reached |= starts
     return reached

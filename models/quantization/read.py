@@ -78,11 +78,16 @@ def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quant
     ends = {name.rpartition(".")[2] for name in stored}
 
     def layout_of(layout: Layout) -> Layout:
-        layout = layout if dtype is None else replace(layout, scale_dtype=dtype)
+        if dtype is not None:
+            layout = replace(layout, scale_dtype=dtype)
         if not isinstance(layout, EightBit):
             return layout
-        found: dict[str, Any] = {key: name for key, names in _SCALE_NAMES.items() for name in names if name in ends}
-        return replace(layout, **found)
+        scale_names: dict[str, Any] = {}
+        for key, names in _SCALE_NAMES.items():
+            for name in names:
+                if name in ends:
+                    scale_names[key] = name
+        return replace(layout, **scale_names)
 
     plain = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype in FLOATING}
     rules = tuple((pattern, layout and layout_of(layout)) for pattern, layout in quantization.rules)

@@ -33,11 +33,12 @@ def sample_pairs(rng: random.Random, num_tokens: int) -> list[list[str]]:
     if num_tokens < 3 or num_tokens > MAX_TOKENS:
         raise ValueError(f"the number of tokens must be 3 to {MAX_TOKENS}, not {num_tokens}")
     while True:
-        counts, left = [], num_tokens  # adjectives of each pair, and tokens not yet used
-        while left:
+        counts: list[int] = []  # adjectives of each pair
+        unused = num_tokens
+        while unused:
             # The rest after a pair must be empty or hold another pair, which takes 3 to 5 tokens.
-            counts.append(rng.choice([n for n in range(3) if left - 3 - n == 0 or left - 3 - n >= 3]))
-            left -= 3 + counts[-1]
+            counts.append(rng.choice([n for n in range(3) if unused - 3 - n == 0 or unused - 3 - n >= 3]))
+            unused -= 3 + counts[-1]
         # 512 tokens hold 128 pairs and 128 adjectives on average, so words rarely run out.
         if len(counts) <= min(len(KEYS), len(NOUNS)) and sum(counts) <= len(ADJECTIVES):
             break
