@@ -1,4 +1,5 @@
-"""500 requests leave no memory behind; whatever Schemathesis sends is the client's fault, or answered.
+"""500 requests leave no memory behind; whatever Schemathesis sends is the client's fault, or answered, and changes no
+other client's answer.
 
 SOAK=1 sends 5,000 requests, and 2,000 calls in place of 150, which send every route right and wrong bodies as well.
 """
@@ -9,6 +10,9 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +21,9 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.deadline import HANG_S
 from tests.executors.serving.conftest import Served
-from tests.executors.serving.test_openai import PROMPT, check_idle
+from tests.executors.serving.test_limits import ask
+from tests.executors.serving.test_openai import MESSAGES, PROMPT, check_idle
+from tests.executors.serving.test_stalls import LARGE, hostile_bodies
 
 THREADS = 8
 CALLS = 2000 if "SOAK" in os.environ else 150
@@ -72,6 +78,51 @@ def test_memory_is_flat(served: Served) -> None:
         if grown[-1] < REQUESTS / 2:
             return
     pytest.fail(f"pieces of memory that {REQUESTS} requests left behind, in rounds: {grown}")
+
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+HONEST: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": PROMPT, **GREEDY}),
+    ("/v1/completions", {"prompt": PROMPT, **GREEDY, "temperature": 1.2, "seed": 5}),
+    ("/v1/chat/completions", {"messages": MESSAGES, **GREEDY}),
+    ("/v1/completions", {"prompt": PROMPT, **GREEDY, "structured_outputs": {"regex": "([a-z]+ ?){1,3}"}}),
+]
+
+
+@contextmanager
+def honest_clients(served: Served) -> Iterator[None]:
+    """Clients that ask all the time, two at once: each answer is the one of an idle server."""
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        status, _, answered = ask(served, path, body)
+        assert status == 200, answered
+        return answered["choices"]
+
+    alone = [answer(*request) for request in HONEST]
+    is_over = threading.Event()
+
+    def keep_asking() -> int:
+        num_rounds = 0
+        while not is_over.is_set():
+            assert [answer(*request) for request in HONEST] == alone
+            num_rounds += 1
+        return num_rounds
+
+    with ThreadPoolExecutor(2) as pool:
+        clients = [pool.submit(keep_asking) for _ in range(2)]
+        try:
+            yield
+        finally:
+            is_over.set()
+        assert all(client.result() > 1 for client in clients)
+
+
+@pytest.mark.thorough  # 6 s
+def test_hostile_bodies_change_no_other_answer(served: Served) -> None:
+    with honest_clients(served):
+        for path, body in [*LARGE[::3], *((path, body) for path, _, body in hostile_bodies(14, 11))]:
+            assert ask(served, path, body)[0] < 500
+    check_idle(served)
 
 
 @pytest.mark.thorough  # 15 s
