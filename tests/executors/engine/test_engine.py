@@ -3,7 +3,6 @@
 import gc
 import itertools
 import math
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig, InvalidInputError, QueueFullError, RequestOutput, SamplingParams
-from paged.cache.kv_cache import KvCacheHandle
 from paged.executors.requests.request import Completion, Request
 from tests.executors.engine.answers import ANSWERS
 from tests.executors.engine_cases import FIVE, PROMPTS, TEN, check_empty, expected_tokens, run_to_end
@@ -33,59 +31,6 @@ def test_n_tokens_are_one_prefill_and_the_decodes(length: int, chunk_size: int |
     assert (metrics.prefill_tokens, metrics.decode_tokens, metrics.generated_tokens) == (length, 9, 10)
     assert metrics.steps == math.ceil(length / (chunk_size or length)) + 9
     check_empty(engine)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_arrivals_aborts_and_others_at_random(preemption: Any, ahead: bool, device: torch.device) -> None:
-    """Others take and free blocks between the steps; what ends by itself has the tokens of a roomy engine."""
-    rng, count = random.Random(8), 40
-    executor = make_executor(device, num_blocks=30, num_swap_blocks=12)
-    config = EngineConfig(token_budget=48, max_num_seqs=12, preemption=preemption, admission_tokens=4, overlap=ahead)
-    engine, manager = Engine(executor, config, seed=1), executor.kv_manager
-    requests: list[tuple[list[int], SamplingParams, RequestOutput]] = []
-    foreign: list[KvCacheHandle] = []
-    reported, aborted = [], []
-    while len(requests) < count or engine.num_unfinished:
-        if len(requests) < count and rng.random() < 0.4:
-            params = SamplingParams(
-                temperature=rng.choice([0.0, 1.0]),
-                max_tokens=rng.randint(1, 25),
-                n=rng.choice([1, 1, 4]),
-                seed=len(requests),
-                stop_token_ids=rng.choice([(), (rng.randrange(256),)]),
-            )
-            ids = [rng.randrange(11) for _ in range(rng.randint(1, 40))]
-            requests.append((ids, params, engine.add_request(ids, params, priority=rng.choice([0, 0, 1]))))
-        if rng.random() < 0.1 and (live := [one for *_, one in requests if not one.finished]):
-            victim = rng.choice(live)
-            assert engine.abort(victim.request_id)
-            assert victim.finished
-            assert not engine.abort(victim.request_id)
-            aborted.append(victim.request_id)
-        if rng.random() < 0.2 and manager.can_allocate(16):
-            foreign.append(manager.allocate(f"foreign {rng.random()}", 16))
-        elif foreign:
-            manager.free(foreign.pop())
-        manager.check_integrity()
-        reported += [output.request_id for output in engine.step() if output.finished]
-    for handle in foreign:
-        manager.free(handle)
-    check_empty(engine)
-    metrics = engine.metrics
-    assert sorted(reported + aborted) == sorted(output.request_id for *_, output in requests), "each ends once"
-    assert sum(metrics.finished.values()) == count
-    assert metrics.finished["abort"] == len(aborted) > 3
-    assert metrics.preempted
-    assert not metrics.failed_forwards
-    assert (metrics.overlapped_steps > 20, metrics.dropped_tokens > 0) == (ahead, ahead)
-    assert all(output.finished and output.error is None for *_, output in requests)
-    whole = [one for one in requests if all(each.finish_reason in ("length", "stop") for each in one[2].outputs)]
-    assert len(whole) >= count - len(aborted)
-    prompts, params, outputs = zip(*whole, strict=True)
-    plain = Engine(make_executor(device, num_blocks=512), EngineConfig(overlap=False), seed=1)
-    for output, other in zip(outputs, plain.generate(prompts, params, progress=False), strict=True):
-        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in other.outputs]
 
 
 def test_seeds_give_the_same_tokens_in_any_company(device: torch.device) -> None:

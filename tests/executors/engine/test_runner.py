@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from paged import Engine, EngineConfig, SamplingParams, UnifiedBatch
-from tests.executors.engine.answers import ANSWERS, parrot_tokens
+from paged import Engine, EngineConfig, SamplingParams
+from tests.executors.engine.answers import parrot_tokens
 from tests.executors.engine_cases import (
     GREEDY,
     PROMPTS,
@@ -19,7 +19,6 @@ from tests.executors.engine_cases import (
     recall_prompts,
     run,
     run_to_end,
-    spy,
     tokens_of,
 )
 from tests.executors.minimal_executor import MinimalExecutor
@@ -40,28 +39,6 @@ def test_a_reservation_that_fails_runs_nothing(device: torch.device) -> None:
     assert executor.kv_manager.stats().allocation_failures > 0
 
 
-def test_one_that_cannot_run_fails_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its third token breaks the forward it is in, whatever else is in that forward."""
-    executor = make_executor(device)
-    engine = Engine(executor)
-    outputs = [engine.add_request(prompt, TEN, request_id=at) for at, prompt in enumerate(PROMPTS)]
-    poisoned, names = outputs[2], engine.sequence_names()
-
-    def breaks(batch: UnifiedBatch) -> None:
-        for item in batch.items:
-            if names[item.seq_id] == "2/0" and len(poisoned.outputs[0].token_ids) == 3:
-                raise RuntimeError("a bad token")
-
-    spy(monkeypatch, executor, breaks)
-    run_to_end(engine)
-    assert (poisoned.outputs[0].finish_reason, poisoned.error) == ("error", "RuntimeError: a bad token")
-    assert [one.error for one in outputs if one is not poisoned] == [None] * 4
-    expected = [answer[:3] if at == 2 else answer for at, answer in enumerate(ANSWERS)]
-    assert [one.outputs[0].token_ids for one in outputs] == expected
-    assert engine.metrics.finished == {"length": 4, "error": 1}
-    assert engine.metrics.failed_forwards == 2, "of five, of one"
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_sequence_that_a_caller_frees_ends_alone(overlap: bool) -> None:
     """Its step cannot be reserved. The others had the same rows for some steps, and go on from their newest tokens."""
@@ -77,29 +54,6 @@ def test_a_sequence_that_a_caller_frees_ends_alone(overlap: bool) -> None:
     assert str(outputs[1].error).startswith("StaleHandleError")
     del outputs[1], expected[1]
     assert tokens_of(outputs) == expected
-
-
-@pytest.mark.parametrize(("n", "ahead"), [(1, False), (3, False), (1, True)])
-def test_an_error_that_does_not_come_again_ends_none(
-    n: int, ahead: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Raised before anything runs, and inside of a step, where it has taken one that was prepared."""
-    executor = make_executor(device, num_blocks=64)
-    engine, calls = Engine(executor, EngineConfig(overlap=ahead)), [0]
-
-    def flaky(*_: Any) -> None:
-        calls[0] += 1
-        if calls[0] in (1, 13, 15 + 10 * n):  # each in a forward of all
-            raise RuntimeError("a moment of weakness")
-
-    spy(monkeypatch, executor, flaky)
-    attend = executor._attend
-    monkeypatch.setattr(executor, "_attend", lambda step: (flaky(), attend(step))[1])
-    outputs = engine.generate(PROMPTS, replace(TEN, n=n), progress=False)
-    assert [[one.token_ids for one in output.outputs] for output in outputs] == [[answer] * n for answer in ANSWERS]
-    assert engine.metrics.failed_forwards == 3
-    assert (engine.metrics.overlapped_steps > 5) == ahead
-    check_empty(engine)
 
 
 @pytest.mark.parametrize("change", [lambda rows: rows[:-1], lambda rows: [None, *rows[1:]], lambda rows: []])

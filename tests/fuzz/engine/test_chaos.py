@@ -111,12 +111,16 @@ def check_like_alone(alone: Engine, request: dict[str, Any], output: RequestOutp
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_schedules(part: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over chunks, forks, masks, drafts, states, swaps, preemptions and aborts, in a cache that is too small."""
+    """Over chunks, forks, masks, drafts, states, swaps, preemptions and aborts, in a cache that is too small and that
+    others take blocks of."""
     monkeypatch.setenv("PAGED_CHECK", "1")
     for seed in range(part, SEEDS, 4):
         draw = random.Random(seed)
         engine = random_engine(draw, device)
+        manager = engine.executor.kv_manager
+        assert manager is not None
         ran: list[tuple[dict[str, Any], RequestOutput]] = []
+        ended: list[Any] = []
         left = draw.randint(2, 7)
         while left or engine.num_unfinished:
             while left and draw.random() < 0.5:
@@ -125,11 +129,22 @@ def test_random_schedules(part: int, device: torch.device, monkeypatch: pytest.M
                 output = add(engine, request)
                 if output is not None:
                     ran.append((request, output))
-            engine.step()
+            if manager.get_handle("another's") is not None:
+                manager.free(manager.get_handle("another's"))
+            elif draw.random() < 0.2 and manager.can_allocate(16):
+                manager.allocate("another's", 16)
+            ended += [output.request_id for output in engine.step() if output.finished]
             if ran and draw.random() < 0.04:
-                engine.abort(draw.choice(ran)[1].request_id)
+                victim = draw.choice(ran)[1].request_id
+                if engine.abort(victim):
+                    ended.append(victim)
+                assert not engine.abort(victim)
+        handle = manager.get_handle("another's")
+        if handle is not None:
+            manager.free(handle)
+        assert sorted(ended, key=str) == sorted((output.request_id for _, output in ran), key=str), "each ends once"
         check_empty(engine)
-        recurrent = engine.executor.kv_manager.config.recurrent  # type: ignore[union-attr]
+        recurrent = manager.config.recurrent
         with reference(device, is_recurrent=recurrent is not None) as alone:
             for request, output in ran:
                 if output.outputs[0].finish_reason != "abort":

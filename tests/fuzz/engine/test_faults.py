@@ -103,7 +103,8 @@ FAULTS = {
     "sampling": Fault(Sampler, ("sample", "verify"), lambda _, logits, completions, *rest: completions, "after"),
     "admission": Fault(BlockSpace, ("_take_blocks", "_growth_of"), lambda _, completion: [completion], "before"),
     "fork": Fault(BlockSpace, ("fork",), lambda _, source, target: [target], "before"),
-    "forward": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "shape"),
+    "forward": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "before"),
+    "rows": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "shape"),
     "logits": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "nan"),
     "metrics": Fault(EngineCore, ("_finish",), lambda _, completion, reason: [completion], "metrics"),
 }
