@@ -58,16 +58,16 @@ class Branch:
         Raises:
             ProcessEndedError: it has ended.
         """
-        here, there = socket.socketpair()
-        life_here, life_there = socket.socketpair()
-        with there, life_there:
+        parent_end, child_end = socket.socketpair()
+        parent_life, child_life = socket.socketpair()
+        with child_end, child_life:
             try:
-                socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [there.fileno(), life_there.fileno()])
+                socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [child_end.fileno(), child_life.fileno()])
             except OSError as error:
-                here.close()
-                life_here.close()
+                parent_end.close()
+                parent_life.close()
                 raise ProcessEndedError("the process has ended") from error
-        return Branch(here, life_here)
+        return Branch(parent_end, parent_life)
 
     def send(self, message: bytes, *, cpu_s: float, seconds: float) -> None:
         """Send a request. The process ends if it takes more CPU time than `cpu_s`, or more time than `seconds`.
@@ -158,14 +158,14 @@ class Root:
     def _start(self) -> Branch:
         if not hasattr(os, "fork"):
             raise UnsupportedError("processes with limits of time and memory need a system with fork")
-        here, there = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         paths = [os.path.abspath(path) for path in sys.path]
         # One thread: a fork copies no other.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, *self._arguments, *paths],
-                stdin=there.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
@@ -174,11 +174,11 @@ class Root:
                 process_group=0,
             )
         except (OSError, ValueError) as error:
-            here.close()
+            parent_end.close()
             raise UnsupportedError(f"a process with limits of time and memory cannot start: {error}") from error
         finally:
-            there.close()
-        branch = Branch(here)
+            child_end.close()
+        branch = Branch(parent_end)
         weakref.finalize(branch, _end, process, os.getpid())
         return branch
 

@@ -40,10 +40,10 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -
     if list(map(type, ids)).count(int) == len(ids):  # takes half the time of a set of them
         return ids
     integers = []
-    for position, each in enumerate(ids):
-        index = as_index(each)
+    for position, token in enumerate(ids):
+        index = as_index(token)
         if index is None:
-            raise InvalidInputError(f"{name}: {shown(each)} at {position}, expected an integer")
+            raise InvalidInputError(f"{name}: {shown(token)} at {position}, expected an integer")
         integers.append(index)
     return integers
 

@@ -51,8 +51,7 @@ class Rows:
         self._ending_ids = frozenset[int]().union(*{completion.ending_ids for completion in completions})
         self._is_watched = any(completion.is_watched for completion in completions)
         self._max_tokens = [completion.max_tokens for completion in completions]
-        left = [completion.max_tokens - completion.num_sampled for completion in completions]
-        self.steps_left = min(left, default=0)
+        self.steps_left = min((completion.max_tokens - completion.num_sampled for completion in completions), default=0)
 
     def next_batch(self, manager: PagedKvCacheManager, newest: torch.Tensor | None) -> UnifiedBatch:
         """Reserve capacity for the newest token of each row, and return the batch that runs it.

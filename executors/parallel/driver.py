@@ -126,6 +126,6 @@ class Driver:
 
 def compare_states(channel: Channel, states: list[Any]) -> None:
     """Raise PagedError unless all ranks have received the same messages."""
-    others = [rank for rank, state in enumerate(states) if not state.equal(channel.state)]
-    if others:
-        raise PagedError(f"ranks {others} have received other messages than this rank")
+    out_of_step = [rank for rank, state in enumerate(states) if not state.equal(channel.state)]
+    if out_of_step:
+        raise PagedError(f"ranks {out_of_step} have received other messages than this rank")

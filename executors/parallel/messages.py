@@ -59,21 +59,24 @@ class Channel:
         layouts = json.dumps([kind, [(array.dtype.str, array.shape) for array in arrays]]).encode()
         message = b"".join([layouts, *(array.tobytes() for array in arrays)])
         message = _SIZES.pack(_SIZES.size + len(message), len(layouts)) + message
-        whole = self._first if len(message) <= _FIRST_BYTES else torch.empty(len(message), dtype=torch.uint8)
-        whole.numpy()[: len(message)] = np.frombuffer(message, np.uint8)
-        self._ranks.broadcast(whole[:_FIRST_BYTES])
+        buffer = self._first
         if len(message) > _FIRST_BYTES:
-            self._ranks.broadcast(whole[_FIRST_BYTES:])
+            buffer = torch.empty(len(message), dtype=torch.uint8)
+        buffer.numpy()[: len(message)] = np.frombuffer(message, np.uint8)
+        self._ranks.broadcast(buffer[:_FIRST_BYTES])
+        if len(message) > _FIRST_BYTES:
+            self._ranks.broadcast(buffer[_FIRST_BYTES:])
         self._count(message)
 
     def receive(self) -> tuple[Kind, list[NDArray[Any]]]:
         """Return the next message of rank 0."""
         self._ranks.broadcast(self._first)
         size, num_layouts = _SIZES.unpack(self._first[: _SIZES.size].numpy().tobytes())
-        rest = torch.empty(max(0, size - _FIRST_BYTES), dtype=torch.uint8)
-        if len(rest):
-            self._ranks.broadcast(rest)
-        message = torch.cat((self._first[: min(size, _FIRST_BYTES)], rest)).numpy().tobytes()
+        message = self._first[: min(size, _FIRST_BYTES)].numpy().tobytes()
+        if size > _FIRST_BYTES:
+            second = torch.empty(size - _FIRST_BYTES, dtype=torch.uint8)
+            self._ranks.broadcast(second)
+            message += second.numpy().tobytes()
         self._count(message)
         arrays, start = [], _SIZES.size + num_layouts
         kind, layouts = json.loads(message[_SIZES.size : start])
@@ -113,15 +116,30 @@ class StepMessage(NamedTuple):
     @classmethod
     def read(cls, arrays: Sequence[NDArray[Any]], device: torch.device) -> StepMessage:
         """Return the message from its arrays; the step has no sequences of this rank's cache."""
-        flags, token_ids, row_ids, row_slots, *rest = arrays
-        num_draws = len(Draws._fields)
-        draws, (positions, slots, seq_lens, *rest) = Draws(*rest[:num_draws]), rest[num_draws:]
-        max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn, *others = flags.tolist()
-        returns_hidden, captures, has_embeds, num_states, max_append = others
-        states, (cu_seqlens_q, tables, *rows) = tuple(rest[:num_states]), rest[num_states:]
-        longest = max_seqlen_q, max_seqlen_k
-        metadata = HostMetadata(positions, slots, seq_lens, cu_seqlens_q, tables, *longest, states, max_append)
+        flags, token_ids, row_ids, row_slots = arrays[:4]
+        max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn = flags[:5].tolist()
+        returns_hidden, captures, has_embeds, num_states, max_append = flags[5:].tolist()
+        num_read = 4 + len(Draws._fields)
+        draws = Draws(*arrays[4:num_read])
+        positions, slots, seq_lens = arrays[num_read : num_read + 3]
+        num_read += 3
+        states = tuple(arrays[num_read : num_read + num_states])
+        num_read += num_states
+        cu_seqlens_q, tables = arrays[num_read : num_read + 2]
+        metadata = HostMetadata(
+            positions=positions,
+            slot_mappings=slots,
+            seq_lens=seq_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            block_tables=tables,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            states=states,
+            max_append=max_append,
+        )
         step = ForwardStep(token_ids, metadata, row_ids, (), (), device, returns_hidden=bool(returns_hidden))
-        step.embeds = StepEmbeds.read(rows) if has_embeds else None
-        step.captured = CapturedStates() if captures else None
+        if has_embeds:
+            step.embeds = StepEmbeds.read(arrays[num_read + 2 :])
+        if captures:
+            step.captured = CapturedStates()
         return cls(step, row_slots if is_adapted else None, draws if is_drawn else None, num_device_ids)

@@ -30,13 +30,13 @@ from paged.kernels.common.attention.plan import AttentionPlan
 class ContextShard:
     """One rank's part of a step, for the layers of a group.
 
-    context: plan for its positions before the step. own: plan for the step's own keys, in blocks of one. own_table:
-    int32 [num_seqs, longest query], rows of these keys.
+    context: plan for its positions before the step. new_keys: plan for the step's own keys, in blocks of one.
+    new_table: int32 [num_seqs, longest query], rows of these keys.
     """
 
     context: AttentionPlan
-    own: AttentionPlan
-    own_table: torch.Tensor
+    new_keys: AttentionPlan
+    new_table: torch.Tensor
 
     @classmethod
     def of(cls, common: Any, world_size: int, rank: int, interleave_size: int) -> ContextShard:
@@ -193,8 +193,8 @@ def attend_shard(
     out = group.reduce_scatter(out.float() * weight.T.unsqueeze(-1), dim=1)
     mine = slice(group.rank_in_group * num_heads, (group.rank_in_group + 1) * num_heads)
     key, value = (x.unsqueeze(1) for x in new)
-    own, own_lse = over(shard.own, query, key, value, block_table=shard.own_table, causal=causal, sinks=sinks)
-    return merge_attn_states(out, total[mine].contiguous(), own.float(), own_lse)[0]
+    new_out, new_lse = over(shard.new_keys, query, key, value, block_table=shard.new_table, causal=causal, sinks=sinks)
+    return merge_attn_states(out, total[mine].contiguous(), new_out.float(), new_lse)[0]
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
