@@ -255,10 +255,14 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
         fields["sliding_window"] = config.windows[0]
     else:
         fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
-    num_layers, latents = config.num_layers, [layer.latent for layer in config.attention]
-    if indexer := next((one.index for one in latents if one is not None), None):
-        size = indexer.key_size(fields.get("dtype") or torch.get_default_dtype())
-        fields["groups"].append(CacheGroup(tuple(range(num_layers, 2 * num_layers)), 1, size, size, latent=True))
+    num_layers = config.num_layers
+    key_layers: list[int] = []
+    for index, layer in enumerate(config.attention):
+        if layer.latent is not None and layer.latent.index is not None:
+            key_layers.append(num_layers + index)
+            key_size = layer.latent.index.key_size(fields.get("dtype") or torch.get_default_dtype())
+    if key_layers:
+        fields["groups"].append(CacheGroup(tuple(key_layers), 1, key_size, key_size, latent=True))
         num_layers *= 2
     recurrent = {index: one for index, one in enumerate(config.recurrent) if one is not None}
     if recurrent:

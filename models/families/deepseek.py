@@ -7,6 +7,7 @@ from math import sqrt
 from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.scalars import shown
 from paged.models.families.dense import query_growth
 from paged.models.families.experts import after_dense, grouped_experts, sigmoid_experts
 from paged.models.families.llama import family
@@ -91,13 +92,50 @@ def _deepseek_v32(hf: HfConfig) -> dict[str, Any]:
 def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
     """GLM-5 (Z.ai, 2026): as DeepSeek-V3.2; heads of the indexer rotate in neighbouring pairs.
 
-    A later one has indexers in some layers only, which is not supported.
+    GLM-5.2 has an indexer in some layers; the others attend to the keys that the nearest one before them chose.
     """
-    hf.choice("index_topk_freq", 1)
-    hf.value("index_skip_topk_offset")  # counts from where the frequency begins
-    if kinds := {*hf.items("indexer_types", str), *hf.text("index_topk_pattern", "")} - {"full", "F"}:
-        raise UnsupportedError(f"{hf.source}: indexer type {min(kinds)!r}, known is 'full': an indexer in every layer")
-    return _with_indexer(hf, interleaved=True)
+    hf.choice("indexer_rope_interleave", True)
+    hf.choice("moe_router_dtype", "float32")
+    hf.value("index_share_for_mtp_iteration")  # of the layers that predict further ahead
+    fields = _with_indexer(hf, interleaved=True)
+    with_indexer: LatentConfig = fields["latent"]
+    without_indexer = replace(with_indexer, index=None, shares_choice=True)
+    latents: list[LatentConfig] = []
+    for kind in _indexer_types(hf):
+        latents.append(with_indexer if kind == "full" else without_indexer)
+    return {**fields, "latent": tuple(latents)}
+
+
+_INDEXER_LETTERS = {"F": "full", "S": "shared"}
+
+
+def _indexer_types(hf: HfConfig) -> list[str]:
+    """Return for each layer "full", with an indexer, or "shared", without.
+
+    By `indexer_types`, else by the letters of `index_topk_pattern`, else by `index_topk_freq`: from layer
+    `index_skip_topk_offset` - 1 on, one of so many layers has an indexer, as have all layers before it.
+
+    Raises:
+        CheckpointError: there are not as many types as layers, one is unknown, or the first is not "full".
+    """
+    num_layers = count_layers(hf)
+    frequency = hf.integer("index_topk_freq", 1)
+    first = hf.integer("index_skip_topk_offset", 2, least=0) - 1
+    types: list[str] = hf.items("indexer_types", str)
+    pattern = hf.value("index_topk_pattern")
+    if not types and pattern is not None:
+        letters = hf.text("index_topk_pattern") if isinstance(pattern, str) else hf.items("index_topk_pattern", str)
+        types = [_INDEXER_LETTERS.get(letter, letter) for letter in letters]
+    elif not types:
+        for layer in range(num_layers):
+            has_indexer = max(layer - first, 0) % frequency == 0
+            types.append("full" if has_indexer else "shared")
+    if len(types) != num_layers or not {*types} <= {"full", "shared"} or types[0] != "full":
+        raise CheckpointError(
+            f"{hf.source}: indexer types {shown(types)}, expected full or shared for each of {num_layers} layers, full "
+            "for the first"
+        )
+    return types
 
 
 def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:

@@ -68,7 +68,9 @@ class LatentConfig:
         nope_dim, rope_dim: parts of a query head that do not rotate and that do.
         v_head_dim: size of a head's value.
         eps: of the norms of both latents.
-        index: what chooses the keys of a query; None if it attends to all.
+        index: the layer's indexer, which chooses the keys of a query; None for none.
+        shares_choice: whether the layer attends to the keys that the nearest indexer before it chose. Without both, a
+            query attends to all keys.
     """
 
     rank: int
@@ -78,6 +80,7 @@ class LatentConfig:
     v_head_dim: int
     eps: float = 1e-6
     index: IndexConfig | None = None
+    shares_choice: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

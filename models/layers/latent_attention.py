@@ -135,9 +135,7 @@ class LatentAttention(nn.Module):
         )
 
         # Attend.
-        indices: torch.Tensor | None = None
-        if self.indexer is not None:
-            indices = self.indexer(hidden, q_latent, positions, metadata, outputs)
+        indices = self._chosen_keys(hidden, q_latent, positions, metadata, outputs)
         queries: AttentionMetadata | OutputRows = metadata
         if outputs is not None:
             queries, q, positions = outputs, q[outputs.rows], positions[outputs.rows]  # q: [R, H, nope + rope]
@@ -151,6 +149,26 @@ class LatentAttention(nn.Module):
         # Project.
         projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)  # [R, hidden_size]
         return projected
+
+    def _chosen_keys(
+        self,
+        hidden: torch.Tensor,
+        q_latent: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor | None:
+        """Return the keys that each row attends to, int32 [R, top_k]; None for all."""
+        if self.indexer is None and not self.sizes.shares_choice:
+            return None
+        choices: dict[str, torch.Tensor | None] = metadata.plan.runs.setdefault("chosen keys", {})
+        if self.indexer is not None:
+            choices["last"] = self.indexer(hidden, q_latent, positions, metadata, outputs)
+            return choices["last"]
+        indices = choices["last"]  # [T, top_k]: only the last layer of a network has `outputs`
+        if indices is None or outputs is None:
+            return indices
+        return indices[outputs.rows]
 
     def _attend(self, q: torch.Tensor, block_table: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Return attention of all rows, [T, H, nope + rope] -> [T, H, v]: expanded where that takes less."""

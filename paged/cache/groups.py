@@ -113,8 +113,9 @@ class CacheGroup:
 def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     """Split groups into the layers of each block table, so that blocks of all tables hold about the same amount.
 
-    Groups of one kind are joined, then cut into equal parts. A block holds all layers of one kind, chosen to waste the
-    least memory. Tables without a window come first, then those with the largest windows.
+    Groups of one kind are joined, then cut into equal parts. The size of a block is chosen to waste the least memory.
+    With windows, a block holds all layers of one kind: long sequences fill tables without a window, which must not be
+    the ones with waste. Tables without a window come first, then those with the largest windows.
     """
     kinds: dict[CacheGroup, list[int]] = {}
     for group in groups:
@@ -132,6 +133,8 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
     least = max(kind.num_slots(width, 1) for kind in kinds)
     sizes = sorted({max(least, kind.num_slots(width, len(layers))) for kind, layers in kinds.items()}, reverse=True)
+    if len(kinds) > 1 and all(kind.sliding_window is None for kind in kinds):
+        sizes = list(range(sizes[0], least - 1, -1))  # GLM-5.2, with 78 and 21 layers: 84 slots a token, not 156
     few = [num_slots for num_slots in sizes if sum(counts(num_slots)) <= _MAX_TABLES]
     num_slots = min(few or sizes[:1], key=lambda num_slots: num_slots * sum(counts(num_slots)))
     tables = []

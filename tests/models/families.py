@@ -172,7 +172,7 @@ FAMILIES = Families(
     glm4_moe_lite="""Glm4MoeLite latent routed_experts n_shared_experts=1 norm_topk_prob=True
         mlp_layer_types=['dense','sparse'] rms_norm_eps=1e-5 pad_token_id=0""",
     glm_moe_dsa="""GlmMoeDsa latent indexer routed_experts n_shared_experts=1 mlp_layer_types=['dense','sparse']
-        rms_norm_eps=1e-5""",
+        indexer_types=['full','shared'] rms_norm_eps=1e-5""",
     gpt_oss="GptOss local_experts window yarn_gpt_oss",
     granite="Granite multipliers",
     granite_hybrid="GraniteMoeHybrid mamba linear_first multipliers num_local_experts=0 shared_intermediate_size=96",

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from paged.errors import UnsupportedError
+from paged.errors import PagedError, UnsupportedError
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.kernels.common.attention.latent_cache import index_keys
 from paged.models.layers.indexer import Indexer
 from paged.models.loading.hf_config import HfConfig
-from paged.models.registry import ARCHITECTURES, load_model, model_config
+from paged.models.registry import ARCHITECTURES, cache_config, load_model, model_config
 from tests.models.edits import assert_refused, edit_config
 from tests.models.families import FAMILIES, assert_same_logits, forward, logits_of, save_checkpoint, tokens
 from tests.models.published_settings.settings import published
@@ -99,21 +99,45 @@ def test_cached_keys_are_rounded_in_16_bits(checkpoint: tuple[Path, Any], chosen
 
 
 @pytest.mark.parametrize(
-    ("name", "bytes_a_token"),
+    ("name", "dtype", "bytes_a_token"),
     [
-        ("deepseek-ai/DeepSeek-V3", 61 * 576 * 2),
-        # 9 block tables of 8 slots: 8 hold 61 layers of latents, one the 61 layers of keys, 8 layers in a slot.
-        ("deepseek-ai/DeepSeek-V3.2-Exp", 9 * 8 * 576 * 2),
+        ("deepseek-ai/DeepSeek-V3", torch.bfloat16, 70_272),  # 61 layers of 576
+        # 8 block tables of 9 slots: 7 hold 61 layers of latents, one the 61 layers of keys, 8 layers in a slot.
+        ("deepseek-ai/DeepSeek-V3.2-Exp", torch.bfloat16, 8 * 9 * 576 * 2),
+        # Of keys beside latents of one byte, 4 layers are in a slot.
+        ("deepseek-ai/DeepSeek-V3.2-Exp", torch.float8_e4m3fn, 5 * 16 * 576),
+        # 14 block tables of 6 slots: 13 hold 78 layers of latents, one the 21 layers of keys.
+        ("zai-org/GLM-5.2", torch.bfloat16, 14 * 6 * 576 * 2),
     ],
 )
-def test_bytes_a_token_by_inspect(name: str, bytes_a_token: int, tmp_path: Path) -> None:
+def test_bytes_a_token_by_inspect(name: str, dtype: torch.dtype, bytes_a_token: int, tmp_path: Path) -> None:
     architecture, _, values = published(name)
     own = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
     config = values | own | {"torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    summary = summarize(tmp_path)
+    summary = summarize(tmp_path, kv_cache_dtype=dtype)
     assert summary["reason"] is None
-    assert summary["kv_bytes_per_token"] == bytes_a_token == {"deepseek-ai/DeepSeek-V3": 70_272}.get(name, 82_944)
+    assert summary["kv_bytes_per_token"] == bytes_a_token
+
+
+def test_latents_in_8_bits_beside_an_indexer(checkpoint: tuple[Path, Any]) -> None:
+    """With keys in 8 bits too: half of a prompt's keys are chosen nearly alike."""
+    folder, theirs = checkpoint
+    indexers = [layer.self_attn.indexer for layer in theirs.model.layers]
+    few = theirs.config.index_topk
+    try:
+        edit_config(folder, index_topk=20)
+        for indexer in indexers:
+            indexer.index_topk = 20
+        model = load_model(folder, block_size=8, num_blocks=64, kv_cache_dtype="float8_e4m3fn")
+        expected = logits_of(theirs, PROMPT)
+    finally:
+        edit_config(folder, index_topk=few)
+        for indexer in indexers:
+            indexer.index_topk = few
+    assert model.kv_manager.k_cache(0).dtype == torch.float8_e4m3fn
+    likeness = torch.nn.functional.cosine_similarity(model.forward_verify("a", PROMPT), expected)
+    assert 0.98 < likeness.mean() < 1 - 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -131,17 +155,42 @@ def test_keys_whose_scales_would_not_be_aligned_are_refused(dtype: str, tmp_path
     assert_same_logits(load_model(tmp_path, **options).prefill("a", PROMPT), logits_of(theirs, PROMPT)[-1])
 
 
+GLM_DSA = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_hidden_layers": 8}
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"indexer_types": ["full", "shared"]},
+        {},
         {"index_topk_freq": 4},
-        {"index_topk_pattern": "FS"},
-        {"layer_types": ["indexed_attention", "full_attention"]},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 1},
+        {"index_topk_pattern": "FSSFSSSF", "index_topk_freq": 1},
+        {"index_topk_pattern": ["full", "shared"] * 4},
+        {"indexer_types": ["full"] * 7 + ["shared"], "index_topk_pattern": "FSSFSSSF"},
     ],
 )
-def test_layers_without_an_indexer_are_refused(change: dict[str, Any]) -> None:
-    values = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_hidden_layers": 2}
-    assert all(layer.latent and layer.latent.index for layer in model_config(HfConfig(values, ""))[1].attention)
-    with pytest.raises(UnsupportedError, match=r"index|layer type"):
-        model_config(HfConfig(values | change, ""))
+def test_layers_have_the_indexers_that_transformers_gives_them(change: dict[str, Any]) -> None:
+    """One group of the cache holds the keys of these layers' indexers alone."""
+    from transformers import GlmMoeDsaConfig
+
+    _, config = model_config(HfConfig(GLM_DSA | change, ""))
+    types = GlmMoeDsaConfig(num_hidden_layers=8, **change).indexer_types
+    latents = [layer.latent for layer in config.attention]
+    assert ["full" if latent and latent.index else "shared" for latent in latents] == types
+    with_indexer = [8 + index for index, kind in enumerate(types) if kind == "full"]
+    assert [list(group.layers) for group in cache_config(config).groups] == [list(range(8)), with_indexer]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"indexer_types": ["shared", *["full"] * 7]},
+        {"indexer_types": ["full"] * 7},
+        {"index_topk_pattern": "FFFFFFFX"},
+        {"layer_types": [*["indexed_attention"] * 7, "full_attention"]},
+    ],
+)
+def test_layers_without_a_choice_of_keys_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(PagedError, match=r"indexer types|layer type"):
+        model_config(HfConfig(GLM_DSA | change, ""))

@@ -197,6 +197,14 @@ _ROWS = {
         n_group=1 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=True num_nextn_predict_layers=1
         q_lora_rank=2048 qk_nope_head_dim=192 qk_rope_head_dim=64 eps=1e-5 theta=1000000 routed_scaling_factor=2.5
         scoring_func='sigmoid' topk_group=1 topk_method='noaux_tc' untied v_head_dim=256 v=154880""",
+    "zai-org/GLM-5.2": """GlmMoeDsa silu no_bias h=6144 i=12288 l=78 q=64 kv=64 d=192 max=1048576 moe=2048 top=8
+        ep_size=1 first_k_dense_replace=3 index_head_dim=128 index_n_heads=32 index_topk=2048 index_topk_freq=4
+        index_skip_topk_offset=3 index_topk_pattern=None index_share_for_mtp_iteration=True indexer_rope_interleave=True
+        glm_5_2 kv_lora_rank=512 moe_layer_freq=1 moe_router_dtype='float32' n_group=1 n_routed_experts=256
+        n_shared_experts=1 norm_topk_prob=True num_nextn_predict_layers=1 pretraining_tp=1 q_lora_rank=2048
+        qk_head_dim=256 qk_nope_head_dim=192 qk_rope_head_dim=64 eps=1e-5 rope_interleave=True
+        routed_scaling_factor=2.5 scoring_func='sigmoid' topk_group=1 topk_method='noaux_tc' untied v_head_dim=256
+        v=154880""",
     "moonshotai/Kimi-K2-Instruct": """DeepseekV3 silu no_bias deepseek h=7168 i=18432 l=61 q=64 kv=64 max=131072
         moe=2048 top=8 ep_size=1 model_type='kimi_k2' n_group=1 n_routed_experts=384 n_shared_experts=1
         norm_topk_prob=True num_nextn_predict_layers=0 pretraining_tp=1 q_lora_rank=1536 yarn_k2 theta=50000.0

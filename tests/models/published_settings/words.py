@@ -107,6 +107,11 @@ WORDS: dict[str, dict[str, Any]] = {
         output_router_logits=False router_aux_loss_coef=0.001"""
     ),
     "factors_48": _factors(48),
+    "glm_5_2": {
+        "indexer_types": [*["full"] * 3, *[*["shared"] * 3, "full"] * 18, *["shared"] * 3],
+        "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 75],
+        "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    },
     "ministral3_rope": {"rope_parameters": _MINISTRAL3},
     "gpt_oss_rope": _GPT_OSS,
     "olmo3_rope": _OLMO3,
