@@ -46,6 +46,7 @@ def check_module(config: ModuleConfig, module: Any, cache_config: Callable[..., 
             copy.set_attn_implementation("eager")
             expected = [copy(input_ids=prompt[None], use_cache=False).logits[0].float() for prompt in prompts]
             model = _paged_model(config, copy, cache_config)
+            model.network.pack()  # no code may need weights in their order
             unchunked = _run(model, prompts, [_LENGTHS])
             chunked = _run(model, prompts, _CHUNKS)
     except PagedError:

@@ -287,7 +287,6 @@ def _load_module(
         "tensor_parallel_size": ranks.size > 1,
         "cuda_graphs": bool(given.cuda_graphs),
         "draft": given.draft is not None,
-        "quantization": given.quantization is not None,
         "kv_cache_dtype": kv_cache_dtype != dtype,
     }
     for name, is_given in refused.items():

@@ -18,6 +18,7 @@ class ModuleConfig(DecoderConfig):
         places: names of the attention modules, in the order of their calls.
         decoder: name of the module that makes final hidden states of token ids.
         layers: name of the list of layers.
+        linears: names of the linear layers whose weights no other code reads.
     """
 
     architecture: str
@@ -26,3 +27,4 @@ class ModuleConfig(DecoderConfig):
     places: tuple[str, ...]
     decoder: str
     layers: str
+    linears: tuple[str, ...]

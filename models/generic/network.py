@@ -15,14 +15,18 @@ from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.llama import Llama
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.interface import PAGED, PagedLayer, Step
+from paged.models.generic.layers import ModuleLinear, use_our_layers
 from paged.models.generic.probe import build
 from paged.models.layers.attention import HeldCaches
+from paged.models.layers.share_bound import share_bound
 from paged.models.loading.weights import Track, untracked
 from paged.models.parallel.share import Share
+from paged.models.quantization.layouts import ROUTER
 
 
 class ModuleNetwork(Llama):
-    """transformers' module in the place of a family's network; all but attention is its own code.
+    """transformers' module in the place of a family's network; all but attention, products and RMS norms is its own
+    code.
 
     module: the whole model; its decoder is replaced by what returns the hidden states that `head` is given, so that
         logits come from the model's own forward, with its factors and caps.
@@ -35,17 +39,21 @@ class ModuleNetwork(Llama):
             raise UnsupportedError(f"tensor_parallel_size: {share.size}, expected 1 for transformers' own module")
         if module is None:
             module = build(config.model_class, config.config, PAGED)
+        else:
+            use_our_layers(module, config.linears, next(module.parameters()).dtype)
         self.config = self.own_config = config
         self.rows = Share().vocabulary(config.vocab_size)
         self.num_logits = config.vocab_size
         self.layers: Sequence[Any] = ()
         self.draft_head = None
         self.num_weights = sum(parameter.numel() for parameter in module.parameters())
-        self.lm_head = None
         self._packed_embedding = None
+        # Never None: then `pack` would pack the embedding.
+        self.lm_head: Any = module.get_output_embeddings() or nn.Identity()
         module.set_attn_implementation(PAGED)
         self._attentions = [module.get_submodule(name) for name in config.places]
         self.decoder = module.get_submodule(config.decoder)
+        self._decoder_layers = module.get_submodule(config.layers)
         self.module = module
         self._given = GivenHidden()
         module.set_submodule(config.decoder, self._given)
@@ -75,9 +83,10 @@ class ModuleNetwork(Llama):
             )
             layer.attach(attention)
             self._layers.append(layer)
+        share_bound(self)
 
     def bind_weights(self) -> None:
-        """Do nothing: the module's weights are what it computes with."""
+        """Do nothing: there are no weights of a checkpoint's packed forms."""
 
     def run(
         self,
@@ -119,11 +128,14 @@ class ModuleNetwork(Llama):
             self._given.hidden = None
         return logits if out is None else out.copy_(logits)
 
-    def pack(self, track: Track = untracked) -> None:
-        """Do nothing: the module's products stay PyTorch's."""
-
     def quantize(self, form: str, track: Track = untracked) -> None:
-        raise UnsupportedError(f"quantization: {form}, expected None for transformers' own module")
+        """Round the layers' projections to int8 or int4 for a CPU, but for those of a router."""
+        projections: list[ModuleLinear] = []
+        for name, module in self._decoder_layers.named_modules():
+            if isinstance(module, ModuleLinear) and not any(ROUTER.match(part) for part in name.split(".")):
+                projections.append(module)
+        for projection in track(projections, desc="quantising", unit="projection"):
+            projection.round_to(form)
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
         raise UnsupportedError("kv_cache_dtype: scales of a checkpoint need a family")

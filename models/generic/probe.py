@@ -16,6 +16,7 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.attention.plan import MAX_HEAD_DIM
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.interface import EXPERTS, RECORDING, AttentionCall, Calls, register, unexpected_options
+from paged.models.generic.layers import WATCHED
 from paged.models.layers.config import AttentionConfig, NormConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
@@ -103,6 +104,7 @@ class _Probe:
         self.names = {id(module): name for name, module in self.module.named_modules()}
         self.hidden: torch.Tensor | None = None
         self.decoder = ""
+        self.linears: list[str] = []
         self.max_positions = self._max_positions()
         self.num_tokens = min(_NUM_TOKENS, self.max_positions)
 
@@ -140,17 +142,22 @@ class _Probe:
             places=tuple(places),
             decoder=self.decoder,
             layers=layers,
+            linears=tuple(self.linears),
         )
 
     def _run(self) -> tuple[torch.Tensor, list[AttentionCall]]:
         calls = Calls()
         calls.attach(self.module)
+        linears = {name: part for name, part in self.module.named_modules() if type(part) in WATCHED}
+        for part in linears.values():
+            part.__class__ = WATCHED[type(part)]
         ids = torch.zeros(1, self.num_tokens, dtype=torch.int64, device="meta")
         with self._watched(calls), torch.no_grad():
             # Without a mask of tokens transformers would read positions, which have no values here.
             mask = torch.ones_like(ids)
             result = self.module(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
         calls.detach(self.module)
+        self.linears = [name for name, part in linears.items() if part.is_called and not part.is_read]
         logits = getattr(result, "logits", None)
         if logits is None:
             raise UnsupportedError("the model gives no logits")

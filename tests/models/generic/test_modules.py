@@ -1,20 +1,24 @@
 """transformers' own modules over the paged cache: architectures without a family."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.errors import UnsupportedError
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.families.llama import Llama
+from paged.models.generic.layers import ModuleLinear, ModuleNorm
 from paged.models.generic.network import ModuleNetwork
 from paged.models.module_check import check_module
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.quantization.packed_weights import CpuProducts
 from paged.models.registry import cache_config, load_model
 from tests.models.edits import edit_config
 from tests.models.families import FAMILIES, Families, assert_logits_of, assert_same_logits, save_checkpoint, tokens
@@ -75,10 +79,18 @@ def test_the_engine_gives_its_greedy_tokens(tmp_path: Path) -> None:
         assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_it_equals_a_family(llama_folder: Path) -> None:
-    family = load_model(llama_folder, num_blocks=16)
-    module = load_model(llama_folder, num_blocks=16, model_impl="transformers")
+@pytest.mark.parametrize("form", [None, "int8", "int4"])
+def test_it_equals_a_family(form: str | None, llama_folder: Path) -> None:
+    """Also with weights rounded at load, and in a CPU's order."""
+    options: dict[str, Any] = {"num_blocks": 16, "quantization": form}
+    family = load_model(llama_folder, **options)
+    module = load_model(llama_folder, model_impl="transformers", **options)
+    for model in (family, module):
+        model.prepare()
     assert (type(family.network), type(module.network)) == (Llama, ModuleNetwork)
+    counts = Counter(type(part) for part in module.network.modules())
+    assert (counts[ModuleLinear], counts[ModuleNorm], counts[nn.Linear]) == (15, 5, 0)
+    assert counts[CpuProducts] == (0 if form is None else 14)
     prompt = tokens(20)
     assert_same_logits(all_logits(module, prompt, (20,)), all_logits(family, prompt, (20,)))
 
@@ -110,7 +122,6 @@ def test_a_wrong_window_fails_the_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"quantization": "int8"}, "quantization"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"draft": "mtp"}, "draft"),
         ({"cuda_graphs": (1, 2)}, "cuda_graphs"),
