@@ -67,9 +67,8 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format $(CHECKED)
 	$(BIN)/ruff check --fix $(CHECKED)
 
-# docs/folders.svg, from the imports; docs/step.svg, from a step.
+# docs/step.svg, the cache after a step.
 picture: $(VENV)/installed-dev
-	$(BIN)/python -m tests.structure.picture
 	$(BIN)/python -m tests.structure.step
 
 # Microbenchmarks through pytest-benchmark; BENCH takes its options and pytest's, such as BENCH='-k norm --benchmark-compare'.

@@ -10,6 +10,7 @@ import pytest
 
 import paged
 from paged.models.registry import ALIASES, ARCHITECTURES, WRAPPERS
+from tests.structure import step
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -112,6 +113,12 @@ def test_pages_count_the_architectures() -> None:
         for count in re.findall(r"(\d+) \[?architectures", page.read_text()):
             counts[page.name] = int(count)
     assert counts == {"README.md": len(ARCHITECTURES), "executors.md": len(ARCHITECTURES)}
+
+
+@pytest.mark.thorough  # loads a checkpoint
+def test_picture_of_a_step_is_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    assert step.PATH.read_text() == step.draw(), "make picture"
 
 
 @pytest.mark.thorough  # 5 s; it also fails on a dead link

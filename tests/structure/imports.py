@@ -84,28 +84,10 @@ def reaches_cache(module: str) -> bool:
     return any(each.startswith("paged.cache.") or reaches_cache(each) for each in imports)
 
 
-def folder_files() -> dict[str, list[str]]:
-    """folder -> its modules."""
-    found: dict[str, list[str]] = {}
-    for module in file_imports():
-        found.setdefault(folder_of(module), []).append(module)
-    return found
-
-
 def folder_imports() -> Graph:
     """folder -> the folders that its files import when they run."""
-    graph: Graph = {folder: set() for folder in folder_files()}
+    graph: Graph = {folder_of(module): set() for module in file_imports()}
     for module, imports in file_imports(when_run=True).items():
         folder = folder_of(module)
         graph[folder] |= {folder_of(each) for each in imports} - {folder}
     return graph
-
-
-def reduced(graph: Graph) -> Graph:
-    """Without the edges that others imply: a -> c where there are a -> b and b -> ... -> c. There must be no circle."""
-
-    @cache
-    def reached(name: str) -> frozenset[str]:
-        return frozenset(graph[name]).union(*map(reached, graph[name]))
-
-    return {name: {to for to in ends if not any(to in reached(by) for by in ends)} for name, ends in graph.items()}
