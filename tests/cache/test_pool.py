@@ -1,22 +1,9 @@
-"""Reference counts and the free list."""
-
-import subprocess
-import sys
+"""What the check of reference counts finds, and how long blocks live and wait."""
 
 import pytest
 
-from paged import OutOfBlocksError, PagedError
+from paged import PagedError
 from paged.cache.pool import BlockPool
-
-
-def test_hands_out_every_block_but_block_0() -> None:
-    pool = BlockPool(5)
-    assert sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
-    assert pool.num_free == 0
-    with pytest.raises(OutOfBlocksError) as caught:
-        pool.allocate(1)
-    assert (caught.value.needed, caught.value.free) == (1, 0)
-    assert pool.allocate(0) == []
 
 
 def test_check_names_what_contradicts() -> None:
@@ -33,11 +20,6 @@ def test_check_names_what_contradicts() -> None:
     pool._free.append(first)
     with pytest.raises(PagedError, match="twice"):
         pool.check({first: 1, second: 1})
-
-
-def test_bookkeeping_and_its_picture_take_no_torch() -> None:
-    code = "import paged, sys; paged.cache_picture, paged.KvCacheHandle; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_ages_of_sampled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

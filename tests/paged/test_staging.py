@@ -1,7 +1,4 @@
-"""Arrays reach the device whole and aligned, and a buffer waits for the copy out of it before it is written again."""
-
-import itertools
-from unittest.mock import Mock
+"""Arrays reach the device whole and aligned. tests/emulated_device shows that a buffer waits for the copy out of it."""
 
 import numpy as np
 import pytest
@@ -62,41 +59,3 @@ def test_fixed_copies_arrive_in_the_same_memory(size: int, device: torch.device)
             np.testing.assert_array_equal(values[..., :count], row)
             assert (values[..., count:] == fill).all()
     assert [tensor.data_ptr() for tensor in fixed.tensors] == addresses
-
-
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """The address of every source that is copied, and whether the call returns before the copy has ended."""
-    copy, noted = torch.Tensor.copy_, list[tuple[int, bool]]()
-
-    def note(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-        noted.append((source.data_ptr(), non_blocking))
-        return copy(target, source)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", note)
-    return noted
-
-
-def test_a_buffer_is_written_after_its_last_copy_alone(copies: list[tuple[int, bool]]) -> None:
-    calls: list[tuple[str, int, int]] = []
-    numbers = itertools.count()
-
-    def new_event() -> Mock:
-        """Stands for an event of a GPU: notes what it is asked, and how many copies were made before."""
-        event, number = Mock(), next(numbers)
-        event.synchronize.side_effect = lambda: calls.append(("wait", number, len(copies)))
-        event.record.side_effect = lambda: calls.append(("record", number, len(copies)))
-        return event
-
-    staging = Staging(torch.device("cpu"), new_event)
-    for seed in range(2 * _NUM_BUFFERS + 1):
-        staging.to_device(step(seed, 100))
-    ring = [number % _NUM_BUFFERS for number in range(2 * _NUM_BUFFERS + 1)]
-    assert copies == [(staging._buffers[number].memory.data_ptr(), True) for number in ring]
-    expected = [[("wait", number, i), ("record", number, i + 1)] for i, number in enumerate(ring)]
-    assert calls == list(itertools.chain(*expected))
-
-
-def test_a_copy_is_waited_for_where_nothing_tells_its_end(copies: list[tuple[int, bool]]) -> None:
-    Staging(torch.device("cpu")).to_device([np.arange(3)])
-    assert [non_blocking for _, non_blocking in copies] == [False]

@@ -24,7 +24,6 @@ from paged.executors.speculation.prompt_lookup import PromptLookup
 from paged.models.recall.task import sample_pairs
 from paged.prompt_embeds import EmbedsLimits
 from tests.cache.test_groups import random_groups
-from tests.executors.engine.answers import ANSWERS
 from tests.executors.engine_cases import (
     EOS,
     GREEDY,
@@ -39,18 +38,6 @@ from tests.executors.engine_cases import (
 )
 from tests.executors.oracle import EchoExecutor, make_executor
 from tests.models.families import FAMILIES, save_checkpoint, tokens
-
-
-@pytest.mark.parametrize(
-    "options", [{"preemption": "recompute", "admission_tokens": 0}, {"preemption": "swap", "admission_tokens": 0}, {}]
-)
-def test_five_requests_in_six_blocks(options: dict[str, Any], device: torch.device) -> None:
-    """Each needs up to 4 blocks of 8; room for all that may come makes preemption needless. The host has one block."""
-    executor = make_executor(device, num_blocks=6, num_swap_blocks=1)
-    engine = Engine(executor, EngineConfig(**{"admission_tokens": None} | options))
-    assert run(engine, PROMPTS, TEN) == ANSWERS
-    assert (engine.metrics.preempted["recompute"] > 0) == bool(options)
-    assert options or engine.metrics.decode_tokens == 9 * len(PROMPTS)
 
 
 def test_preemptions_are_counted_and_told(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:

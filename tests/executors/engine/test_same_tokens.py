@@ -176,19 +176,3 @@ def test_ways_in_triton(case_of: Callable[[str], Case], way: str, monkeypatch: p
     case = case_of("short llama")
     monkeypatch.setenv("PAGED_BACKEND", "triton")
     case.check(way)
-
-
-def test_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts, chunks, swap, a prefix that comes again, and forks."""
-    monkeypatch.setenv("PAGED_BACKEND", "torch")
-    executor = LlmExecutor.from_pretrained(RECALL, num_blocks=16, num_swap_blocks=16)
-    config = EngineConfig(chunk_size=16, max_num_seqs=2, preemption="swap", admission_tokens=0)
-    engine = SpeculativeDecoder(executor, num_draft_tokens=2, config=config, tokenizer=TOKENIZER, eos_token_ids=EOS)
-    params = [SamplingParams(temperature=0, max_tokens=6, n=n) for n in (1, 1, 1, 4)]
-    prompts = recall_prompts(3, max_tokens=24, seed=2)
-    prompts.append(prompts[0])
-    outputs = engine.generate(encode(prompts), params, progress=False)
-    for output, prompt in zip(outputs, prompts, strict=True):
-        assert {one.text.strip() for one in output.outputs} == {prompt.answer}
-    assert outputs[-1].num_cached_tokens > 0
-    check_pool_empty(executor)

@@ -127,17 +127,6 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("param", "given"), WRONG, ids=range(len(WRONG)))
-def test_wrong_arguments_are_named(param: str, given: dict[str, Any], client: openai.OpenAI) -> None:
-    with pytest.raises(openai.APIStatusError) as caught:
-        client.completions.create(**{"model": "recall", "prompt": PROMPT, **given})
-    assert caught.value.status_code in (400, 404)
-    assert caught.value.body is not None
-    body: Any = caught.value.body
-    assert (body["param"] or "").split(".")[0] == param
-    assert "Traceback" not in body["message"]
-
-
 @pytest.mark.parametrize(
     ("given", "code"),
     [
@@ -207,6 +196,10 @@ async def _crowd(served: Served, count: int) -> None:
             with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
                 await ask(client, prompt.text, wrong.get("extra_body", wrong))
             assert 400 <= caught.value.status_code < 500, param
+            answer: Any = caught.value.body
+            if client in openais:
+                assert (answer["param"] or "").split(".")[0] == param
+            assert "Traceback" not in str(answer)
 
     await asyncio.gather(*map(use, range(count)))
 
