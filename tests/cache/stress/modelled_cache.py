@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paged import AttentionMetadata, MemoryPressure, OutOfBlocksError
-from paged.cache import tensors
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
@@ -26,8 +24,6 @@ from tests.cache.snapshot import published_hashes
 BLOCK_SIZE = 4
 # In place of 64, so that sequences of a few blocks have some behind their window.
 ROLLBACK_SLACK = 2
-# A block or two at a time go to the host, in place of 64 MiB.
-STAGED_BYTES = 600
 
 
 @dataclass
@@ -129,8 +125,7 @@ class ModelledCache(RuleBasedStateMachine):
         config = PagedKvCacheConfig(1, 1, 8, BLOCK_SIZE, 11, num_swap_blocks=4, dtype=torch.float32, device="cpu")
         self.stack = ExitStack()
         self.patch(self.stack)
-        with mock.patch.object(tensors, "_STAGED_BYTES", STAGED_BYTES):
-            self.manager = PagedKvCacheManager(replace(config, **self.changes))
+        self.manager = PagedKvCacheManager(replace(config, **self.changes))
         self.models: dict[int, Model] = {}
         self.open: list[Open] = []
         self.prompts: list[tuple[str | None, list[int]]] = [(None, [])]
