@@ -151,16 +151,18 @@ LONG = {"prompt": "kite " * 60_000}  # more than the buffers of both sides take
 STREAM = {"prompt": [PROMPT] * 16, "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 20}
 
 
+# Every two of them meet once.
 @pytest.mark.parametrize(
-    ("path", "reading", "ending"),
+    ("loop_kind", "path", "reading", "ending"),
     [
-        ("/tokenize", "none", "keep-alive"),
-        ("/tokenize", "drips", "close"),
-        ("/tokenize", "half-closed", "keep-alive"),
-        ("/v1/completions", "none", "close"),
-        ("/v1/completions", "drips", "keep-alive"),
-        ("/v1/completions", "half-closed", "close"),
+        ("uvloop", "/tokenize", "none", "keep-alive"),
+        ("asyncio", "/tokenize", "drips", "close"),
+        ("uvloop", "/tokenize", "half-closed", "close"),
+        ("asyncio", "/v1/completions", "none", "close"),
+        ("uvloop", "/v1/completions", "drips", "keep-alive"),
+        ("asyncio", "/v1/completions", "half-closed", "keep-alive"),
     ],
+    indirect=["loop_kind"],
 )
 def test_unread_answers_are_dropped(
     records: list[str], impatient: Served, path: str, reading: str, ending: str
@@ -191,6 +193,7 @@ def test_unread_answers_are_dropped(
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("loop_kind", ["uvloop", pytest.param("asyncio", marks=pytest.mark.thorough)], indirect=True)
 def test_slow_readers_get_whole_answers(impatient: Served) -> None:
     """A client that takes longer than the limit in all, but never stops, reads all of a stream."""
     body = {"prompt": [PROMPT] * 4, "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 5}

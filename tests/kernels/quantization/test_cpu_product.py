@@ -49,24 +49,27 @@ def test_every_format(name: str, backend: str, dtype: torch.dtype, monkeypatch: 
     """Within what rounding weights, or their scales and zero points, to the dtype of x moves the result."""
     monkeypatch.setenv("PAGED_BACKEND", backend)
     monkeypatch.setattr(cpu_product, "_MANY_ROWS", 40)
-    for num_rows in (1, 5, 40):
-        for size in ((80, 384), (72, 384)) if num_rows == 5 else ((208, 384), (128, 384)):
-            problem = Problem.make(
-                torch.device("cpu"), name, num_rows=num_rows, size=size, dtype=dtype, biased=num_rows > 1
-            )
-            x, weight, bias = problem.x, problem.weight, problem.bias
-            want = reference.quantized_linear(x, weight, bias=bias)
-            product = CpuProduct(weight, dtype)
-            got = product(x, bias)
-            assert got.dtype == dtype
-            assert got.shape == want.shape
-            if dtype == torch.float32 and product.kind != "int4":
-                assert_close(got, want)
-                continue
-            # A weight, as a scale, an int4 zero point and an activation, is off by 2^-9 of itself.
-            size_of = x.double().abs() @ (reference.dequantize(weight).abs() + 8 * _step(weight)).T
-            assert_within(got, want, (size_of + want.abs()) * 2**-7)
-            assert_within((got - want).abs().mean(), 0.0, 2**-9 * size_of.mean())
+    few, many = 208, 128
+    if dtype == torch.bfloat16:
+        few, many = many, few
+    for num_rows, num_outputs in ((1, few), (5, 80), (5, 72), (40, many)):
+        size = (num_outputs, 384)
+        problem = Problem.make(
+            torch.device("cpu"), name, num_rows=num_rows, size=size, dtype=dtype, biased=num_rows > 1
+        )
+        x, weight, bias = problem.x, problem.weight, problem.bias
+        want = reference.quantized_linear(x, weight, bias=bias)
+        product = CpuProduct(weight, dtype)
+        got = product(x, bias)
+        assert got.dtype == dtype
+        assert got.shape == want.shape
+        if dtype == torch.float32 and product.kind != "int4":
+            assert_close(got, want)
+            continue
+        # A weight, as a scale, an int4 zero point and an activation, is off by 2^-9 of itself.
+        size_of = x.double().abs() @ (reference.dequantize(weight).abs() + 8 * _step(weight)).T
+        assert_within(got, want, (size_of + want.abs()) * 2**-7)
+        assert_within((got - want).abs().mean(), 0.0, 2**-9 * size_of.mean())
 
 
 def _step(weight: cpu_product.QuantizedWeight) -> torch.Tensor:
