@@ -76,6 +76,7 @@ def test_nothing_else_makes_bars() -> None:
     assert makers == {"progress.py", "backend.py"}, "the latter's folder may not import the former"
 
 
+@pytest.mark.thorough  # imports torch in a process of its own, 2 s
 def test_reading_takes_no_symbolic_shapes() -> None:
     """They are of sympy, which takes a quarter of a second to import, and no weight needs it."""
     text = (

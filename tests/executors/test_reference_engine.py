@@ -15,7 +15,7 @@ NUM_BLOCKS = 8
 PROMPTS = [[*range(30, 67), *range(tail, tail + 3 * tail)] for tail in range(1, 5)] + [list(range(90, 111))]
 
 
-@pytest.mark.parametrize("kind", ["bundled", "qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", ["bundled", "qwen3", pytest.param("qwen2", marks=pytest.mark.thorough)])
 def test_tokens_are_those_of_the_engine(kind: str, tmp_path: Path, device: torch.device) -> None:
     folder = RECALL if kind == "bundled" else tmp_path
     if kind != "bundled":

@@ -98,6 +98,7 @@ def test_generate_batch_gives_the_same_tokens(
     assert (calls["fused_moe"] > 0) == has_experts
 
 
+@pytest.mark.thorough  # 6 s
 def test_implementations_of_transformers_keep_their_cache(interop: Any) -> None:
     """As before `register`, also with layers that have a window, and after the same model ran on `paged_triton`."""
     from transformers import ContinuousBatchingConfig, GenerationConfig

@@ -240,6 +240,7 @@ def test_a_slow_rank_is_waited_for(followers: Followers, llama: Path, monkeypatc
     assert num_ticks > 2 * 15
 
 
+@pytest.mark.thorough  # waits for a limit of time
 def test_another_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for as long as the caller says, not as long as by default."""
     began = monotonic()

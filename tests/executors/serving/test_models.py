@@ -142,6 +142,7 @@ def test_embeddings(served: Served) -> None:
         assert ask(served, "/v1/embeddings", {"input": wrong})[0] == 400
 
 
+@pytest.mark.thorough  # waits for a limit of time
 def test_limits_of_embeddings(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They know the queue, the time and the length of prompts."""
     texts = {"input": [PROMPT] * 16}
