@@ -146,8 +146,8 @@ class DraftRun:
 
         sequences: indices, each time all or a part of those before.
         """
-        lengths, ones = self._lengths[[*sequences]], np.ones(len(sequences), np.int64)
-        host = make_host_metadata(lengths + self._num_steps, ones, self._tables[:, [*sequences]], self._block_size)
+        lengths = self._lengths[[*sequences]] + self._num_steps
+        host = make_host_metadata(lengths, None, self._tables[:, [*sequences]], self._block_size)
         rows, *tensors = to_device((np.array(sequences, np.int64), *host.arrays), self._device)
         hidden, features = self._head(token_ids.clamp(min=0), self._features[rows], host.over(tensors))
         self._features = self._features.index_copy(0, rows, features)

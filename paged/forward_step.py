@@ -91,9 +91,12 @@ class ForwardStep:
         return self._moved[3]
 
     def copy_device_ids(self, input_ids: torch.Tensor) -> None:
-        """Copy `device_ids` to where they belong in `input_ids`; -1, which stands for no token, runs as 0."""
-        if self.device_ids is not None:
-            torch.clamp(self.device_ids, min=0, out=input_ids[: self.device_ids.shape[0]])
+        """Copy `device_ids` to where they belong in `input_ids` [num_tokens]; -1, which is no token, runs as 0."""
+        if self.device_ids is None:
+            return
+        if self.device_ids.shape[0] < len(self.token_ids):
+            input_ids = input_ids[: self.device_ids.shape[0]]
+        torch.clamp(self.device_ids, min=0, out=input_ids)
 
     @cached_property
     def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, OutputRows | None]:

@@ -177,6 +177,23 @@ class HostMetadata:
         """The arrays to copy to the device, the block tables last."""
         return self.positions, self.slot_mappings, self.seq_lens, *self.states, self.cu_seqlens_q, self.block_tables
 
+    def after_one(
+        self, positions: NDArray[np.int64], block_tables: NDArray[np.int32], *, max_seqlen_k: int
+    ) -> HostMetadata:
+        """Return the metadata of a decode step after this one, in a third of the time of `make_host_metadata`.
+
+        The slots of sequences that begin a block are to be set. The arguments are those of that step.
+        """
+        return HostMetadata(
+            positions=positions,
+            slot_mappings=self.slot_mappings + 1,
+            seq_lens=self.seq_lens + np.int32(1),
+            cu_seqlens_q=self.cu_seqlens_q,
+            block_tables=block_tables,
+            max_seqlen_q=1,
+            max_seqlen_k=max_seqlen_k,
+        )
+
     def over(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
         """Return the metadata on the device, from `tensors` with the values of `arrays`."""
         return AttentionMetadata.over(
@@ -190,33 +207,33 @@ class HostMetadata:
 
 def make_host_metadata(
     lengths: NDArray[np.int64],
-    query_lens: NDArray[np.int64],
+    query_lens: NDArray[np.int64] | None,
     tables: NDArray[np.int32],
     block_size: int,
 ) -> HostMetadata:
     """Build the metadata of sequences that hold `lengths` tokens and get `query_lens` more, [num_seqs] each.
 
     Args:
+        query_lens: None for one more each, as in a decode step, which needs no sums and repeats.
         tables: block ids [tables, num_seqs, max_blocks_per_seq], with capacity for the new tokens.
     """
-    seq_lens = lengths + query_lens
-    max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))
-    if max_seqlen_q == 1 and query_lens.all():  # a decode step needs no sums and repeats: 15 us instead of 90
-        offsets = np.arange(len(lengths) + 1)
-        rows, positions = offsets[:-1], lengths
+    if query_lens is None:
+        offsets = np.arange(len(lengths) + 1, dtype=np.int32)
+        rows, positions, seq_lens, max_seqlen_q = offsets[:-1], lengths, lengths + 1, 1
     else:
-        offsets = np.zeros(len(lengths) + 1, np.int64)
+        offsets = np.zeros(len(lengths) + 1, np.int32)
         query_lens.cumsum(out=offsets[1:])
         rows = np.repeat(np.arange(len(lengths)), query_lens)
         positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
+        seq_lens, max_seqlen_q = lengths + query_lens, int(query_lens.max(initial=0))
     blocks = positions // block_size
     slots = (tables[:, rows, blocks] - blocks) * block_size + positions
     return HostMetadata(
         positions=positions,
         slot_mappings=slots,
         seq_lens=seq_lens.astype(np.int32),
-        cu_seqlens_q=offsets.astype(np.int32),
+        cu_seqlens_q=offsets,
         block_tables=tables,
         max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        max_seqlen_k=int(seq_lens.max(initial=0)),
     )

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,22 @@ Span = tuple[SequenceState, int, int]
 _Need = tuple[SequenceState, list[int], list[int], int]
 """A sequence; indices of shared or missing blocks that a span writes to; indices of published ones; number of blocks
 missing at its end."""
+
+
+class DecodeStep(NamedTuple):
+    """A step of one token for each sequence. The next one is made from it: more differs only where a block begins.
+
+    Attributes:
+        version: of the block tables after it.
+        targets: lengths of the sequences after it.
+        written: the blocks that the tokens were written to.
+        host: its metadata, without states.
+    """
+
+    version: int
+    targets: list[int]
+    written: list[int]
+    host: HostMetadata
 
 
 class SlidingWindow:
@@ -120,6 +137,7 @@ class KvSlotAllocator:
         self._window = window
         self._recurrent = prefixes.recurrent
         self._sequences = sequences
+        self._last_decodes: DecodeStep | None = None
 
     def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
         """Raise OutOfBlocksError unless every sequence could grow to its target length; takes no blocks."""
@@ -151,7 +169,7 @@ class KvSlotAllocator:
     ) -> KvSlotReservation:
         """Reserve capacity for every sequence up to its target length: for all of them or for none.
 
-        needs: from `_decode_needs`, if each sequence gets one token.
+        needs: the changes that make room, if they are known.
         """
         if needs is None:
             needs = self._needs(self._unready(states, targets))
@@ -174,15 +192,49 @@ class KvSlotAllocator:
         """Implement `PagedKvCacheManager.reserve_step`. any_swapped: whether any sequence is swapped out."""
         states = self._sequences.of_step(handles, any_swapped=any_swapped)
         starts = [state.num_tokens for state in states]
-        lengths, targets = np.array(starts, np.int64), list(map(add, starts, counts))
+        targets = list(map(add, starts, counts))
         if self._max_seq_len is not None:
             self._sequences.check_length(max(targets, default=0))
-        needs = None
         if self._num_tables == 1 and counts.count(1) == len(counts):
-            needs = self._decode_needs(states, lengths)
+            return self._reserve_decodes(states, starts, targets)
+        reservation = self.reserve(states, targets)
+        return reservation, self._metadata(states, np.array(starts, np.int64), np.array(counts, np.int64))
+
+    def _reserve_decodes(
+        self, states: list[SequenceState], starts: list[int], targets: list[int]
+    ) -> tuple[KvSlotReservation, HostMetadata]:
+        """Reserve one more token of each sequence in a cache of one table, as `reserve_step`."""
+        tables, block_size, last = self._sequences.tables, self._block_size, self._last_decodes
+        tables.update(states)
+        if last is not None and last.version == tables.version and last.targets == starts:
+            positions = last.host.positions + 1
+            begins = (positions % block_size == 0).nonzero()[0].tolist()
+            written = last.written.copy()
+        else:
+            last, positions = None, np.array(starts, np.int64)
+            begins = list(range(len(states)))
+            written = [0] * len(states)
+        for row in begins:
+            index, blocks = starts[row] // block_size, states[row].blocks
+            written[row] = blocks[index] if index < len(blocks) else 0  # 0: there is none yet
+        needs: list[_Need] = []
+        if not (self._pool.shared.isdisjoint(written) and self._index.published.isdisjoint(written)):
+            needs = self._needs(_spans(states, targets))
+            last, begins = None, list(range(len(states)))
+        elif 0 in written:
+            needs = [(states[row], [], [], 1) for row in begins if not written[row]]
         reservation = self.reserve(states, targets, needs)
-        changed = states if needs is None else [need[0] for need in needs]
-        return reservation, self._metadata(states, lengths, np.array(counts, np.int64), changed)
+        table = tables.gather([need[0] for need in needs])
+        for row in begins:
+            written[row] = states[row].blocks[starts[row] // block_size]
+        if last is None:
+            host = make_host_metadata(positions, None, table, block_size)
+        else:
+            host = last.host.after_one(positions, table, max_seqlen_k=max(targets, default=0))
+            for row in begins:
+                host.slot_mappings[0, row] = written[row] * block_size
+        self._last_decodes = DecodeStep(tables.version, targets, written, host)
+        return reservation, self._with_states(host, states)
 
     def ready_step(self, handles: list[KvCacheHandle], counts: list[int], *, any_swapped: bool) -> HostMetadata:
         """Return the metadata of a step that sequences have capacity for; see `PagedKvCacheManager.build_metadata`."""
@@ -198,18 +250,16 @@ class KvSlotAllocator:
                     lacking = f"{state.request_id!r} has no capacity for {target - start} more tokens"
                     raise InvalidInputError(f"items: {lacking}")
             self.make_exclusive(unready)
-        return self._metadata(states, lengths, query_lens, states)
+        return self._metadata(states, lengths, query_lens)
 
     def _metadata(
-        self,
-        states: list[SequenceState],
-        lengths: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
-        changed: list[SequenceState],
+        self, states: list[SequenceState], lengths: NDArray[np.int64], query_lens: NDArray[np.int64]
     ) -> HostMetadata:
-        """changed: sequences whose blocks may have changed since their tables were read."""
-        tables = self._sequences.tables.gather(changed)
-        host = make_host_metadata(lengths, query_lens, tables, self._block_size)
+        table = self._sequences.tables.gather(states)
+        return self._with_states(make_host_metadata(lengths, query_lens, table, self._block_size), states)
+
+    def _with_states(self, host: HostMetadata, states: list[SequenceState]) -> HostMetadata:
+        """Return the metadata with the slots of recurrent layers, if there are some."""
         if self._recurrent is None:
             return host
         arrays = self._recurrent.arrays(states, host.seq_lens.tolist())
@@ -242,14 +292,6 @@ class KvSlotAllocator:
         if 0 not in written and self._pool.shared.isdisjoint(written) and self._index.published.isdisjoint(written):
             return without_room
         return _spans(states, targets)
-
-    def _decode_needs(self, states: list[SequenceState], lengths: NDArray[np.int64]) -> list[_Need]:
-        """Return the changes that make room for one more token of each sequence, in a cache of one table."""
-        blocks = self._sequences.tables.at(states, lengths // self._block_size)  # 0 if there is none yet
-        written = blocks.tolist()
-        if self._pool.shared.isdisjoint(written) and self._index.published.isdisjoint(written):
-            return [(states[row], [], [], 1) for row in np.flatnonzero(blocks == 0)]
-        return self._needs(_spans(states, (lengths + 1).tolist()))
 
     def _needs(self, spans: Iterable[Span]) -> list[_Need]:
         """Return the changes that make the spans writable; sequences that are ready are left out."""

@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import suppress
+from random import Random
 
 import pytest
 import torch
@@ -170,3 +171,46 @@ def test_a_rollback_does_not_bring_back_what_was_overwritten(manager: PagedKvCac
     reservation.rollback()
     assert read(manager, handle) == [7, 8, 9]
     manager.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_decode_steps_have_the_blocks_and_slots_of_their_sequences(seed: int) -> None:
+    """A step is made from the one before; whatever changes sequences in between, it is as if made anew."""
+    rng, size = Random(seed), 4
+    manager = PagedKvCacheManager(
+        PagedKvCacheConfig(1, 1, 8, block_size=size, num_blocks=60, num_swap_blocks=60, dtype=torch.float32)
+    )
+    handles = [manager.allocate(index) for index in range(4)]
+    for number in range(4, 200):
+        change = rng.choice(["none"] * 6 + ["truncate", "fork", "swap", "replace", "reorder", "rollback", "extend"])
+        row = rng.randrange(4)
+        handle = handles[row]
+        if change == "truncate" or handle.num_tokens > 40:
+            manager.truncate(handle, rng.randint(0, handle.num_tokens))
+        elif change == "fork":
+            handles[row] = manager.fork(handles[(row + 1) % 4], number)
+            manager.free(handle)
+        elif change == "swap":
+            manager.swap_out(handle)
+            manager.swap_in(handle)
+        elif change == "replace":
+            manager.free(handle)
+            handles[row] = manager.allocate(number, rng.randint(0, 9))
+        elif change == "reorder":
+            rng.shuffle(handles)
+        elif change == "extend":
+            manager.extend(handle, rng.randint(1, 6))
+        reservation, host = manager.reserve_step(handles.copy(), [1] * 4)
+        for place, handle in enumerate(handles):
+            length, blocks = handle.num_tokens, list(handle.blocks)
+            assert host.positions[place] == length
+            assert host.seq_lens[place] == length + 1
+            assert host.slot_mappings[0, place] == blocks[length // size] * size + length % size
+            assert host.block_tables[0, place, : len(blocks)].tolist() == blocks
+            assert not host.block_tables[0, place, len(blocks) :].any()
+        assert host.max_seqlen_k == max(handle.num_tokens for handle in handles) + 1
+        if change == "rollback":
+            reservation.rollback()
+        else:
+            reservation.commit([[number]] * 4 if number % 3 else None)
+        manager.check_integrity()
