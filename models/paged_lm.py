@@ -158,22 +158,32 @@ class PagedCausalLM(DecoderOnlyLLM):
         """Run a batch whose items are valid; the caller has switched gradients off."""
         if self.memory.level:
             self.memory.check_awake()
-        draws = None
-        if self.ranks.size > 1 and not batch.returns_hidden:
-            draws = self._draws_on_ranks(batch)
         with forward_step(self.kv_manager, batch) as step:
-            row_slots = self.adapters.row_slots(step.handles, step.counts)
+            row_slots = None
+            if self.adapters.loaded:
+                row_slots = self.adapters.row_slots(step.handles, step.counts)
             shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
-            with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):
-                rows = self.run_step(step, shape, row_slots)
-                if draws is not None:
-                    rows = self.draw(rows, draws)
-                elif self.ranks.size > 1 and not step.returns_hidden:
-                    rows = self.gather_logits(rows)
-            answers = answer_batch(rows, batch) if draws is None else _tokens_by_item(rows, batch)
+            if self.ranks.size > 1:
+                answers = self._run_on_ranks(batch, step, shape, row_slots)
+            else:
+                answers = answer_batch(self.run_step(step, shape, row_slots), batch)
         self.num_graph_replays += shape is not None
-        self.adapters.count(step.handles, step.counts)
+        if row_slots is not None:
+            self.adapters.count(step.handles, step.counts)
         return answers
+
+    def _run_on_ranks(
+        self, batch: UnifiedBatch, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None
+    ) -> list[torch.Tensor | None] | torch.Tensor:
+        """Run a step on all ranks; return its answers on rank 0."""
+        draws = None if step.returns_hidden else self._draws_on_ranks(batch)
+        with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):
+            rows = self.run_step(step, shape, row_slots)
+            if draws is not None:
+                rows = self.draw(rows, draws)
+            elif not step.returns_hidden:
+                rows = self.gather_logits(rows)
+        return answer_batch(rows, batch) if draws is None else _tokens_by_item(rows, batch)
 
     def _logits(self, items: Sequence[UnifiedBatchItem]) -> torch.Tensor:
         """Return the logits of the wanted rows of items, [num_rows, vocab_size]."""

@@ -48,19 +48,19 @@ class LoraAdapters:
 
     Each linear layer has one stack of weights for max_loras adapters of max_rank. It is allocated when the first
     adapter changes the layer and keeps its address; adapters are written into it. num_layers: layers with a stack.
-    Thread-safe.
+    loaded: adapters by name. Thread-safe.
     """
 
     def __init__(self, network: Llama, kv_manager: PagedKvCacheManager, *, max_loras: int, max_rank: int) -> None:
         self.max_loras, self.max_rank = max_loras, max_rank
         self.num_layers = 0
         self._network, self._kv_manager = network, kv_manager
-        self._loaded: dict[str, LoadedAdapter] = {}
+        self.loaded: dict[str, LoadedAdapter] = {}
         self._lock = RLock()
 
     def names(self) -> tuple[str, ...]:
         """Names of the loaded adapters, in the order they were loaded."""
-        return tuple(self._loaded)
+        return tuple(self.loaded)
 
     def load(self, name: str, path: str | Path) -> bool:
         """Load an adapter from a folder that PEFT saved; return whether a layer is changed for the first time.
@@ -92,13 +92,13 @@ class LoraAdapters:
             for key, change in changes.items():
                 if not (change.a.to(dtype).isfinite().all() and change.b.to(dtype).isfinite().all()):
                     raise CheckpointError(f"{key}: not all values are finite as {dtype} in {folder / WEIGHTS_FILE}")
-            slot = min(set(range(self.max_loras)) - {adapter.slot for adapter in self._loaded.values()})
+            slot = min(set(range(self.max_loras)) - {adapter.slot for adapter in self.loaded.values()})
             is_first = any(linears[key][0].adapters is None for key in changes)
             with torch.no_grad():
                 self._write(slot, {linears[key]: change for key, change in changes.items()})
             self._forget_prefixes(name)
             num_elements = sum(change.a.numel() + change.b.numel() for change in changes.values())
-            self._loaded[name] = LoadedAdapter(slot, rank, num_elements * dtype.itemsize)
+            self.loaded[name] = LoadedAdapter(slot, rank, num_elements * dtype.itemsize)
             return is_first
 
     def unload(self, name: str) -> None:
@@ -114,7 +114,7 @@ class LoraAdapters:
                     f"adapter {name!r}: {len(holders)} sequences hold it, first {holders[0].cache_id!r}"
                 )
             self._forget_prefixes(name)
-            del self._loaded[name]
+            del self.loaded[name]
 
     def choose(self, cache_id: SeqId, name: str | None) -> None:
         """Choose a sequence's adapter, None for none; if the sequence is new, start it.
@@ -131,7 +131,7 @@ class LoraAdapters:
                     self._kv_manager.allocate(cache_id, namespace=name)
                 return
             owner = _owner(handle.namespace)
-            if name != owner and (name is not None or owner in self._loaded):
+            if name != owner and (name is not None or owner in self.loaded):
                 raise InvalidInputError(
                     f"adapter {name!r} for cache {cache_id!r}: its namespace {handle.namespace!r} belongs to another"
                 )
@@ -141,9 +141,7 @@ class LoraAdapters:
 
         Return None if no row has an adapter.
         """
-        if not self._loaded:
-            return None
-        adapters = [self._loaded.get(_owner(handle.namespace)) for handle in handles]
+        adapters = [self.loaded.get(_owner(handle.namespace)) for handle in handles]
         slots = [-1 if adapter is None else adapter.slot for adapter in adapters]
         if max(slots, default=-1) < 0:
             return None
@@ -156,11 +154,10 @@ class LoraAdapters:
 
     def count(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> None:
         """Count the tokens of a forward that succeeded."""
-        if self._loaded:
-            for handle, count in zip(handles, counts, strict=True):
-                adapter = self._loaded.get(_owner(handle.namespace))
-                if adapter is not None:
-                    adapter.num_tokens += count
+        for handle, count in zip(handles, counts, strict=True):
+            adapter = self.loaded.get(_owner(handle.namespace))
+            if adapter is not None:
+                adapter.num_tokens += count
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return slots, bytes of the stacks, and each adapter's slot, rank, bytes, live sequences and tokens run."""
@@ -169,7 +166,7 @@ class LoraAdapters:
             return {
                 "max_loras": self.max_loras,
                 "max_lora_rank": self.max_rank,
-                "free_slots": self.max_loras - len(self._loaded),
+                "free_slots": self.max_loras - len(self.loaded),
                 "reserved_bytes": sum(stack.a.nbytes + stack.b.nbytes for stack in stacks),
                 "adapters": {
                     name: {
@@ -179,16 +176,16 @@ class LoraAdapters:
                         "sequences": len(self._holders(name)),
                         "tokens": adapter.num_tokens,
                     }
-                    for name, adapter in self._loaded.items()
+                    for name, adapter in self.loaded.items()
                 },
             }
 
     def _check_new(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise InvalidInputError(f"name: {shown(name)}, expected a non-empty str")
-        if name in self._loaded:
+        if name in self.loaded:
             raise InvalidInputError(f"adapter {name!r}: already loaded")
-        if len(self._loaded) == self.max_loras:
+        if len(self.loaded) == self.max_loras:
             raise InvalidInputError(f"adapter {name!r}: all {self.max_loras} slots are taken (max_loras)")
         holders = [handle for handle in self._holders(name) if handle.num_tokens]
         if holders:
@@ -197,8 +194,8 @@ class LoraAdapters:
             )
 
     def _check_loaded(self, name: str) -> None:
-        if not isinstance(name, str) or name not in self._loaded:
-            raise InvalidInputError(f"adapter {shown(name)}: not loaded, expected one of {list(self._loaded)}")
+        if not isinstance(name, str) or name not in self.loaded:
+            raise InvalidInputError(f"adapter {shown(name)}: not loaded, expected one of {list(self.loaded)}")
 
     def _holders(self, name: str) -> list[KvCacheHandle]:
         return [handle for handle in self._kv_manager.handles() if _owner(handle.namespace) == name]
