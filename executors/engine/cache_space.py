@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from paged.batch import UnifiedBatch
+from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.recurrent_states import SCAN_CHUNK
 from paged.errors import InvalidInputError, OutOfBlocksError
 from paged.executors.engine.batch import captured_of
+from paged.executors.isolation import attempt
 from paged.executors.model_executor import ModelExecutor
-from paged.executors.requests.request import Completion
+from paged.executors.requests.request import Completion, State
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import prepare
+
+_LOG = logging.getLogger("paged")
 
 
 class BlockSpace:
@@ -44,6 +50,7 @@ class BlockSpace:
         # In a step each sequence may read one slot of states and write another.
         self._max_sequences = sys.maxsize if recurrent is None else recurrent.num_slots // 2
         self._num_sequences = 0
+        self.publish_every = _publish_every(manager.config)
 
     @property
     def free_blocks(self) -> str:
@@ -120,6 +127,22 @@ class BlockSpace:
         if self.manager.get_handle(completion.seq_id) is not None:
             self._executor.release_cache(completion.seq_id)
 
+    def publish(self, completions: Iterable[Completion]) -> None:
+        """Publish the blocks that decodes have filled in the prefix cache. After an error they stay unpublished."""
+        config = self.manager.config
+        if not config.enable_prefix_cache:
+            return
+        known = []
+        for completion in completions:
+            handle = completion.handle
+            if handle is None or completion.state is not State.DECODE:
+                continue
+            start, end = handle.num_known_tokens, handle.num_tokens
+            if end // config.block_size > start // config.block_size:
+                known.append((handle, completion.tokens_from(start)[: end - start]))
+        if known:
+            attempt(partial(_LOG.warning, "blocks were not published: %s"), self.manager.append_tokens, known)
+
     def swap_out(self, completion: Completion) -> bool:
         """Swap out the completion's own blocks; False if the host has too few."""
         assert completion.handle is not None
@@ -174,6 +197,7 @@ class TokenSpace:
     manager = None
     takes_rows = False
     free_blocks = "an unknown number"
+    publish_every = sys.maxsize
 
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor = executor
@@ -214,8 +238,24 @@ class TokenSpace:
             completion.handle = None
             completion.prefilled = 0
 
+    def publish(self, completions: Iterable[Completion]) -> None:
+        pass
+
     def swap_out(self, completion: Completion) -> bool:
         return False
+
+
+def _publish_every(config: PagedKvCacheConfig) -> int:
+    """Return after how many steps the blocks that decodes have filled are published.
+
+    In as many steps as a block has tokens, each sequence fills one, and all are published in one call. Of 64 sequences
+    that takes 16 us a step; four blocks in every step take 94. Recurrent layers keep their states at once, and a small
+    window frees a block soon after it is full.
+    """
+    for table in config.tables:
+        if table.sliding_window is not None and table.sliding_window < 2 * config.block_size:
+            return 1
+    return 1 if config.recurrent is not None else config.block_size
 
 
 def _batch_of(completions: list[Completion], device_ids: torch.Tensor | None) -> UnifiedBatch:

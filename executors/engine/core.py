@@ -175,11 +175,11 @@ class EngineCore(RequestLifecycle):
             if self._overlaps:
                 following = self._launch()
             else:
-                self._publish(self._in_flight)
+                self._scheduler.publish()
         self._update()
         if following is not None:
             self._in_flight = following
-            self._publish(following)
+            self._scheduler.publish()
             if not self._requests:
                 self._update()  # nobody waits for it
 
@@ -330,26 +330,6 @@ class EngineCore(RequestLifecycle):
         if self._scheduler.pacer is not None and output.step.decodes:
             self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
 
-    def _publish(self, output: StepOutput) -> None:
-        """Publish the blocks that a step has filled in the prefix cache. After an error they stay unpublished."""
-        manager = self.executor.kv_manager
-        if manager is None:
-            return
-        block_size = manager.config.block_size
-        completions, batch = output.step.completions, output.step.batch
-        if batch is not None and batch.prepared is not None:  # one array in place of a loop over all
-            lengths = batch.prepared.host.seq_lens
-            completions = [completions[row] for row in (lengths % block_size == 0).nonzero()[0]]
-        else:
-            completions = [completion for completion in completions if completion.cached % block_size == 0]
-        known = []
-        for completion in completions:
-            handle = completion.handle
-            if handle is not None and completion.state is State.DECODE:
-                known.append((handle, completion.tokens_from(handle.num_known_tokens)))
-        if known:
-            attempt(partial(_LOG.warning, "blocks were not published: %s"), manager.append_tokens, known)
-
     def _end_prefill(self, completion: Completion) -> list[Completion]:
         """Start decoding a completion and those that fork from its prompt; return all that decode."""
         request = completion.request
@@ -427,6 +407,7 @@ class EngineCore(RequestLifecycle):
         if reason == "error":
             self._fail(completion, "the logits left no token to choose")
         elif reason is not None:
+            self._space.publish([completion])
             self._finish(completion, reason)
         return completion.state is State.FINISHED
 

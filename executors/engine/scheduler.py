@@ -81,6 +81,7 @@ class Scheduler:
         self._decode_cost = decode_cost
         self._prompt_rows = prompt_rows
         self._is_full = self._has_begun = False
+        self._num_unpublished = 0  # steps
         self.awaits_masks = False
 
     @property
@@ -144,6 +145,13 @@ class Scheduler:
                 self._refuse_first()
                 return None
         return None
+
+    def publish(self) -> None:
+        """Count a step, and publish the blocks that its decodes and those before it have filled, if it is time."""
+        self._num_unpublished += 1
+        if self._num_unpublished >= self._space.publish_every:
+            self._num_unpublished = 0
+            self._space.publish(self.decoding)
 
     def make_room(self, num_needed: int = 1) -> bool:
         """Free blocks: first those of drafts, then those of the completion that ranks last; False if there are none.
@@ -367,6 +375,7 @@ class Scheduler:
         if not victims:
             return None
         victim = max(victims, key=_RANK)
+        self._space.publish([victim])
         was_swapped = victim.is_swapped
         self._leave(victim)
         victim.is_swapped = False
@@ -398,6 +407,7 @@ class Scheduler:
             if not self._has_slot(first) or (first.is_decoding and tokens_left < self._decode_cost):
                 return False
             if not self._has_begun:
+                self._space.publish(self.decoding)  # it may begin with blocks that they have filled
                 self._space.begin(self.prefilling + self.decoding)
                 self._has_begun = True
             is_alone = self.num_running == 0

@@ -35,6 +35,8 @@ class Numbers:
     def chunk(self, completion: Completion, count: int, *, max_chunk: int) -> int:
         return count
 
+    def publish(self, completions: Sequence[Completion]) -> None: ...
+
     def release(self, completion: Completion) -> None:
         self.held.pop(completion, None)
 
