@@ -21,7 +21,7 @@ from paged.executors.engine.embedding import Pooling
 from paged.executors.engine.engine import Engine
 from paged.executors.engine.metrics import EngineStatus, prometheus_text
 from paged.executors.isolation import describe, for_future
-from paged.executors.requests.output import Mark, RequestOutput
+from paged.executors.requests.output import Mark, Moment, RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.seq_id import SeqId
 
@@ -36,11 +36,15 @@ class EngineStoppedError(PagedError):
 
 
 class _Stream:
-    """The newest state of a request that its reader has not taken, and an error to raise after it."""
+    """The newest state of a request that its reader has not taken, and an error to raise after it.
+
+    is_asleep: whether the reader waits, and nobody has begun to wake it.
+    """
 
     def __init__(self, output: RequestOutput, loop: asyncio.AbstractEventLoop) -> None:
         self.output = output
-        self.newest: deque[RequestOutput] = deque(maxlen=1)  # the worker appends, the reader pops: both are atomic
+        self.newest: deque[Moment] = deque(maxlen=1)  # the worker appends, the reader pops: both are atomic
+        self.is_asleep = False
         self._loop = loop
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -51,7 +55,7 @@ class _Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> RequestOutput:
+    async def take(self) -> Moment:
         """Return the newest state once there is one that was not taken; else raise the error."""
         if asyncio.get_running_loop() is not self._loop:
             raise EngineStoppedError(f"request {self.output.request_id!r}: its stream belongs to another event loop")
@@ -59,7 +63,10 @@ class _Stream:
             if self._error is not None:
                 raise self._error
             self._waiter = self._loop.create_future()
-            await self._waiter
+            self.is_asleep = True
+            if not self.newest:  # the worker appends, then looks whether the reader is asleep: one of both sees it
+                await self._waiter
+        self.is_asleep = False
         return self.newest.pop()
 
 
@@ -145,17 +152,14 @@ class AsyncEngine:
         """
         stream, streams = await self._open(prompt_token_ids, params, options), self._streams
         try:
-            marks = [Mark()] * len(stream.output.outputs)
+            begins = [Mark()] * len(stream.output.outputs)
             while True:
-                newest = await stream.take()
-                is_last = newest.finished
-                if deltas:
-                    for completion, begin in zip(newest.outputs, marks, strict=True):
-                        completion.begin = begin  # of a copy that only this reader has
-                    marks = [completion.mark for completion in newest.outputs]
-                yield newest
-                if is_last:
+                moment = await stream.take()
+                yield stream.output.at(moment, begins)
+                if moment.finished:
                     return
+                if deltas:
+                    begins = [end for _, _, end in moment.completions]
         finally:
             streams.pop(stream.output, None)
             if not self._is_stopped:
@@ -203,7 +207,7 @@ class AsyncEngine:
 
         output = await self._call(abort)
         if output in self._streams:
-            self._streams[output].newest.append(output.copy())
+            self._streams[output].newest.append(output.moment())
             self._streams[output].wake()
         return output is not None
 
@@ -377,12 +381,15 @@ class AsyncEngine:
             self._go_on()
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
-        """Give every reader of these requests their state at this moment."""
+        """Give every reader of these requests their state at this moment, and wake those that wait, each once."""
         streams = []
         for output in outputs:
             stream = self._streams.get(output)
-            if stream is not None:
-                stream.newest.append(output.copy())
+            if stream is None:
+                continue
+            stream.newest.append(output.moment())
+            if stream.is_asleep:
+                stream.is_asleep = False
                 streams.append(stream)
         self._tell(streams)
 

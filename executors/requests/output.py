@@ -98,10 +98,6 @@ class CompletionOutput:
             return self.end
         return Mark(len(self.growth.token_ids), len(self.growth.texts))
 
-    def since(self, begin: Mark) -> CompletionOutput:
-        """Return a copy of this moment, from `begin` on."""
-        return CompletionOutput(self.index, self.growth, self.finish_reason, self.stop_reason, begin, self.mark)
-
 
 @dataclass(frozen=True)
 class RequestMetrics:
@@ -120,6 +116,20 @@ class RequestMetrics:
     mean_token_s: float | None = None
     preemptions: int = 0
     recomputed_tokens: int = 0
+
+
+class Moment(NamedTuple):
+    """All that a copy of a `RequestOutput` needs to know of a moment; it takes a tenth of the time of a copy.
+
+    completions: finish reason, stop reason and mark of each. The others are fields of the output.
+    """
+
+    completions: list[tuple[str | None, int | str | None, Mark]]
+    finished: bool
+    num_cached_tokens: int
+    error: str | None
+    metrics: RequestMetrics
+    prompt_table: list[dict[int, float] | None] | None
 
 
 @dataclass(eq=False)
@@ -178,6 +188,22 @@ class RequestOutput:
 
     def since(self, begins: Sequence[Mark]) -> RequestOutput:
         """Return a copy of this moment, with the part of each completion after its mark."""
-        outputs = [completion.since(begin) for completion, begin in zip(self.outputs, begins, strict=True)]
+        return self.at(self.moment(), begins)
+
+    def moment(self) -> Moment:
+        """Return this moment, of which `at` makes a copy later."""
+        completions = []
+        for completion in self.outputs:
+            completions.append((completion.finish_reason, completion.stop_reason, completion.mark))
         fields = self.finished, self.num_cached_tokens, self.error, self.metrics, self.prompt_table
-        return RequestOutput(self.request_id, self.prompt, outputs, *fields)
+        return Moment(completions, *fields)
+
+    def at(self, moment: Moment, begins: Sequence[Mark]) -> RequestOutput:
+        """Return a copy of a moment, with the part of each completion after its mark."""
+        outputs = []
+        for completion, state, begin in zip(self.outputs, moment.completions, begins, strict=True):
+            finish_reason, stop_reason, end = state
+            outputs.append(
+                CompletionOutput(completion.index, completion.growth, finish_reason, stop_reason, begin, end)
+            )
+        return RequestOutput(self.request_id, self.prompt, outputs, *moment[1:])
