@@ -162,7 +162,9 @@ class PagedCausalLM(DecoderOnlyLLM):
             row_slots = None
             if self.adapters.loaded:
                 row_slots = self.adapters.row_slots(step.handles, step.counts)
-            shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
+            shape = None
+            if self.graphs.are_captured:
+                shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
             if self.ranks.size > 1:
                 answers = self._run_on_ranks(batch, step, shape, row_slots)
             else:

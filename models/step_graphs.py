@@ -113,6 +113,7 @@ class StepGraphs:
     `capture_adapted` makes them after the first adapter is loaded. If another adapter then changes more layers, they
     are unused until it is called again.
 
+    are_captured: whether there are graphs.
     num_unrecorded: number of shapes that the last `capture` could not record on a CPU.
     """
 
@@ -146,6 +147,7 @@ class StepGraphs:
     def clear(self) -> None:
         """Drop the graphs and free their memory."""
         self._record: Record | None = None
+        self.are_captured = False
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._features: dict[GraphShape, torch.Tensor] = {}
         self._num_adapted_layers = 0
@@ -155,11 +157,6 @@ class StepGraphs:
         self._parts: dict[tuple[GraphShape, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent_table: NDArray[np.int32] | None = None
         self.num_unrecorded = 0
-
-    @property
-    def are_captured(self) -> bool:
-        """Whether there are graphs."""
-        return bool(self._replays)
 
     def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
         """Capture a graph for every shape, the largest first; after an error there are none. Needs no cache blocks.
@@ -198,14 +195,14 @@ class StepGraphs:
         self._num_adapted_layers = self._adapters.num_layers
 
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
-        """Return the graph that runs a step; None if there is none, if no logits or more than logits are wanted, or if
+        """Return the graph that runs a step; None if none fits, if no logits or more than logits are wanted, or if
         it has embedded rows."""
         num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
         is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
         has_logits = len(step.row_ids) and not step.returns_hidden
         if step.captured is not None:
             return None
-        if step.embeds is not None or is_stale or not self._replays or num_tokens > self._sizes[-1] or not has_logits:
+        if step.embeds is not None or is_stale or num_tokens > self._sizes[-1] or not has_logits:
             return None
         fitting = (
             shape
@@ -257,6 +254,7 @@ class StepGraphs:
                     if self._recorded_only:
                         continue
                 self._replays[shape] = replay
+        self.are_captured = bool(self._replays)
         self._replays = dict(sorted(self._replays.items()))  # `shape_of` takes the first that fits, the smallest
 
     def _forward(self, shape: GraphShape) -> Begin:

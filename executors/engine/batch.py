@@ -53,10 +53,12 @@ class Rows:
         self._max_tokens = [completion.max_tokens for completion in completions]
         self.steps_left = min((completion.max_tokens - completion.num_sampled for completion in completions), default=0)
 
-    def next_batch(self, manager: PagedKvCacheManager, newest: torch.Tensor | None) -> UnifiedBatch:
+    def next_batch(
+        self, manager: PagedKvCacheManager, device: torch.device, newest: torch.Tensor | None
+    ) -> UnifiedBatch:
         """Reserve capacity for the newest token of each row, and return the batch that runs it.
 
-        newest: the tokens, int64 [n] on the device; None if the host knows them.
+        newest: the tokens, int64 [n] on the cache's device; None if the host knows them.
 
         Raises:
             OutOfBlocksError: the cache has too few free blocks.
@@ -73,7 +75,7 @@ class Rows:
             row_ids=self._row_ids,
             handles=self._handles,
             counts=counts,
-            device=manager.device,
+            device=device,
             device_ids=newest,
             reservation=reservation,
             only_decodes=True,

@@ -163,11 +163,8 @@ class EngineCore(RequestLifecycle):
         """Launch the next forward, then read the tokens of the one before; the first forward is launched before."""
         if self._timed:
             self._expire(perf_counter())
-        generation = self.generation
-        if self._generation != generation:
-            self._generation = generation
-            for request in self._requests.values():
-                request.begin_prompt_again()
+        if self._scheduler.waiting:  # as all do whose prompts have begun before the weights were replaced
+            self._begin_prompts_again()
         if self._in_flight is None:
             self._in_flight = self._launch()
         following = None
@@ -182,6 +179,14 @@ class EngineCore(RequestLifecycle):
             self._scheduler.publish()
             if not self._requests:
                 self._update()  # nobody waits for it
+
+    def _begin_prompts_again(self) -> None:
+        """Drop the prompts' log probabilities if the weights have been replaced since the last call."""
+        generation = self.generation
+        if self._generation != generation:
+            self._generation = generation
+            for request in self._requests.values():
+                request.begin_prompt_again()
 
     def _launch(self) -> StepOutput | None:
         """Launch the next step's forward and its sampling; return None if nothing can run."""

@@ -233,7 +233,7 @@ class Scheduler:
             newest = None if in_flight is None else in_flight.newest_of(decodes, self._space.device)
             if rows.takes_batches and (newest is not None or in_flight is None):
                 assert self._space.manager is not None
-                step.batch = rows.next_batch(self._space.manager, newest)
+                step.batch = rows.next_batch(self._space.manager, self._space.device, newest)
                 step.completions, step.rows = decodes, rows
                 return
         if step.drafts is None:

@@ -47,8 +47,8 @@ class SampledOnDevice(NamedTuple):
     @classmethod
     def of(cls, token_ids: torch.Tensor) -> SampledOnDevice:
         """Start the copy of one token for each completion, int64 [n]."""
-        host = HostCopy(token_ids[:, None])
-        return cls(token_ids, lambda: Sampled(host.numpy().tolist()))
+        host = HostCopy(token_ids)
+        return cls(token_ids, lambda: Sampled(host.numpy()[:, None].tolist()))
 
 
 class Drafts(NamedTuple):
