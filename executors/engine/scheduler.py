@@ -168,11 +168,14 @@ class Scheduler:
         # Once as a warning: a cache that is too small preempts at every step.
         level = logging.DEBUG if self._metrics.preempted.total() else logging.WARNING
         blocks = "1 block" if num_needed == 1 else f"{num_needed} blocks"
-        _LOG.log(level, "%r was preempted (%s): needs %s, %s free; see admission_tokens", victim, kind, blocks, free)
+        reason = f"needs {blocks}, {free} free"
+        _LOG.log(level, "%r was preempted (%s): %s; see admission_tokens", victim, kind, reason)
         self._metrics.preempted[kind] += 1
         request = victim.request
         request.num_preemptions += 1
-        request.output.metrics = replace(request.output.metrics, preemptions=request.num_preemptions)
+        request.output.metrics = replace(
+            request.output.metrics, preemptions=request.num_preemptions, preemption_reason=reason
+        )
         if self._drafter is not None:
             self._drafter.forget(victim)
         return True

@@ -108,6 +108,7 @@ class RequestMetrics:
         first_token_s: from arrival to the first token.
         mean_token_s: mean time between later tokens, over all completions; known when the request has ended.
         preemptions: how often one of its completions lost its blocks to others.
+        preemption_reason: the blocks that were needed and free at the last one; None before the first.
         recomputed_tokens: tokens that ran again after preemptions, without those that the cache still had.
     """
 
@@ -116,6 +117,7 @@ class RequestMetrics:
     mean_token_s: float | None = None
     preemptions: int = 0
     recomputed_tokens: int = 0
+    preemption_reason: str | None = None
 
 
 class Moment(NamedTuple):

@@ -50,6 +50,8 @@ def test_preemptions_are_counted_and_told(device: torch.device, caplog: pytest.L
     computed = sum(map(len, PROMPTS)) - engine.metrics.cached_tokens + engine.metrics.preempted["recompute"]
     assert sum(one.recomputed_tokens for one in metrics) == engine.metrics.prefill_tokens - computed > 0
     assert all(bool(one.recomputed_tokens) <= bool(one.preemptions) for one in metrics)
+    reasons = {one.preemption_reason for one in metrics if one.preemptions}
+    assert "needs 1 block, 0 of 6 free" in reasons
     (line,) = [record.getMessage() for record in caplog.records]
     assert re.search(r"was preempted \(recompute\): needs 1 block, 0 of 6 free; see admission_tokens", line)
 
