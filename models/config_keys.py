@@ -154,8 +154,8 @@ _WITHOUT_EFFECT = frozenset(
     mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_ssm_cache_dtype mamba_use_mlp
     max_length max_sequence_length max_window_layers mlp_expansion_factor mlp_intermediate_size mlp_type
     moe_capacity moe_gate moe_intermediate_size moe_norm_min moe_shared_expert_overlap moe_use_aux_free
-    mtp_layers_block_type mtp_num_hidden_layers mtp_transformer_layers name_or_path norm_type
-    normalization_function num_beam_groups num_beams num_heads num_logits_to_keep num_mtp_modules
+    mtp_hybrid_override_pattern mtp_layers_block_type mtp_num_hidden_layers mtp_transformer_layers name_or_path
+    norm_type normalization_function num_beam_groups num_beams num_heads num_logits_to_keep num_mtp_modules
     num_nextn_predict_layers num_return_sequences num_shared_expert order_of_interleaved_layers
     original_max_position_embeddings repetition_penalty rescale_prenorm_residual rms_norm_eps
     rope_parameters rope_theta seq_aux shared_moe_mode temperature time_step_floor time_step_limit

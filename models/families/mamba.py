@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
-from paged.errors import CheckpointError
+from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.dense import granite_fields
@@ -140,8 +141,8 @@ class _GraniteMoeHybrid(_GraniteHybrid):
 
 
 def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
-    """Nemotron-H, Nemotron Nano 2 (Nvidia, 2025) and Nemotron 3 Nano (2025): each layer is Mamba-2, attention that does
-    not rotate, an MLP or experts without gates.
+    """Nemotron-H, Nemotron Nano 2 (Nvidia, 2025) and Nemotron 3 (2025): each layer is Mamba-2, attention that does not
+    rotate, an MLP or experts without gates. Experts of Nemotron 3 Super and Ultra read and write a latent.
 
     transformers limits dt to `time_step_min` in prompts only. The authors' kernels use `time_step_limit`, and so does
     this.
@@ -151,9 +152,12 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 leaves it out
     kinds = layer_kinds(hf, _NEMOTRON_KINDS, lambda layer: listed[layer], "layers_block_type")
     hf.choice("mamba_hidden_act", *CONV_ACTIVATIONS)
-    hf.choice("moe_latent_size", None)
     # transformers writes the keys for models without experts, too.
     moe = sigmoid_experts(hf, shared_size=hf.integer("moe_shared_expert_intermediate_size"))
+    moe = replace(moe, latent_size=hf.optional_integer("moe_latent_size"))
+    mlp_bias = hf.flag("mlp_bias")
+    if moe.latent_size is not None and mlp_bias:
+        raise UnsupportedError(f"{hf.source}: moe_latent_size {moe.latent_size} with mlp_bias, expected no biases")
     heads = hf.integer("mamba_num_heads")
     mamba = Mamba2Config(
         num_heads=heads,
@@ -177,7 +181,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
         "rope": None,
         "gated": False,
         "activation": PLAIN_ACTIVATIONS[hf.choice("mlp_hidden_act", *activations)],
-        "mlp_bias": hf.flag("mlp_bias"),
+        "mlp_bias": mlp_bias,
         "eps": hf.number("layer_norm_epsilon"),
         "before_attention": "norm",
         "before_mlp": "norm",

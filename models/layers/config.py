@@ -171,6 +171,8 @@ class MoeConfig:
 
     Attributes:
         intermediate_size: intermediate size of one expert.
+        latent_size: input and output size of experts, between projections from and to the hidden size; None for the
+            hidden size, without projections.
         renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
         correction_bias: checkpoint name of its tensor; None for none.
         correction_in_row: whether that tensor is [1, num_experts], not [num_experts].
@@ -196,6 +198,7 @@ class MoeConfig:
     num_expert_groups: int = 1
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
+    latent_size: int | None = None
     correction_bias: str | None = None
     correction_in_row: bool = False
     expert_scale: str | None = None

@@ -55,15 +55,21 @@ class SparseMoe(nn.Module):
         self.route_tokens, self.route_and_align = Bound(route_tokens), Bound(route_and_align)
         self.fused_moe = Bound(fused_moe)
         hidden_size, num_experts, size = config.hidden_size, moe.num_experts, moe.intermediate_size
+        self.expert_width = width = moe.latent_size or hidden_size
         self.router = Linear(hidden_size, {moe.router_name: num_experts}, bias=moe.bias)
         self.correction_bias = empty_parameter(num_experts) if moe.correction_bias else None
         self.expert_scale = empty_parameter(num_experts) if moe.expert_scale else None
         experts = Mxfp4Experts if moe.is_mxfp4 else empty_parameter
         num_held = len(moe.experts)
-        self.w1 = experts(num_held, len(self.inputs) * size, hidden_size)
-        self.w2 = experts(num_held, hidden_size, size)
+        self.w1 = experts(num_held, len(self.inputs) * size, width)
+        self.w2 = experts(num_held, width, size)
         self.w1_bias = empty_parameter(num_held, len(self.inputs) * size) if moe.bias else None
-        self.w2_bias = empty_parameter(num_held, hidden_size) if moe.bias else None
+        self.w2_bias = empty_parameter(num_held, width) if moe.bias else None
+        self.to_latent: Linear | None = None
+        self.from_latent: Linear | None = None
+        if moe.latent_size is not None:
+            self.to_latent = Linear(hidden_size, {"fc1_latent_proj": width})
+            self.from_latent = Linear(width, {"fc2_latent_proj": hidden_size})
         if moe.shared_size:
             self.add_module(moe.shared_name, (GatedMlp if config.gated else PlainMlp)(config, moe.shared_size))
         self.shared_gate = Linear(hidden_size, {moe.shared_gate: 1}) if moe.shared_gate else None
@@ -83,7 +89,7 @@ class SparseMoe(nn.Module):
         moe = self.config
         kinds = (
             ("w1", self.inputs, moe.intermediate_size),
-            ("w2", (moe.down_name,), self.router.in_features),
+            ("w2", (moe.down_name,), self.expert_width),
         )
         for attribute, names, rows in kinds:
             of_expert_0 = [f"{prefix}.experts.0.{name}" for name in names]
@@ -250,7 +256,7 @@ class SparseMoe(nn.Module):
             topk_weights = topk_weights * self.expert_scale[topk_ids]
 
         # Multiply.
-        routed = x
+        routed = x if self.to_latent is None else self.to_latent(x)
         if self.config.weighs_inputs:
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         if self.products is not None:
@@ -259,6 +265,8 @@ class SparseMoe(nn.Module):
         else:
             weights = self.gate_up.w, self.down.w
             out = self.fused_moe(routed, *weights, topk_weights, topk_ids, aligned=aligned, **self._options)
+        if self.from_latent is not None:
+            out = self.from_latent(out)
 
         # Add the shared MLP.
         if not self.config.shared_size:
@@ -281,6 +289,8 @@ class SparseMoe(nn.Module):
             slots |= self.shared.weight_slots(f"{prefix}.{moe.shared_name}")
         if self.shared_gate is not None:
             slots |= self.shared_gate.weight_slots(prefix)
+        if self.to_latent is not None and self.from_latent is not None:
+            slots |= self.to_latent.weight_slots(prefix) | self.from_latent.weight_slots(prefix)
         if moe.stacked:
             return slots | self._stacked_slots(prefix)
         return slots | self._expert_slots(prefix)

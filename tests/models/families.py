@@ -201,7 +201,7 @@ FAMILIES = Families(
     nemotron="Nemotron head_dim=16 attention_bias=True mlp_bias=True",
     nemotron_h="""NemotronH nemotron_mamba layers_block_type=['linear_attention','moe','full_attention','mlp']
         pad_token_id=0 n_routed_experts=8 num_experts_per_tok=3 n_group=4 topk_group=2 moe_intermediate_size=32
-        moe_shared_expert_intermediate_size=48 routed_scaling_factor=2.5""",
+        moe_shared_expert_intermediate_size=48 routed_scaling_factor=2.5 moe_latent_size=32""",
     olmo2="Olmo2",
     olmo3="Olmo3 window_first olmo3_rope",
     olmo_hybrid="OlmoHybrid gated_delta pad_token_id=0 linear_value_head_dim=32 linear_num_key_heads=2",

@@ -36,7 +36,8 @@ _MOST = options(
     hidden_size_per_layer_input=16 num_global_key_value_heads=1 num_local_experts=8 n_routed_experts=8
     num_experts_per_tok=3 experts_per_token=3 top_k_experts=3 sliding_window=8 sliding_window_size=8
     moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8 n_group=4 topk_group=2 block_ff_dim=96
-    mamba_num_heads=8 mamba_head_dim=16 ssm_state_size=16 mamba_d_state=16 index_topk=16"""
+    mamba_num_heads=8 mamba_head_dim=16 ssm_state_size=16 mamba_d_state=16 index_topk=16
+    moe_latent_size=16"""
 )
 
 # Families whose layers others have too.
@@ -53,13 +54,15 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         key: min(value, _MOST[key]) if key in _MOST and type(value) is int else value for key, value in values.items()
     }
     pattern = values.get("hybrid_override_pattern", "")
-    kinds = list(pattern) or values.get("layer_types", [""] * 5 + ["seen"] if model_type == "gemma3_text" else [])
+    kinds = list(pattern) or values.get("layers_block_type")
+    if kinds is None:
+        kinds = values.get("layer_types", [""] * 5 + ["seen"] if model_type == "gemma3_text" else [])
     layers = max([4, *(1 + kinds.index(kind) for kind in kinds)])
     if values.get("num_kv_shared_layers"):
         layers, own["num_kv_shared_layers"] = 2 * layers, layers
     own |= {"num_hidden_layers": layers, **({"hybrid_override_pattern": pattern[:layers]} if pattern else {})}
     for key, value in values.items():
-        if isinstance(value, list) and len(value) == values["num_hidden_layers"]:
+        if isinstance(value, list) and len(value) in (values["num_hidden_layers"], len(kinds)):
             own[key] = value[:layers]
     head_dim, heads = values.get("head_dim") or DEFAULTS[model_type]["head_dim"], values.get("num_attention_heads")
     if heads is not None:

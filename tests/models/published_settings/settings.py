@@ -318,6 +318,16 @@ _ROWS = {
         hybrid_override_pattern='MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME' mamba_num_heads=64
         mamba_head_dim=64 max=262144 moe=1856 moe_shared_expert_intermediate_size=3712 n_routed_experts=128 top=6
         n_shared_experts=1 n_group=1 topk_group=1 norm_topk_prob=True routed_scaling_factor=2.5""",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": """NemotronH nemotron_h h=4096 i=2688 l=88 q=32 kv=2 d=128
+        nemotron_super_layers mamba_num_heads=128 mamba_head_dim=64 max=262144 moe=2688 moe_latent_size=1024
+        moe_shared_expert_intermediate_size=5376 moe_shared_expert_overlap=False mtp_hybrid_override_pattern='*E'
+        n_routed_experts=512 n_shared_experts=1 n_group=1 norm_topk_prob=True num_nextn_predict_layers=1
+        partial_rotary_factor=1.0 theta=10000 routed_scaling_factor=5.0 top=22 topk_group=1""",
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": """NemotronH nemotron_h h=8192 i=5120 l=None q=64 kv=2 d=128
+        nemotron_ultra_layers mamba_num_heads=256 mamba_head_dim=64 max=262144 moe=5120 moe_latent_size=2048
+        moe_shared_expert_intermediate_size=10240 moe_shared_expert_overlap=False n_routed_experts=512
+        n_shared_experts=1 n_group=1 norm_topk_prob=True num_nextn_predict_layers=1 partial_rotary_factor=1.0
+        theta=10000 routed_scaling_factor=5.0 top=22 topk_group=1""",
     "tiiuae/Falcon-H1-0.5B-Instruct": """FalconH1 silu no_bias h=1024 i=2048 l=36 q=8 kv=2 d=64 max=16384 eps=1e-5
         attention_in_multiplier=1.0 attention_out_multiplier=0.9375 embedding_multiplier=5.656854249492381
         key_multiplier=0.39062499999999994 lm_head_multiplier=0.0390625 mamba_chunk_size=128 mamba_conv_bias=True

@@ -26,6 +26,12 @@ def _per_layer(key: str, count: int, *values: Any) -> dict[str, Any]:
     return {key: list(islice(cycle(values), count))}
 
 
+def _mamba_and_experts(count: int, attention: tuple[int, ...]) -> list[str]:
+    """Mamba and experts in turns, and attention in the layers of these indices."""
+    kinds = cycle(("mamba", "moe"))
+    return ["attention" if layer in attention else next(kinds) for layer in range(count)]
+
+
 def _mla_yarn(factor: float, mscale: float, beta_fast: float) -> dict[str, Any]:
     own = {"beta_fast": beta_fast, "beta_slow": type(beta_fast)(1), "mscale": mscale, "mscale_all_dim": mscale}
     return {"rope_scaling": {"factor": factor, "original_max_position_embeddings": 4096, "type": "yarn", **own}}
@@ -179,6 +185,13 @@ WORDS: dict[str, dict[str, Any]] = {
         use_bias=False use_cache=True use_conv_bias=True use_mamba_kernels=True vocab_size=131072"""
     )
     | {"time_step_limit": [0.0, float("inf")]},
+    "nemotron_super_layers": {
+        "hybrid_override_pattern": "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*EMEMEMEME"
+    },
+    "nemotron_ultra_layers": {
+        "layers_block_type": _mamba_and_experts(108, attention=(7, 14, 23, 32, 39, 48, 57, 64, 73, 82, 89, 98)),
+        "mtp_layers_block_type": ["attention", "moe"],
+    },
     "no_rotation": {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
     "three_of_four_recur_32": {
         "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(32)]
