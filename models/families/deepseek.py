@@ -164,9 +164,7 @@ def _by_mlp_layer_types(hf: HfConfig) -> tuple[MoeConfig | None, ...]:
 
 def _mistral4(hf: HfConfig) -> dict[str, Any]:
     """Mistral Small 4 (Mistral AI, 2026): softmax routing; queries grow with their position as in Ministral 3."""
-    hf.choice("n_group", 1)  # a group counts the sum of its two best, which softmax routing does not have
-    hf.choice("topk_group", 1)
-    moe = grouped_experts(hf)
+    moe = grouped_experts(hf, sums_two_best=True)
     rope = rope_config(hf, is_partial=True, interleaved=hf.flag("rope_interleave"))
     share = hf.integer("qk_rope_head_dim") / (hf.integer("qk_nope_head_dim") + hf.integer("qk_rope_head_dim"))
     if (rotated := rope_section(hf).number("partial_rotary_factor", share)) != share:  # of all a head's dimensions

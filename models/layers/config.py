@@ -174,6 +174,7 @@ class MoeConfig:
         latent_size: input and output size of experts, between projections from and to the hidden size; None for the
             hidden size, without projections.
         renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
+        sums_two_best: whether a group's score is the sum of its two best experts' also without a correction bias.
         correction_bias: checkpoint name of its tensor; None for none.
         correction_in_row: whether that tensor is [1, num_experts], not [num_experts].
         expert_scale: checkpoint name of a tensor with a factor for each expert's routing weight; None for none.
@@ -198,6 +199,7 @@ class MoeConfig:
     num_expert_groups: int = 1
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
+    sums_two_best: bool = False
     latent_size: int | None = None
     correction_bias: str | None = None
     correction_in_row: bool = False

@@ -125,17 +125,19 @@ class SparseMoe(nn.Module):
 
     def bind(self) -> None:
         """Prepare the forward; call it when the weights are at their final addresses."""
-        moe = self.config
+        moe, device = self.config, self.router.weight.device
+        bias: torch.Tensor | None = self.correction_bias
+        if bias is None and moe.sums_two_best and moe.num_expert_groups > 1:
+            bias = torch.zeros(moe.num_experts, device=device)  # with a bias, groups count their two best experts
         self.routing = Routing(
             moe.top_k,
             moe.renormalize,
             moe.scoring,
-            self.correction_bias,
+            bias,
             moe.num_expert_groups,
             moe.topk_groups,
             moe.routed_scaling_factor,
         )
-        device = self.router.weight.device
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
         if moe.held is not None:
             self.expert_map = torch.full((moe.num_experts,), -1, dtype=torch.int32, device=device)

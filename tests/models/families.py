@@ -196,7 +196,8 @@ FAMILIES = Families(
     ministral3="Ministral3 yarn_ministral3",
     mistral="Mistral window",
     mistral4="""Mistral4 latent routed_experts n_shared_experts=1 num_experts_per_tok=3 norm_topk_prob=True
-        first_k_dense_replace=1 routed_scaling_factor=1.5 yarn_mistral4 head_dim=40 pad_token_id=0""",
+        first_k_dense_replace=1 routed_scaling_factor=1.5 yarn_mistral4 head_dim=40 pad_token_id=0
+        n_group=4 topk_group=2""",
     mixtral="Mixtral local_experts",
     nemotron="Nemotron head_dim=16 attention_bias=True mlp_bias=True",
     nemotron_h="""NemotronH nemotron_mamba layers_block_type=['linear_attention','moe','full_attention','mlp']
