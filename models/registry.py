@@ -57,8 +57,8 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Gemma4ForCausalLM": Gemma4,
 }
 
-# Architectures that transformers does not have, and those whose code they copy.
-ALIASES = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+# Names that transformers does not have, and the architectures with the same code.
+ALIASES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM", "MiMoForCausalLM": "Qwen2ForCausalLM"}
 
 # Families that are only text parts of multimodal models, by model_type.
 TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS)}

@@ -9,9 +9,9 @@ from typing import Any
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.families.dense import query_growth
-from paged.models.families.experts import after_dense, grouped_experts, sigmoid_experts
+from paged.models.families.experts import after_dense, by_mlp_layer_types, grouped_experts, sigmoid_experts
 from paged.models.families.llama import family
-from paged.models.layers.config import IndexConfig, LatentConfig, MoeConfig
+from paged.models.layers.config import IndexConfig, LatentConfig
 from paged.models.layers.decoder_config import count_layers, moe_config
 from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig
@@ -81,7 +81,7 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek-V3, V3.1 and R1 (2024), Kimi K2 (Moonshot AI, 2025): sigmoid routing with a bias; GLM-4.7-Flash (Z.ai,
     2026): the same, with `mlp_layer_types`."""
     rope = rope_config(hf, interleaved=hf.flag("rope_interleave", True))
-    return dict(**_latent_attention(hf), rope=rope, moe=_by_mlp_layer_types(hf))
+    return dict(**_latent_attention(hf), rope=rope, moe=by_mlp_layer_types(hf, sigmoid_experts(hf)))
 
 
 def _deepseek_v32(hf: HfConfig) -> dict[str, Any]:
@@ -146,20 +146,7 @@ def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
     if head_dim < fields["latent"].rope_dim:
         raise CheckpointError(f"{hf.source}: index_head_dim {head_dim} is less than qk_rope_head_dim")
     hf.integer("q_lora_rank")  # the indexer reads the queries' latent
-    return dict(**fields, rope=rope_config(hf, interleaved=True), moe=_by_mlp_layer_types(hf))
-
-
-def _by_mlp_layer_types(hf: HfConfig) -> tuple[MoeConfig | None, ...]:
-    """Return the experts of each layer; `mlp_layer_types` may name the layers with experts."""
-    for key in ("scoring_func", "topk_method"):
-        hf.choice(key, "sigmoid", "noaux_tc")  # published names of this routing
-    moe, kinds = sigmoid_experts(hf), hf.items("mlp_layer_types", str)
-    by_count = after_dense(hf, moe)
-    if not kinds:
-        return by_count
-    if len(kinds) != count_layers(hf) or not {*kinds} <= {"dense", "sparse"}:
-        raise CheckpointError(f"{hf.source}: mlp_layer_types {kinds}, expected dense or sparse for each layer")
-    return tuple(moe if kind == "sparse" else None for kind in kinds)
+    return dict(**fields, rope=rope_config(hf, interleaved=True), moe=by_mlp_layer_types(hf, sigmoid_experts(hf)))
 
 
 def _mistral4(hf: HfConfig) -> dict[str, Any]:

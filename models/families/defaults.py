@@ -28,6 +28,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "ernie4_5": (103_424, 1024, 3072, 18, 16, 2, 128, 131_072, 1e-5, 5e5),
     "ernie4_5_moe": (103_424, 2560, 12_288, 28, 20, 4, None, 131_072, 1e-5, 5e5),
     "exaone4": (102_400, 4096, 16_384, 32, 32, 32, None, 2048, 1e-5, 1e4),
+    "exaone_moe": (102_400, 4096, 16_384, 32, 32, 32, None, 2048, 1e-5, 1e4),
     "falcon_h1": (128_000, 4096, 14_336, 32, 32, 8, None, 8192, 1e-5, 1e4),
     "gemma": (256_000, 3072, 24_576, 28, 16, 16, 256, 8192, 1e-6, 1e4),
     "gemma2": (256_000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-6, 1e4),
@@ -48,6 +49,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "helium": (48_000, 2560, 7040, 24, 20, 20, 128, 4096, 1e-8, 1e5),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
+    "hy_v3": (120_832, 4096, 13_312, 80, 64, 8, 128, 131_072, 1e-5, 11_158_840.0),
     "lfm2": (65_536, 2560, 12_288, 32, 32, 8, None, 128_000, None, 1e6),
     "lfm2_moe": (65_536, 2048, 7168, 32, 32, 8, None, 128_000, None, 1e6),
     "llama": (*_LLAMA_4K, 2048, 1e-6, 1e4),
@@ -152,6 +154,11 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
     },
     "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "exaone_moe": {
+        **_GROUPS, "sliding_window": 4096, "sliding_window_pattern": 4, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    },
     "falcon_h1": {
         **_MAMBA, "mamba_d_ssm": 1024,
         **dict.fromkeys(("lm_head_multiplier", "key_multiplier", "embedding_multiplier"), 1.0),
@@ -192,6 +199,10 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {**_GRANITE_MOE, **_MAMBA, "shared_intermediate_size": 1024},
     "granitemoeshared": _GRANITE_MOE,
     "hunyuan_v1_moe": {"num_experts": 1, "moe_topk": 1},
+    "hy_v3": {
+        "first_k_dense_replace": 1, "moe_intermediate_size": 1536, "num_experts": 192, "num_experts_per_tok": 8,
+        "num_shared_experts": 1, "router_scaling_factor": 2.826,
+    },
     "lfm2": {
         "norm_eps": 1e-5, "tie_word_embeddings": True, "conv_L_cache": 3, "block_multiple_of": 256,
         "block_ffn_dim_multiplier": 1.0,

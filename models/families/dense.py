@@ -70,7 +70,12 @@ def _ernie(hf: HfConfig) -> dict[str, Any]:
 
 
 def _exaone4(hf: HfConfig) -> dict[str, Any]:
-    """EXAONE 4 (LG AI Research, 2025): norms after attention and MLP, and of heads.
+    """EXAONE 4 (LG AI Research, 2025): norms after attention and MLP, and of heads."""
+    return dict(**NORMS_AFTER, **exaone_attention(hf))
+
+
+def exaone_attention(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of attention of EXAONE 4 and K-EXAONE.
 
     Every fourth layer sees all tokens and does not rotate. In a model without windows, all layers rotate.
     """
@@ -82,7 +87,7 @@ def _exaone4(hf: HfConfig) -> dict[str, Any]:
     if window is None:
         rope_of_all = rope
     ropes = by_window(windows, rope_of_all, rope)
-    return dict(**NORMS_AFTER, **NO_BIAS, window=windows, rope=ropes, qk_norm="head")
+    return dict(**NO_BIAS, window=windows, rope=ropes, qk_norm="head")
 
 
 def _gemma(hf: HfConfig) -> dict[str, Any]:

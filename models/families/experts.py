@@ -8,7 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from paged.errors import CheckpointError
-from paged.models.families.dense import HUNYUAN_RENAMES, NO_BIAS, granite_fields, hunyuan, mistral, window_if_used
+from paged.kernels.common.scalars import shown
+from paged.models.families.dense import (
+    HUNYUAN_RENAMES,
+    NO_BIAS,
+    exaone_attention,
+    granite_fields,
+    hunyuan,
+    mistral,
+    window_if_used,
+)
 from paged.models.families.llama import family
 from paged.models.layers.config import MoeConfig, QueryGrowth
 from paged.models.layers.decoder_config import (
@@ -41,14 +50,14 @@ GRANITE_RENAMES = {
     r"\.shared_mlp\.output_linear\.": ".mlp.shared_experts.down_proj.",
 }
 _ERNIE_RENAMES = {r"\.gate\.moe_statics\.": ".moe_statics."}
+_EXAONE_RENAMES = {r"\.gate\.e_score_correction_bias$": ".e_score_correction_bias"}
 _MIXTRAL_RENAMES = {r"\.block_sparse_moe\.": ".mlp."}
 _MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
 
 def _dots1(hf: HfConfig) -> dict[str, Any]:
     """dots.llm1 (rednote, 2025): norms of heads, experts as in GLM-4.5; the last layers may have a window."""
-    for key in ("scoring_func", "topk_method"):
-        hf.choice(key, "sigmoid", "noaux_tc")  # published names of this routing
+    _check_sigmoid(hf)
     hf.value("use_sliding_window")  # published, and ignored
     window, first = hf.optional_integer("sliding_window"), hf.integer("max_window_layers", least=0)
     return {
@@ -130,6 +139,49 @@ def after_dense(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
     return tuple(None if layer < num_dense else moe for layer in range(count_layers(hf)))
 
 
+def by_mlp_layer_types(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
+    """Return experts for the layers that `mlp_layer_types` calls sparse; without it, see `after_dense`.
+
+    Raises:
+        CheckpointError: there are not as many types as layers, or one is unknown.
+    """
+    _check_sigmoid(hf)
+    by_count, kinds = after_dense(hf, moe), hf.items("mlp_layer_types", str)
+    if not kinds:
+        return by_count
+    if len(kinds) != count_layers(hf) or not {*kinds} <= {"dense", "sparse"}:
+        raise CheckpointError(f"{hf.source}: mlp_layer_types {shown(kinds)}, expected dense or sparse for each layer")
+    return tuple(moe if kind == "sparse" else None for kind in kinds)
+
+
+def _check_sigmoid(hf: HfConfig) -> None:
+    """Raise UnsupportedError unless the names of the routing are the published ones of sigmoid routing."""
+    for key in ("scoring_func", "topk_method"):
+        hf.choice(key, "sigmoid", "noaux_tc")
+
+
+def _exaone_moe(hf: HfConfig) -> dict[str, Any]:
+    """K-EXAONE (LG AI Research, 2025): attention of EXAONE 4, sigmoid routing with a bias, shared experts."""
+    moe = moe_config(
+        hf,
+        size_key="moe_intermediate_size",
+        renormalize=hf.flag("norm_topk_prob"),
+        scoring="sigmoid",
+        correction_bias="e_score_correction_bias",
+        float32_router=True,
+        num_expert_groups=hf.integer("n_group"),
+        topk_groups=hf.integer("topk_group"),
+        routed_scaling_factor=hf.number("routed_scaling_factor"),
+        shared_size=hf.integer("moe_intermediate_size") * hf.integer("num_shared_experts"),
+    )
+    experts = by_mlp_layer_types(hf, moe)
+    are_sparse = [layer is not None for layer in experts]
+    if (listed := hf.items("is_moe_layer", bool)) not in ([], are_sparse):
+        raise CheckpointError(f"{hf.source}: is_moe_layer {shown(listed)}, expected {shown(are_sparse)}")
+    hf.choice("first_last_k_dense_replace", 1)  # an older name of first_k_dense_replace
+    return dict(**exaone_attention(hf), moe=experts)
+
+
 def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
     """gpt-oss (OpenAI, 2025): attention with sinks, experts with biases.
 
@@ -168,6 +220,35 @@ def granite_moe(hf: HfConfig) -> dict[str, Any]:
     shared_size = hf.integer("shared_intermediate_size", 0, least=0)
     moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
     return dict(**granite_fields(hf), moe=moe, fused_mlp=True)
+
+
+def _hy3(hf: HfConfig) -> dict[str, Any]:
+    """Hy3 (Tencent, 2026): norms of heads, sigmoid routing with a bias, shared experts; the first layer is dense."""
+    for key in ("qk_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias", "route_norm"):
+        hf.choice(key, True)
+    for part in ("attention_fp32_softmax", "lm_head_fp32", "moe_fp32_combine"):
+        hf.value(f"enable_{part}")  # roundings of the authors' code
+    size = hf.integer("moe_intermediate_size")
+    hf.choice("expert_hidden_dim", size)
+    hf.value("use_grouped_mm")
+    moe = moe_config(
+        hf,
+        size_key="moe_intermediate_size",
+        renormalize=True,
+        scoring="sigmoid",
+        correction_bias="expert_bias",
+        float32_router=True,
+        routed_scaling_factor=hf.number("router_scaling_factor"),
+        shared_size=size * hf.integer("num_shared_experts"),
+        shared_name="shared_mlp",
+        router_name="router.gate",
+    )
+    return {
+        "qk_norm": "head",
+        "mlp_bias": hf.flag("mlp_bias"),
+        "moe": by_mlp_layer_types(hf, moe),
+        "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, least=0),
+    }
 
 
 def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
@@ -327,10 +408,12 @@ def qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
 EXPERTS = {
     "Dots1ForCausalLM": family("dots1", _dots1),
     "Ernie4_5_MoeForCausalLM": family("ernie4_5_moe", _ernie_moe, _ERNIE_RENAMES),
+    "ExaoneMoeForCausalLM": family("exaone_moe", _exaone_moe, _EXAONE_RENAMES),
     "Glm4MoeForCausalLM": family("glm4_moe", _glm4_moe),
     "GptOssForCausalLM": family("gpt_oss", _gpt_oss),
     "GraniteMoeForCausalLM": family("granitemoe", granite_moe, GRANITE_RENAMES),
     "GraniteMoeSharedForCausalLM": family("granitemoeshared", granite_moe, GRANITE_RENAMES),
+    "HYV3ForCausalLM": family("hy_v3", _hy3),
     "HunYuanMoEV1ForCausalLM": family("hunyuan_v1_moe", _hunyuan_moe, HUNYUAN_RENAMES),
     "Llama4ForCausalLM": family("llama4_text", _llama4),
     "MixtralForCausalLM": family("mixtral", _mixtral, _MIXTRAL_RENAMES),

@@ -154,6 +154,8 @@ FAMILIES = Families(
     ernie4_5_moe="""Ernie4_5_Moe head_dim=16 moe_num_experts=8 moe_k=3 moe_intermediate_size=32 pad_token_id=0
         moe_num_shared_experts=2""",
     exaone4="Exaone4 head_dim=16 window_first",
+    exaone_moe="""ExaoneMoe head_dim=16 window_first experts num_experts=8 num_experts_per_tok=3 n_group=4 topk_group=2
+        pad_token_id=0""",
     falcon_h1="""FalconH1 mamba mamba_d_ssm=128 mamba_rms_norm=True lm_head_multiplier=0.5 embedding_multiplier=2.0
         mlp_multipliers=[0.7,1.3] key_multiplier=0.6 attention_out_multiplier=0.8 attention_in_multiplier=1.2
         ssm_multipliers=[0.9,1.1,0.8,1.2,0.7] ssm_in_multiplier=1.25 ssm_out_multiplier=0.7 pad_token_id=0""",
@@ -182,6 +184,7 @@ FAMILIES = Families(
     helium="Helium head_dim=16 biases pad_token_id=0",
     hunyuan_moe="HunYuanMoEV1 alpha_rope num_experts=4 moe_topk=[2,3] attention_bias=True pad_token_id=0",
     hunyuan_v1_dense="HunYuanDenseV1 tied pad_token_id=0",
+    hy_v3="HYV3 head_dim=16 experts num_experts=8 num_experts_per_tok=3 num_shared_experts=2",
     lfm2="Lfm2 short_conv block_auto_adjust_ff_dim=False pad_token_id=0",
     lfm2_moe="Lfm2Moe short_conv experts num_dense_layers=1 pad_token_id=0",
     llama="Llama",
@@ -353,7 +356,7 @@ def save_checkpoint(config: Any, folder: Path, **save_options: Any) -> Any:
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(0.1, 0.4)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

@@ -37,7 +37,7 @@ _MOST = options(
     num_experts_per_tok=3 experts_per_token=3 top_k_experts=3 sliding_window=8 sliding_window_size=8
     moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8 n_group=4 topk_group=2 block_ff_dim=96
     mamba_num_heads=8 mamba_head_dim=16 ssm_state_size=16 mamba_d_state=16 index_topk=16
-    moe_latent_size=16"""
+    moe_latent_size=16 expert_hidden_dim=32"""
 )
 
 # Families whose layers others have too.

@@ -44,6 +44,15 @@ _ROWS = {
         pretraining_tp=1 eps=1e-5 linear_4 untied v=32000""",
     "deepseek-ai/deepseek-coder-6.7b-instruct": """Llama silu h=4096 i=11008 l=32 q=32 kv=32 max=16384 pretraining_tp=1
         eps=1e-6 linear_4 theta=100000 untied v=32256""",
+    "tencent/Hy3": """HYV3 silu h=4096 i=13312 l=80 q=64 kv=8 d=128 max=262144 enable_attention_fp32_softmax=False
+        enable_lm_head_fp32=True enable_moe_fp32_combine=False expert_hidden_dim=1536 first_k_dense_replace=1 moe=1536
+        moe_router_enable_expert_bias=True moe_router_use_sigmoid=True num_experts=192 num_nextn_predict_layers=1
+        num_shared_experts=1 output_router_logits=True qk_norm=True eps=1e-5 theta=11158840.0 route_norm=True top=8
+        router_scaling_factor=2.826 untied use_grouped_mm=False v=120832""",
+    "LGAI-EXAONE/K-EXAONE-236B-A23B": """ExaoneMoe silu k_exaone_layers h=6144 i=18432 l=48 q=64 kv=8 d=128 max=262144
+        first_last_k_dense_replace=1 moe=2048 n_group=1 norm_topk_prob=True num_experts=128 num_nextn_predict_layers=1
+        num_shared_experts=1 eps=1e-5 no_rope_scaling theta=1000000 routed_scaling_factor=2.5 scoring_func='sigmoid'
+        window=128 sliding_window_pattern='LLLG' top=8 topk_group=1 topk_method='noaux_tc' untied v=153600""",
     # Mistral
     "mistralai/Mistral-7B-v0.1": """Mistral silu h=4096 i=14336 l=32 q=32 kv=8 max=32768 eps=1e-5 theta=10000.0
         window=4096 untied v=32000""",

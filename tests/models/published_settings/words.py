@@ -224,6 +224,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "a13b_layers": _per_layer("moe_topk", 32, 8)
     | _per_layer("moe_intermediate_size", 32, 3072)
     | _per_layer("num_shared_expert", 32, 1),
+    "k_exaone_layers": _per_layer("layer_types", 48, *(_SLIDING,) * 3, _FULL) | {"is_moe_layer": [False, *[True] * 47]},
     "whole_30": _per_layer("layer_types", 30, _FULL),
     "smollm3_layers": _per_layer("layer_types", 36, _FULL) | _per_layer("no_rope_layers", 36, 1, 1, 1, 0),
     "every_second_slides_24": _per_layer("layer_types", 24, _SLIDING, _FULL),
