@@ -22,7 +22,7 @@ from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.scalars import shown
 from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
-from paged.models.families.cohere import Cohere2
+from paged.models.families.cohere import COHERE
 from paged.models.families.deepseek import DEEPSEEK
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
@@ -48,12 +48,12 @@ _LOG = logging.getLogger("paged")
 # Keys are names in `architectures` of config.json.
 ARCHITECTURES: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
+    **COHERE,
     **DENSE,
     **EXPERTS,
     **DEEPSEEK,
     **HYBRIDS,
     **MAMBAS,
-    "Cohere2ForCausalLM": Cohere2,
     "Gemma4ForCausalLM": Gemma4,
 }
 

@@ -1,4 +1,4 @@
-"""Command R7B and Command A (Cohere, 2024 and 2025): parallel attention and MLP behind one layer norm."""
+"""Cohere's Command and Aya (2024 and 2025): parallel attention and MLP behind one layer norm."""
 
 from __future__ import annotations
 
@@ -37,12 +37,23 @@ class ParallelLayer(DecoderLayer):
         return 1
 
 
+def _cohere(hf: HfConfig) -> dict[str, Any]:
+    """Command R and Aya (Cohere, 2024): every layer rotates and sees all tokens; Command R+ norms its heads."""
+    norm = "layer" if hf.flag("use_qk_norm") else None
+    return dict(**_fields(hf), rope=rope_config(hf, interleaved=True), qk_norm=norm)
+
+
 def _cohere2(hf: HfConfig) -> dict[str, Any]:
-    """Three of four layers have a window and rotate; every fourth has neither."""
+    """Command R7B and Command A (Cohere, 2025): three of four layers have a window and rotate; every fourth has
+    neither."""
     windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
+    ropes = by_window(windows, None, rope_config(hf, interleaved=True))
+    return dict(**_fields(hf), window=windows, rope=ropes)
+
+
+def _fields(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields that both share."""
     return {
-        "window": windows,
-        "rope": by_window(windows, None, rope_config(hf, interleaved=True)),
         "logits_scale": hf.number("logit_scale"),
         "eps": hf.number("layer_norm_eps"),
         "subtracts_mean": True,
@@ -50,4 +61,8 @@ def _cohere2(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-Cohere2 = family("cohere2", _cohere2, layer_class=ParallelLayer)
+# Keys are names in `architectures` of config.json.
+COHERE = {
+    "CohereForCausalLM": family("cohere", _cohere, layer_class=ParallelLayer),
+    "Cohere2ForCausalLM": family("cohere2", _cohere2, layer_class=ParallelLayer),
+}

@@ -20,6 +20,7 @@ _GLM = (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072, 1.5625e-7, 1e4)
 _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "apertus": (131_072, 4096, 14_336, 32, 32, None, None, 65_536, 1e-5, 1.2e7),
     "arcee": (32_000, 2560, 18_432, 32, 32, None, None, 4096, 1e-5, 1e4),
+    "cohere": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 5e5),
     "cohere2": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 1e4),
     "deepseek_v2": (102_400, 4096, 11_008, 32, 32, None, None, 2048, 1e-6, 1e4),
     "deepseek_v3": (129_280, 7168, 18_432, 61, 128, 128, None, 4096, 1e-6, 1e4),
@@ -54,6 +55,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "lfm2_moe": (65_536, 2048, 7168, 32, 32, 8, None, 128_000, None, 1e6),
     "llama": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "llama4_text": (202_048, 5120, 8192, 48, 40, 8, 128, 131_072, 1e-5, 5e5),
+    "mimo_v2_flash": (152_576, 4096, 16_384, 48, 64, 4, 192, 131_072, 1e-5, 5e6),
     "minimax_m2": (200_064, 3072, 1536, 62, 48, 8, 128, 196_608, 1e-6, 5e6),
     "minicpm3": (73_448, 2560, 6400, 62, 40, 40, None, 32_768, 1e-5, 1e4),
     "ministral": (*_MISTRAL, 1e-6, 1e4),
@@ -134,6 +136,7 @@ _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE},
     "arcee": {"hidden_act": "relu2"},
+    "cohere": {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
     "cohere2": {
         "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "sliding_window": 4096,
         "sliding_window_pattern": 4,
@@ -216,6 +219,11 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size_mlp": 16_384, "num_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
         "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
         "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
+    },
+    "mimo_v2_flash": {
+        **_GROUPS, "v_head_dim": 128, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_routed_experts": 256,
+        "norm_topk_prob": True, "first_k_dense_replace": 1, "sliding_window": 129, "attention_value_scale": 0.707,
+        "partial_rotary_factor": 0.334,
     },
     "minimax_m2": {"num_experts": 256, "num_experts_per_tok": 8},
     "minicpm3": {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from paged.errors import CheckpointError
+from paged.kernels.common.attention.plan import MAX_HEAD_DIM
 from paged.kernels.common.scalars import shown
 from paged.models.families.dense import (
     HUNYUAN_RENAMES,
@@ -21,6 +22,7 @@ from paged.models.families.dense import (
 from paged.models.families.llama import family
 from paged.models.layers.config import MoeConfig, QueryGrowth
 from paged.models.layers.decoder_config import (
+    by_window,
     count_layers,
     layer_windows,
     moe_config,
@@ -28,7 +30,7 @@ from paged.models.layers.decoder_config import (
     rotating_layers,
     weights_dtype,
 )
-from paged.models.layers.rope import rope_config
+from paged.models.layers.rope import rope_config, ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
 # Constants of `fused_moe`'s clamped SwiGLU, and renormalised weights of the chosen experts.
@@ -51,6 +53,7 @@ GRANITE_RENAMES = {
 }
 _ERNIE_RENAMES = {r"\.gate\.moe_statics\.": ".moe_statics."}
 _EXAONE_RENAMES = {r"\.gate\.e_score_correction_bias$": ".e_score_correction_bias"}
+_MIMO_RENAMES = {r"\.attention_sink_bias$": ".sinks"}
 _MIXTRAL_RENAMES = {r"\.block_sparse_moe\.": ".mlp."}
 _MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
@@ -323,6 +326,63 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
     return dict(**mistral(hf), moe=moe_config(hf, renormalize=True, **_MIXTRAL_NAMES))
 
 
+def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
+    """MiMo-V2-Flash (Xiaomi, 2025): sigmoid routing with a bias; layers with a window have sinks, other KV heads and
+    another rotation."""
+    num_layers, num_heads, kv_heads = (
+        count_layers(hf),
+        hf.integer("num_attention_heads"),
+        hf.integer("num_key_value_heads"),
+    )
+    head_dim, v_head_dim = read_head_dim(hf), hf.integer("v_head_dim", most=MAX_HEAD_DIM)
+    for key, size in (("num_attention_heads", num_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        hf.choice(f"swa_{key}", size)
+    hf.choice("attention_projection_layout", "split")
+
+    # `hybrid_layer_pattern` has 1 for each layer with a window; by default, the first and every sixth have none.
+    window = hf.integer("sliding_window")
+    if hf.value("sliding_window_size") is not None:
+        window = hf.integer("sliding_window_size") + 1  # the token itself is beside these
+    hf.value("attention_chunk_size")  # another name of the window
+    pattern = hf.items("hybrid_layer_pattern", int)
+    if not pattern:
+        pattern = [int(layer > 0 and (layer + 1) % 6 != 0) for layer in range(num_layers)]
+    if len(pattern) != num_layers or not {*pattern} <= {0, 1}:
+        raise CheckpointError(f"{hf.source}: hybrid_layer_pattern {shown(pattern)}, expected 0 or 1 for each layer")
+    windows = layer_windows(hf, window, lambda layer: pattern[layer] == 1)
+
+    moe = moe_config(
+        hf,
+        size_key="moe_intermediate_size",
+        count_key="n_routed_experts",
+        renormalize=hf.flag("norm_topk_prob"),
+        scoring="sigmoid",
+        correction_bias="gate.e_score_correction_bias",
+        float32_router=True,
+        num_expert_groups=hf.integer("n_group"),
+        topk_groups=hf.integer("topk_group"),
+        routed_scaling_factor=hf.number("routed_scaling_factor", 1.0),
+    )
+    experts = by_mlp_layer_types(hf, moe)
+    are_sparse = [int(layer is not None) for layer in experts]
+    if (listed := hf.items("moe_layer_freq", int)) not in ([], are_sparse):
+        raise CheckpointError(f"{hf.source}: moe_layer_freq {shown(listed)}, expected {shown(are_sparse)}")
+    return {
+        "num_kv_heads": by_window(windows, kv_heads, hf.integer("swa_num_key_value_heads", 2 * kv_heads)),
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "window": windows,
+        "rope": by_window(windows, *ropes_by_kind(hf, hf.number("swa_rope_theta", 1e4), is_partial=True)),
+        "o_bias": False,
+        "value_scale": hf.number("attention_value_scale", 1.0),
+        "sinks": by_window(
+            windows, hf.flag("add_full_attention_sink_bias"), hf.flag("add_swa_attention_sink_bias", True)
+        ),
+        "eps": hf.number("layernorm_epsilon", hf.number("rms_norm_eps")),
+        "moe": experts,
+    }
+
+
 def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
     """MiniMax-M2 (MiniMax, 2025): sigmoid routing with a bias and weights that sum to 1.
 
@@ -416,6 +476,7 @@ EXPERTS = {
     "HYV3ForCausalLM": family("hy_v3", _hy3),
     "HunYuanMoEV1ForCausalLM": family("hunyuan_v1_moe", _hunyuan_moe, HUNYUAN_RENAMES),
     "Llama4ForCausalLM": family("llama4_text", _llama4),
+    "MiMoV2FlashForCausalLM": family("mimo_v2_flash", _mimo_v2, _MIMO_RENAMES),
     "MixtralForCausalLM": family("mixtral", _mixtral, _MIXTRAL_RENAMES),
     "MiniMaxM2ForCausalLM": family("minimax_m2", _minimax_m2, _MIXTRAL_RENAMES),
     "OlmoeForCausalLM": family("olmoe", _olmoe),

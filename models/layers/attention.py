@@ -243,7 +243,7 @@ class SharedKvAttention(Attention):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__(config, index)
         layer = self.config
-        if layer.qk_norm == "width" or layer.output_gate or layer.norm_after_rope:
+        if layer.qk_norm in ("width", "layer") or layer.output_gate or layer.norm_after_rope:
             raise UnsupportedError(
                 f"layer {index} reads K/V of layer {layer.shares_kv_with}, expected norms of heads before the rotation "
                 "and no output gate"

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from paged.kernels.common.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.metadata import EmbeddedRows
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import RmsNorm
+from paged.models.layers.decoder import RmsNorm, empty_parameter
 from paged.models.layers.rope import RopeConfig, rope_axes
 from paged.models.loading.weights import WeightSlots
 
@@ -74,6 +75,43 @@ class WidthNorm(HeadsOption):
         return self.q_norm.weight_slots(f"{prefix}.q_norm") | self.k_norm.weight_slots(f"{prefix}.k_norm")
 
 
+class HeadLayerNorm(HeadsOption):
+    """Layer norms of query and of key heads, with weights for each head (Command R+, 2024)."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        layer = config.attention[index]
+        self.eps = config.norms.eps
+        self.q_weight = empty_parameter(layer.num_heads, layer.head_dim)
+        self.k_weight = empty_parameter(layer.num_kv_heads, layer.head_dim)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: torch.Tensor, positions: torch.Tensor
+    ) -> Heads:
+        return self._normed(q, self.q_weight), self._normed(k, self.k_weight), v, rotation
+
+    def _normed(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the norm of heads [T, H, D] with weights [H, D]."""
+        normed = functional.layer_norm(heads.float(), heads.shape[-1:], eps=self.eps)
+        return (normed * weight).to(heads.dtype)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {f"{prefix}.q_norm.weight": self.q_weight, f"{prefix}.k_norm.weight": self.k_weight}
+
+
+class ValueScale(HeadsOption):
+    """A factor for values (MiMo-V2, 2025)."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.factor = config.attention[index].value_scale
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: torch.Tensor, positions: torch.Tensor
+    ) -> Heads:
+        return q, k, v * self.factor, rotation
+
+
 class ValueNorm(HeadsOption):
     """An RMS norm of each value head, without weights (Gemma 4, 2026)."""
 
@@ -115,6 +153,10 @@ def heads_options(config: DecoderConfig, index: int) -> list[HeadsOption]:
     options: list[HeadsOption] = []
     if layer.qk_norm == "width":
         options.append(WidthNorm(config, index))
+    if layer.qk_norm == "layer":
+        options.append(HeadLayerNorm(config, index))
+    if layer.value_scale != 1:
+        options.append(ValueScale(config, index))
     if layer.v_norm:
         options.append(ValueNorm(config, index))
     if layer.norm_after_rope:

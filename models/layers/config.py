@@ -97,7 +97,9 @@ class AttentionConfig:
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         qkv_bias, o_bias: whether the projections before and after attention have biases.
         qk_norm: RMS norm of queries and keys before they are rotated: "head" for each head, "width" for all heads
-            together, "unit" for each head without weights; None for none.
+            together, "unit" for each head without weights; or a layer norm, "layer" for each head with its own
+            weights; None for none.
+        value_scale: factor for values.
         v_norm: whether every value head has an RMS norm without weights.
         k_eq_v: whether values are the keys before their norm and rotation.
         norm_after_rope: whether the norms of heads follow the rotation.
@@ -121,6 +123,7 @@ class AttentionConfig:
     qkv_bias: bool
     o_bias: bool
     qk_norm: str | None = None
+    value_scale: float = 1.0
     v_norm: bool = False
     k_eq_v: bool = False
     norm_after_rope: bool = False

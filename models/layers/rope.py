@@ -135,7 +135,7 @@ def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
     return RopeConfig(theta, factor, kind=kind, original_max_positions=original, low_turns=low, high_turns=high)
 
 
-def ropes_by_kind(hf: HfConfig, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
+def ropes_by_kind(hf: HfConfig, local_theta: float, *, is_partial: bool = False) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotations of layers without and with a window; `rope_scaling` applies only to the former.
 
     Raises:
@@ -151,7 +151,10 @@ def ropes_by_kind(hf: HfConfig, local_theta: float) -> tuple[RopeConfig, RopeCon
     if "type" in scaling.values and "rope_type" not in scaling.values:  # transformers ignores it in these families
         raise UnsupportedError(f"{scaling.source}: type {shown(scaling.value('type'))}, expected it as rope_type")
     whole = HfConfig({**whole.values, **scaling.values}, hf.source)
-    return scaled_rope(hf, whole, hf.number("rope_theta")), scaled_rope(hf, local, local_theta)
+    return (
+        scaled_rope(hf, whole, hf.number("rope_theta"), is_partial=is_partial),
+        scaled_rope(hf, local, local_theta, is_partial=is_partial),
+    )
 
 
 def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions: int) -> RopeConfig:

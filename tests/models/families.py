@@ -141,6 +141,7 @@ class Families(UserDict[str, str]):
 FAMILIES = Families(
     apertus="Apertus llama3_rope head_dim=16 pad_token_id=0",
     arcee="Arcee biases head_dim=16",
+    cohere="Cohere use_qk_norm=True head_dim=16 pad_token_id=0",
     cohere2="Cohere2 head_dim=16 window_first",
     deepseek_v2="""DeepseekV2 latent routed_experts n_group=4 topk_group=2 topk_method='group_limited_greedy' yarn_mla
         n_shared_experts=2 first_k_dense_replace=1 routed_scaling_factor=2.0""",
@@ -194,6 +195,8 @@ FAMILIES = Families(
     llama_tied="Llama tied",
     minicpm3="""MiniCPM3 latent scale_emb=3 scale_depth=0.9 dim_model_base=32 tied long_rope_8
         original_max_position_embeddings=128""",
+    mimo_v2_flash="""MiMoV2Flash head_dim=24 v_head_dim=16 window_last routed_experts n_group=4 topk_group=2
+        num_attention_heads=8 attention_bias=True mlp_layer_types=['dense','sparse']""",
     minimax_m2="MiniMaxM2 num_local_experts=8 num_experts_per_tok=3 rotary_dim=16",
     ministral="Ministral window_first",
     ministral3="Ministral3 yarn_ministral3",
@@ -239,6 +242,7 @@ VARIANTS = Families(
         attention_bias=True""",
     deepseek_v3_halves="""DeepseekV3 latent routed_experts rope_interleave=False q_lora_rank=None norm_topk_prob=False
         n_group=1 topk_group=1 first_k_dense_replace=1 tied""",
+    cohere_without_norm="Cohere untied attention_bias=True head_dim=16 pad_token_id=0 logit_scale=0.5",
     cohere2_biases_untied="""Cohere2 window_last untied llama3_rope head_dim=16 attention_bias=True logit_scale=0.5
         sliding_window=4096""",
     gemma2_without_soft_caps="""Gemma2 window_last untied attention_bias=True attn_logit_softcapping=None

@@ -71,6 +71,8 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         own["num_attention_heads"] = heads // of_kv * kv_heads
         if "num_key_value_heads" in values:
             own["num_key_value_heads"] = kv_heads
+        if "swa_num_key_value_heads" in values:
+            own |= {"swa_num_key_value_heads": 2 * kv_heads, "swa_num_attention_heads": own["num_attention_heads"]}
     if model_type == "olmo_hybrid":
         own |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     is_derived = head_dim is None or model_type in ("cohere2", "helium")
@@ -216,7 +218,8 @@ _ROPES: list[dict[str, Any]] = [
 _ROPE_KEYS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# transformers does not read the rope_theta and swa_rope_theta of MiMo-V2, which later models of it change.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mimo_v2_flash"])
 @pytest.mark.thorough
 def test_rotations_mean_what_transformers_makes_of_them(name: str) -> None:
     """What says nothing of some of their numbers takes the family's."""

@@ -58,7 +58,7 @@ def all_logits(model: PagedCausalLM, token_ids: list[int], counts: tuple[int, ..
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = save_checkpoint(ACCEPTED[name], tmp_path)
-    model = load_model(tmp_path, num_blocks=16)
+    model = load_model(tmp_path, num_blocks=16, model_impl="transformers")
     assert type(model.network) is ModuleNetwork
     prompt = tokens(30)
     assert_logits_of(all_logits(model, prompt, (17, 12, 1)), theirs, prompt)

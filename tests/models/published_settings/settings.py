@@ -53,6 +53,17 @@ _ROWS = {
         first_last_k_dense_replace=1 moe=2048 n_group=1 norm_topk_prob=True num_experts=128 num_nextn_predict_layers=1
         num_shared_experts=1 eps=1e-5 no_rope_scaling theta=1000000 routed_scaling_factor=2.5 scoring_func='sigmoid'
         window=128 sliding_window_pattern='LLLG' top=8 topk_group=1 topk_method='noaux_tc' untied v=153600""",
+    "CohereForAI/c4ai-command-r-v01": """Cohere silu no_bias h=8192 i=22528 l=40 q=64 kv=64 layer_norm_eps=1e-5
+        logit_scale=0.0625 max=8192 theta=8000000.0 use_qk_norm=False v=256000""",
+    "CohereForAI/c4ai-command-r-plus": """Cohere silu no_bias h=12288 i=33792 l=64 q=96 kv=8 layer_norm_eps=1e-5
+        logit_scale=0.8333333333333334 max=8192 theta=75000000.0 use_qk_norm=True v=256000""",
+    "XiaomiMiMo/MiMo-V2-Flash": """MiMoV2Flash silu no_bias mimo_v2_layers h=4096 i=16384 l=48 q=64 kv=4 d=192
+        add_full_attention_sink_bias=False add_swa_attention_sink_bias=True attention_chunk_size=128
+        attention_value_scale=0.707 hybrid_block_size=None layernorm_epsilon=1e-5 max=262144 moe=2048 n_group=1
+        n_routed_experts=256 n_shared_experts=None norm_topk_prob=True partial_rotary_factor=0.334 theta=5000000
+        routed_scaling_factor=None scoring_func='sigmoid' window=128 sliding_window_size=128 swa_head_dim=192
+        swa_num_attention_heads=64 swa_num_key_value_heads=8 swa_rope_theta=10000 swa_v_head_dim=128 top=8 topk_group=1
+        topk_method='noaux_tc' untied v=152576 v_head_dim=128""",
     # Mistral
     "mistralai/Mistral-7B-v0.1": """Mistral silu h=4096 i=14336 l=32 q=32 kv=8 max=32768 eps=1e-5 theta=10000.0
         window=4096 untied v=32000""",

@@ -225,6 +225,10 @@ WORDS: dict[str, dict[str, Any]] = {
     | _per_layer("moe_intermediate_size", 32, 3072)
     | _per_layer("num_shared_expert", 32, 1),
     "k_exaone_layers": _per_layer("layer_types", 48, *(_SLIDING,) * 3, _FULL) | {"is_moe_layer": [False, *[True] * 47]},
+    "mimo_v2_layers": {
+        "hybrid_layer_pattern": [int(layer > 0 and layer % 6 != 5) for layer in range(48)],
+        "moe_layer_freq": [0, *[1] * 47],
+    },
     "whole_30": _per_layer("layer_types", 30, _FULL),
     "smollm3_layers": _per_layer("layer_types", 36, _FULL) | _per_layer("no_rope_layers", 36, 1, 1, 1, 0),
     "every_second_slides_24": _per_layer("layer_types", 24, _SLIDING, _FULL),
