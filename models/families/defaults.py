@@ -51,6 +51,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
     "hy_v3": (120_832, 4096, 13_312, 80, 64, 8, 128, 131_072, 1e-5, 11_158_840.0),
+    "laguna": (100_352, 2048, 8192, 40, 48, 8, 128, 131_072, 1e-6, 5e5),
     "lfm2": (65_536, 2560, 12_288, 32, 32, 8, None, 128_000, None, 1e6),
     "lfm2_moe": (65_536, 2048, 7168, 32, 32, 8, None, 128_000, None, 1e6),
     "llama": (*_LLAMA_4K, 2048, 1e-6, 1e4),
@@ -98,6 +99,10 @@ _MISTRAL4_ROPE = {
 _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_LAGUNA_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
 _GRANITE = dict.fromkeys("attention_multiplier embedding_multiplier residual_multiplier logits_scaling".split(), 1.0)
 _GRANITE_MOE = {**_GRANITE, "num_experts": 8, "num_experts_per_tok": 2}
@@ -205,6 +210,11 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "hy_v3": {
         "first_k_dense_replace": 1, "moe_intermediate_size": 1536, "num_experts": 192, "num_experts_per_tok": 8,
         "num_shared_experts": 1, "router_scaling_factor": 2.826,
+    },
+    "laguna": {
+        "sliding_window": 512, "rope_parameters": _LAGUNA_ROPE, "moe_intermediate_size": 512, "num_experts": 256,
+        "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512, "moe_routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1, "gating": True,
     },
     "lfm2": {
         "norm_eps": 1e-5, "tie_word_embeddings": True, "conv_L_cache": 3, "block_multiple_of": 256,

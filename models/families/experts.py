@@ -157,6 +157,13 @@ def by_mlp_layer_types(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, 
     return tuple(moe if kind == "sparse" else None for kind in kinds)
 
 
+def _check_repeated(hf: HfConfig, key: str, expected: list[Any]) -> None:
+    """Raise CheckpointError unless a list that repeats what other keys say is absent or as expected."""
+    values = hf.value(key)
+    if values is not None and values != expected:
+        raise CheckpointError(f"{hf.source}: {key} = {shown(values)}, expected {shown(expected)} by other keys")
+
+
 def _check_sigmoid(hf: HfConfig) -> None:
     """Raise UnsupportedError unless the names of the routing are the published ones of sigmoid routing."""
     for key in ("scoring_func", "topk_method"):
@@ -178,9 +185,7 @@ def _exaone_moe(hf: HfConfig) -> dict[str, Any]:
         shared_size=hf.integer("moe_intermediate_size") * hf.integer("num_shared_experts"),
     )
     experts = by_mlp_layer_types(hf, moe)
-    are_sparse = [layer is not None for layer in experts]
-    if (listed := hf.items("is_moe_layer", bool)) not in ([], are_sparse):
-        raise CheckpointError(f"{hf.source}: is_moe_layer {shown(listed)}, expected {shown(are_sparse)}")
+    _check_repeated(hf, "is_moe_layer", [layer is not None for layer in experts])
     hf.choice("first_last_k_dense_replace", 1)  # an older name of first_k_dense_replace
     return dict(**exaone_attention(hf), moe=experts)
 
@@ -276,6 +281,45 @@ def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
     return dict(**hunyuan(hf), moe=tuple(moe[top_k] for top_k in top_ks))
 
 
+def _laguna(hf: HfConfig) -> dict[str, Any]:
+    """Laguna (Poolside, 2026): layers have their own numbers of query heads, whose outputs are gated by softplus;
+    sigmoid routing with a bias and a shared MLP; another rotation in layers with a window."""
+    hf.choice("attention_bias", False)  # the gate has none
+    hf.choice("moe_apply_router_weight_on_input", False)
+    hf.choice("moe_router_logit_softcapping", 0)
+    hf.choice("norm_topk_prob", True)
+    hf.choice("decoder_sparse_step", 1)
+    num_layers, head_dim = count_layers(hf), read_head_dim(hf)
+    heads = hf.items("num_attention_heads_per_layer", int) or [hf.integer("num_attention_heads")] * num_layers
+    if len(heads) != num_layers or min(heads) < 1:
+        raise CheckpointError(
+            f"{hf.source}: num_attention_heads_per_layer {shown(heads)}, expected one for each of {num_layers} layers"
+        )
+    is_per_element = hf.choice("gating", True, "per-head", "per-element") == "per-element"
+    _check_repeated(hf, "gating_types", ["per_element" if is_per_element else "per_head"] * num_layers)
+    moe = moe_config(
+        hf,
+        size_key="moe_intermediate_size",
+        renormalize=True,
+        scoring="sigmoid",
+        correction_bias="experts.e_score_correction_bias",
+        routed_scaling_factor=hf.number("moe_routed_scaling_factor"),
+        shared_size=hf.integer("shared_expert_intermediate_size"),
+        shared_name="shared_expert",
+    )
+    experts = by_mlp_layer_types(hf, moe)
+    _check_repeated(hf, "mlp_only_layers", [layer for layer in range(num_layers) if experts[layer] is None])
+    windows = layer_windows(hf, hf.optional_integer("sliding_window"), lambda layer: False)
+    return {
+        "num_heads": tuple(heads),
+        "window": windows,
+        "rope": by_window(windows, *ropes_by_kind(hf, 1e4, is_partial=True)),
+        "qk_norm": "head",
+        "softplus_gate": head_dim if is_per_element else 1,
+        "moe": experts,
+    }
+
+
 def _llama4(hf: HfConfig) -> dict[str, Any]:
     """Llama 4 (Meta, 2025), text only: each token takes one expert; Llama Guard 4 has no experts.
 
@@ -364,9 +408,7 @@ def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
         routed_scaling_factor=hf.number("routed_scaling_factor", 1.0),
     )
     experts = by_mlp_layer_types(hf, moe)
-    are_sparse = [int(layer is not None) for layer in experts]
-    if (listed := hf.items("moe_layer_freq", int)) not in ([], are_sparse):
-        raise CheckpointError(f"{hf.source}: moe_layer_freq {shown(listed)}, expected {shown(are_sparse)}")
+    _check_repeated(hf, "moe_layer_freq", [int(layer is not None) for layer in experts])
     return {
         "num_kv_heads": by_window(windows, kv_heads, hf.integer("swa_num_key_value_heads", 2 * kv_heads)),
         "head_dim": head_dim,
@@ -475,6 +517,7 @@ EXPERTS = {
     "GraniteMoeSharedForCausalLM": family("granitemoeshared", granite_moe, GRANITE_RENAMES),
     "HYV3ForCausalLM": family("hy_v3", _hy3),
     "HunYuanMoEV1ForCausalLM": family("hunyuan_v1_moe", _hunyuan_moe, HUNYUAN_RENAMES),
+    "LagunaForCausalLM": family("laguna", _laguna),
     "Llama4ForCausalLM": family("llama4_text", _llama4),
     "MiMoV2FlashForCausalLM": family("mimo_v2_flash", _mimo_v2, _MIMO_RENAMES),
     "MixtralForCausalLM": family("mixtral", _mixtral, _MIXTRAL_RENAMES),

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from paged.errors import UnsupportedError
@@ -132,13 +133,17 @@ class Attention(nn.Module):
         block_table, slot_mapping = metadata.table(self.table)
 
         # Project.
-        parts = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
+        parts = list(self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1))
+        gate: torch.Tensor | None = None
+        if layer.softplus_gate:
+            gate = parts.pop().unflatten(-1, (layer.num_heads, -1))  # [T, Hq, 1 or Dv]
+            gate = functional.softplus(gate.float()).to(gate.dtype)
         q = parts[0].unflatten(-1, (layer.num_heads, -1))  # [T, Hq, D]
         k = parts[1].unflatten(-1, (layer.num_kv_heads, -1))  # [T, Hkv, D]
         v = parts[-1].unflatten(-1, (layer.num_kv_heads, -1))  # [T, Hkv, Dv]; the keys if there is no `v_proj`
-        gate: torch.Tensor | None = None
         if layer.output_gate:
             q, gate = q.chunk(2, -1)  # both [T, Hq, D]
+            gate = gate.sigmoid()
 
         # Norm, rotate and write.
         write: Callable[..., torch.Tensor] = self.qk_norm_rope_and_cache
@@ -180,7 +185,7 @@ class Attention(nn.Module):
 
         Args:
             q: [T, Hq, D].
-            gate: [T, Hq, Dv], whose sigmoid multiplies the heads' outputs; None for none.
+            gate: [T, Hq, 1 or Dv], multiplies the heads' outputs; None for none.
             positions: [T].
             block_table: of the layer's cache.
         """
@@ -219,7 +224,7 @@ class Attention(nn.Module):
             out=out,
         )
         if gate is not None:
-            out *= gate.sigmoid()
+            out *= gate
 
         # Project.
         projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)  # [R, hidden_size]
@@ -243,10 +248,10 @@ class SharedKvAttention(Attention):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__(config, index)
         layer = self.config
-        if layer.qk_norm in ("width", "layer") or layer.output_gate or layer.norm_after_rope:
+        if layer.qk_norm in ("width", "layer") or layer.output_gate or layer.softplus_gate or layer.norm_after_rope:
             raise UnsupportedError(
                 f"layer {index} reads K/V of layer {layer.shares_kv_with}, expected norms of heads before the rotation "
-                "and no output gate"
+                "and no gate"
             )
         self.rms_norm, self.rotary_embedding = Bound(rms_norm), Bound(rotary_embedding, by=1)
 
@@ -276,4 +281,6 @@ def _projected_sizes(layer: AttentionConfig) -> dict[str, int]:
         sizes["k_proj"] = layer.num_kv_heads * layer.head_dim
         if not layer.k_eq_v:
             sizes["v_proj"] = layer.num_kv_heads * layer.v_head_dim
+    if layer.softplus_gate:
+        sizes["g_proj"] = layer.num_heads * layer.softplus_gate
     return sizes

@@ -109,6 +109,8 @@ class AttentionConfig:
         sinks: whether each query head has an extra score that takes part in the softmax and adds no value.
         output_gate: whether the query projection also gives a gate, after each head's query, whose sigmoid multiplies
             the head's output.
+        softplus_gate: elements of a gate for each head, 1 or v_head_dim, from a projection `g_proj`; its softplus
+            multiplies the head's output. 0 for none.
     """
 
     num_heads: int
@@ -133,6 +135,7 @@ class AttentionConfig:
     sinks: bool = False
     latent: LatentConfig | None = None
     output_gate: bool = False
+    softplus_gate: int = 0
 
     @property
     def cache_kind(self) -> tuple[int, int, int, int | None, bool]:

@@ -81,6 +81,7 @@ _WORDS: dict[str, dict[str, Any]] = {
     "yarn_beta_0.1": _yarn(llama_4_scaling_beta=0.1),
     "gemma3_rope": _by_layer_type(100.0, rope_type="linear", rope_theta=1e4, factor=4.0),
     "gemma4_rope": _by_layer_type(100.0, rope_type="proportional", rope_theta=1e4, partial_rotary_factor=0.25),
+    "laguna_rope": _by_layer_type(100.0, **_yarn(partial_rotary_factor=0.5)["rope_parameters"]),
     "olmo3_rope": _by_layer_type(500.0, **_yarn()["rope_parameters"]),
     "long_rope": {"rope_parameters": _LONG},
     "long_rope_8": {"rope_parameters": _LONG_8},
@@ -186,6 +187,9 @@ FAMILIES = Families(
     hunyuan_moe="HunYuanMoEV1 alpha_rope num_experts=4 moe_topk=[2,3] attention_bias=True pad_token_id=0",
     hunyuan_v1_dense="HunYuanDenseV1 tied pad_token_id=0",
     hy_v3="HYV3 head_dim=16 experts num_experts=8 num_experts_per_tok=3 num_shared_experts=2",
+    laguna="""Laguna head_dim=16 window_last experts num_experts=8 num_experts_per_tok=3
+        shared_expert_intermediate_size=48 num_attention_heads_per_layer=[4,6] moe_routed_scaling_factor=2.5
+        laguna_rope""",
     lfm2="Lfm2 short_conv block_auto_adjust_ff_dim=False pad_token_id=0",
     lfm2_moe="Lfm2Moe short_conv experts num_dense_layers=1 pad_token_id=0",
     llama="Llama",
@@ -254,6 +258,8 @@ VARIANTS = Families(
     granite_moe="GraniteMoe multipliers local_experts",
     granite_moe_shared_biases_tied="""GraniteMoeShared multipliers tied llama3_rope num_local_experts=6
         num_experts_per_tok=3 shared_intermediate_size=32 hidden_act='gelu' attention_bias=True""",
+    laguna_gates_elements="""Laguna head_dim=16 window_first experts num_experts=8 shared_expert_intermediate_size=24
+        gating='per-element' mlp_layer_types=['sparse','dense']""",
     llama4_dense_layer="""Llama4Text llama3_rope pad_token_id=0 intermediate_size_mlp=80 attention_chunk_size=8
         num_local_experts=4 interleave_moe_layer_step=2 no_rope_layer_interval=2 use_qk_norm=False
         attn_temperature_tuning=False attention_bias=True""",

@@ -64,6 +64,10 @@ _ROWS = {
         routed_scaling_factor=None scoring_func='sigmoid' window=128 sliding_window_size=128 swa_head_dim=192
         swa_num_attention_heads=64 swa_num_key_value_heads=8 swa_rope_theta=10000 swa_v_head_dim=128 top=8 topk_group=1
         topk_method='noaux_tc' untied v=152576 v_head_dim=128""",
+    "poolside/Laguna-S-2.1": """Laguna no_bias laguna_layers h=3072 i=12288 l=48 q=48 kv=8 d=128 max=1048576
+        attention_dropout=0.0 decoder_sparse_step=1 eps=1e-6 gating='per-head' mlp_only_layers=[0]
+        moe_apply_router_weight_on_input=False moe=1024 moe_routed_scaling_factor=2.5 moe_router_logit_softcapping=0.0
+        norm_topk_prob=True num_experts=256 router_aux_loss_coef=0.0 shared=1024 window=512 top=10 untied v=100352""",
     # Mistral
     "mistralai/Mistral-7B-v0.1": """Mistral silu h=4096 i=14336 l=32 q=32 kv=8 max=32768 eps=1e-5 theta=10000.0
         window=4096 untied v=32000""",

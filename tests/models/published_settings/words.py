@@ -45,6 +45,10 @@ _GEMMA4 = {
     "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
     "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
 }
+_LAGUNA_YARN = options(
+    """rope_type='yarn' rope_theta=500000.0 factor=128.0 original_max_position_embeddings=8192 beta_slow=1.0
+    beta_fast=32.0 attention_factor=1.4852030263919618 partial_rotary_factor=0.5"""
+)
 _GPT_OSS = _rope("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
 _OLMO3 = _rope("yarn", 8.0, 8192, attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0)
 WORDS: dict[str, dict[str, Any]] = {
@@ -228,6 +232,13 @@ WORDS: dict[str, dict[str, Any]] = {
     "mimo_v2_layers": {
         "hybrid_layer_pattern": [int(layer > 0 and layer % 6 != 5) for layer in range(48)],
         "moe_layer_freq": [0, *[1] * 47],
+    },
+    "laguna_layers": _per_layer("layer_types", 48, _FULL, *(_SLIDING,) * 3)
+    | _per_layer("num_attention_heads_per_layer", 48, 48, 72, 72, 72)
+    | {
+        "gating_types": ["per_head"] * 48,
+        "mlp_layer_types": ["dense", *["sparse"] * 47],
+        "rope_parameters": {_FULL: _LAGUNA_YARN, _SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
     },
     "whole_30": _per_layer("layer_types", 30, _FULL),
     "smollm3_layers": _per_layer("layer_types", 36, _FULL) | _per_layer("no_rope_layers", 36, 1, 1, 1, 0),
