@@ -204,7 +204,7 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
     )
     num_tables = len(kv_config.tables)
     cuda_graphs = given.cuda_graphs
-    if isinstance(config, ModuleConfig):
+    if isinstance(config, ModuleConfig) and given.device.type == "cuda":
         cuda_graphs = False  # transformers' code may read values on the host, which no graph can hold
     state_bytes = 0
     if kv_config.recurrent is not None:
@@ -285,7 +285,7 @@ def _load_module(
 
     refused = {
         "tensor_parallel_size": ranks.size > 1,
-        "cuda_graphs": bool(given.cuda_graphs),
+        "cuda_graphs": bool(given.cuda_graphs) and given.device.type == "cuda",
         "draft": given.draft is not None,
         "kv_cache_dtype": kv_cache_dtype != dtype,
     }

@@ -12,7 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from paged.errors import UnsupportedError
 from paged.kernels.attention.paged_attention import paged_attention
-from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.common.operation import Bound
 from paged.metadata import AttentionMetadata
 from paged.models.layers.config import AttentionConfig
@@ -46,6 +46,7 @@ class Step:
 class PagedLayer:
     """The cache of one attention module; `PagedLayer.of` finds it from the module.
 
+    no_rotation: `rope_table` of None, [max_seq_len, 0].
     k_scale, v_scale: factors of an 8-bit cache; a missing one is 1.
     """
 
@@ -54,11 +55,14 @@ class PagedLayer:
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     table: int
+    no_rotation: torch.Tensor
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.write, self.attend = Bound(reshape_and_cache), Bound(paged_attention)
+        # The module has rotated: a table without columns rotates nothing. A CPU has a numba kernel for this operation.
+        self.write = Bound(qk_norm_rope_and_cache, by=1)
+        self.attend = Bound(paged_attention)
 
     def attach(self, module: torch.nn.Module) -> None:
         """Let an attention module use this cache."""
@@ -155,7 +159,18 @@ def _attend(
     block_table, slot_mapping = metadata.table(layer.table)
     dtype = value.dtype  # some models rotate in float32 and leave it to attention to round
     q, k, v = query[0].transpose(0, 1).to(dtype), key[0].transpose(0, 1).to(dtype), value[0].transpose(0, 1)
-    layer.write(k, v, layer.k_cache, layer.v_cache, slot_mapping, k_scale=layer.k_scale, v_scale=layer.v_scale)
+    layer.write(
+        q[:, :0],
+        k,
+        v,
+        layer.k_cache,
+        layer.v_cache,
+        slot_mapping,
+        metadata.positions,
+        layer.no_rotation,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
+    )
     out = torch.empty(*q.shape[:2], config.v_head_dim, dtype=dtype, device=q.device)
     layer.attend(
         q,

@@ -18,6 +18,7 @@ from paged.models.generic.interface import PAGED, PagedLayer, Step
 from paged.models.generic.layers import ModuleLinear, use_our_layers
 from paged.models.generic.probe import build
 from paged.models.layers.attention import HeldCaches
+from paged.models.layers.rope import rope_table
 from paged.models.layers.share_bound import share_bound
 from paged.models.loading.weights import Track, untracked
 from paged.models.parallel.share import Share
@@ -69,6 +70,7 @@ class ModuleNetwork(Llama):
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every attention module its cache."""
         held = HeldCaches()
+        no_rotation = rope_table(None, 0, max_seq_len, self.embed_tokens.device)
         self._layers = []
         for index, (attention, kind) in enumerate(zip(self._attentions, self.config.attention, strict=True)):
             k_scale, v_scale = kv_manager.scales(index)
@@ -78,6 +80,7 @@ class ModuleNetwork(Llama):
                 k_cache=held.of(kv_manager.k_cache(index)),
                 v_cache=held.of(kv_manager.v_cache(index)),
                 table=kv_manager.table_of(index),
+                no_rotation=no_rotation,
                 k_scale=k_scale,
                 v_scale=v_scale,
             )

@@ -20,8 +20,10 @@ from paged.models.module_check import check_module
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import CpuProducts
 from paged.models.registry import cache_config, load_model
+from tests.backends import needs_numba
 from tests.models.edits import edit_config
 from tests.models.families import FAMILIES, Families, assert_logits_of, assert_same_logits, save_checkpoint, tokens
+from tests.models.stepping import begin, decode, make
 
 ACCEPTED = Families(
     cohere="Cohere head_dim=16 use_qk_norm=True pad_token_id=0",
@@ -62,6 +64,22 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert type(model.network) is ModuleNetwork
     prompt = tokens(30)
     assert_logits_of(all_logits(model, prompt, (17, 12, 1)), theirs, prompt)
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("backend", [pytest.param("numba", marks=needs_numba)], indirect=True)
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_decode_steps_are_recorded(name: str, tmp_path: Path, backend: str) -> None:
+    save_checkpoint(ACCEPTED[name], tmp_path)
+    recorded, eager = (make(tmp_path, graphs) for graphs in (None, False))
+    for model in (recorded, eager):
+        model.pack()
+        model.graphs.capture()
+        begin(model, (7, 3, 12, 1, 18))
+    for number, names in enumerate([(4, 1, 0), (3,), *((4, 2, 0),) * 2]):
+        assert_same_logits(decode(recorded, names, number), decode(eager, names, number))
+    assert recorded.graphs.num_unrecorded == 0
+    assert recorded.num_graph_replays == 4
 
 
 def test_the_engine_gives_its_greedy_tokens(tmp_path: Path) -> None:
@@ -124,7 +142,6 @@ def test_a_wrong_window_fails_the_check(tmp_path: Path) -> None:
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"draft": "mtp"}, "draft"),
-        ({"cuda_graphs": (1, 2)}, "cuda_graphs"),
         ({"model_impl": "native"}, "architectures ['OPTForCausalLM'] are unknown; unlike a Llama"),
     ],
 )
