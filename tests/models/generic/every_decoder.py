@@ -36,6 +36,23 @@ _SIZES = options(
     encoder_hash_byte_group_vocab=64"""
 )
 
+# Sizes of configurations that are not valid with those above. Two assistants of Gemma 4 remain, which transformers 5.23
+# cannot build of any sizes, and Gemma 3n's wrapper, which needs timm.
+_OWN = {
+    "BambaConfig": "attn_layer_indices=[1] time_step_limit=[0.0,10.0]",
+    "CohereCompassTextConfig": "rope_parameters={'full_attention':{'rope_type':'default','rope_theta':1e4}} "
+    "num_hidden_layers=2 layer_types=['full_attention','full_attention']",
+    "DbrxConfig": "attn_config={'kv_n_heads':2,'clip_qkv':8,'rope_theta':1e4}",
+    "GPTNeoConfig": "attention_types=[[['global','local'],1]]",
+    "Mamba2Config": "num_heads=8 time_step_limit=[0.0,10.0]",
+    "ProphetNetConfig": "num_encoder_layers=2 num_decoder_layers=2",
+    "ReformerConfig": "axial_pos_embds_dim=[16,48] axial_pos_shape=[8,16] attention_head_size=16 "
+    "attn_layers=['local','lsh']",
+    "ZambaConfig": "num_hidden_layers=3 layer_types=['mamba','hybrid','hybrid']",
+    "Zamba2Config": "num_hidden_layers=2 layer_types=['mamba','hybrid']",
+    "ZayaConfig": "num_experts_per_tok=1",
+}
+
 
 def decoders() -> list[str]:
     """Return the classes that AutoModelForCausalLM knows."""
@@ -125,15 +142,22 @@ def tiny(config_class: Any) -> Any:
     values: dict[str, Any] = {}
     # Layer types follow from the number of layers where none are set.
     for key, size in [*_SIZES.items(), ("layer_types", None)]:
-        attribute = getattr(config_class, key, None)
-        if isinstance(attribute, property) and attribute.fset is None:
-            continue
-        if getattr(default, key, None) is not None:
+        if _takes(default, key):
             values[key] = size
-    if getattr(default, "num_key_value_heads", None) == getattr(default, "num_attention_heads", 0):
+    if _takes(default, "num_key_value_heads") and default.num_key_value_heads == default.num_attention_heads:
         values["num_key_value_heads"] = 4
     for key, part_class in getattr(config_class, "sub_configs", {}).items():
         part = getattr(default, key, None)
         if part is not None and part_class is not None:
             values[key] = tiny(type(part)).to_dict()
-    return config_class(**values)
+    return config_class(**{**values, **options(_OWN.get(config_class.__name__, ""))})
+
+
+def _takes(default: Any, key: str) -> bool:
+    """Return whether a configuration has a size of this name, which can be set."""
+    try:
+        size = getattr(default, key, None)
+        setattr(default, key, size)
+    except Exception:  # from transformers' code, of many types
+        return False
+    return size is not None
