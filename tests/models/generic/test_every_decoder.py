@@ -1,11 +1,10 @@
-"""How every decoder of transformers runs here: no wrong one, no crash."""
+"""How every decoder of transformers runs here: no wrong one, no crash; and the page that says so."""
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.models.generic.every_decoder import decoders, result_of
+from tests.models.generic.table import PAGE, page, results, saved_results
 
 
 @pytest.mark.thorough
@@ -13,12 +12,15 @@ from tests.models.generic.every_decoder import decoders, result_of
 def test_every_decoder_is_right_or_refused() -> None:
     """Each as a tiny checkpoint, in a process with a deadline; -s prints the table."""
     pytest.importorskip("transformers")  # children inherit it: importing takes seconds
-    names = decoders()
-    with ThreadPoolExecutor(2) as pool:
-        table = dict(zip(names, pool.map(result_of, names), strict=True))
-    lines = [f"{name:50} {result}" for name, result in table.items()]
+    lines = [f"{name} {result}" for name, result in results().items()]
     print("\n".join(lines))
-    counts = Counter(result.partition(":")[0] for result in table.values())
-    print(counts)
     assert [line for line in lines if " wrong: " in line or " crash: " in line] == []
+    counts = Counter(line.split(" ")[1].rstrip(":") for line in lines)
     assert counts["native"] + counts["generic"] >= 100
+    saved = [f"{name} {result}" for name, result in saved_results().items()]
+    kinds = [[line.partition(":")[0] for line in table] for table in (lines, saved)]
+    assert kinds[0] == kinds[1], "python -m tests.models.generic.table --run"
+
+
+def test_the_page_is_of_the_results() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.models.generic.table"
