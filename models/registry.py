@@ -31,6 +31,7 @@ from paged.models.families.gemma4 import Gemma4
 from paged.models.families.hybrid import HYBRIDS
 from paged.models.families.llama import Llama
 from paged.models.families.mamba import MAMBAS
+from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
@@ -51,6 +52,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     **COHERE,
     **DENSE,
     **EXPERTS,
+    **SIGMOID_EXPERTS,
     **DEEPSEEK,
     **HYBRIDS,
     **MAMBAS,
@@ -61,7 +63,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
 ALIASES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM", "MiMoForCausalLM": "Qwen2ForCausalLM"}
 
 # Families that are only text parts of multimodal models, by model_type.
-TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS)}
+TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS)}
 
 # Multimodal models. The model_type of their text_config names one of the families above; otherwise this default does.
 WRAPPERS = {

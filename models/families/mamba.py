@@ -12,8 +12,9 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.dense import granite_fields
-from paged.models.families.experts import GRANITE_RENAMES, granite_moe, sigmoid_experts
+from paged.models.families.experts import GRANITE_RENAMES, granite_moe
 from paged.models.families.llama import DecoderLayer, Llama, family
+from paged.models.families.sigmoid_experts import sigmoid_experts
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import (
     CONV_ACTIVATIONS,
