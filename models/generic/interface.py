@@ -15,6 +15,7 @@ from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.common.operation import Bound
 from paged.metadata import AttentionMetadata
+from paged.models.generic.experts import ModuleExperts
 from paged.models.layers.config import AttentionConfig
 
 # Names in transformers' attention interface. Masks are made for the second name only.
@@ -198,6 +199,9 @@ def _run_experts(
     """Run a module's experts; without memory, return a tensor of the right shape."""
     if hidden_states.is_meta:
         return torch.empty_like(hidden_states)
+    ours = ModuleExperts.of(experts)
+    if ours is not None:
+        return ours.forward(hidden_states, top_k_index, top_k_weights)
     out: torch.Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
     return out
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from paged.models.generic.experts import ModuleExperts
 from paged.models.layers.config import NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm
 
@@ -21,7 +22,7 @@ _FACTORS = (1.0, 1e-3)
 
 
 def use_our_layers(module: nn.Module, linears: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace linear layers and RMS norms of a module with weights by ours.
+    """Replace linear layers, RMS norms and experts of a module with weights by ours.
 
     linears: names of the linear layers, from the recorded forward. dtype: of activations.
     """
@@ -35,6 +36,8 @@ def use_our_layers(module: nn.Module, linears: Iterable[str], dtype: torch.dtype
             norm = _our_norm(part, dtype)
             if norm is not None:
                 ours[id(part)] = norm
+        elif hasattr(part, "has_post_expert_norm"):
+            ModuleExperts.attach(part)
     for name, part in places:
         if id(part) in ours:
             module.set_submodule(name, ours[id(part)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from paged.errors import UnsupportedError
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.llama import Llama
 from paged.models.generic.config import ModuleConfig
+from paged.models.generic.experts import ModuleExperts
 from paged.models.generic.interface import PAGED, PagedLayer, Step
 from paged.models.generic.layers import ModuleLinear, use_our_layers
 from paged.models.generic.probe import build
@@ -132,13 +134,16 @@ class ModuleNetwork(Llama):
         return logits if out is None else out.copy_(logits)
 
     def quantize(self, form: str, track: Track = untracked) -> None:
-        """Round the layers' projections to int8 or int4 for a CPU, but for those of a router."""
-        projections: list[ModuleLinear] = []
+        """Round the layers' projections and experts to int8 or int4 for a CPU, but for those of a router."""
+        projections: list[Callable[[str], None]] = []
         for name, module in self._decoder_layers.named_modules():
             if isinstance(module, ModuleLinear) and not any(ROUTER.match(part) for part in name.split(".")):
-                projections.append(module)
-        for projection in track(projections, desc="quantising", unit="projection"):
-            projection.round_to(form)
+                projections.append(module.round_to)
+            ours = ModuleExperts.of(module)
+            if ours is not None:
+                projections.append(partial(ours.round_to, theirs=module))
+        for round_to in track(projections, desc="quantising", unit="projection"):
+            round_to(form)
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
         raise UnsupportedError("kv_cache_dtype: scales of a checkpoint need a family")

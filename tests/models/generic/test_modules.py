@@ -13,7 +13,7 @@ from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.errors import UnsupportedError
 from paged.executors.command_line.checkpoint_summary import summarize
-from paged.models.families.llama import Llama
+from paged.models.generic.experts import ModuleExperts
 from paged.models.generic.layers import ModuleLinear, ModuleNorm
 from paged.models.generic.network import ModuleNetwork
 from paged.models.module_check import check_module
@@ -98,19 +98,33 @@ def test_the_engine_gives_its_greedy_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [None, "int8", "int4"])
-def test_it_equals_a_family(form: str | None, llama_folder: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_it_equals_a_family(name: str, form: str | None, tmp_path: Path) -> None:
     """Also with weights rounded at load, and in a CPU's order."""
+    save_checkpoint(FAMILIES[name], tmp_path)
     options: dict[str, Any] = {"num_blocks": 16, "quantization": form}
-    family = load_model(llama_folder, **options)
-    module = load_model(llama_folder, model_impl="transformers", **options)
+    family = load_model(tmp_path, **options)
+    module = load_model(tmp_path, model_impl="transformers", **options)
     for model in (family, module):
         model.prepare()
-    assert (type(family.network), type(module.network)) == (Llama, ModuleNetwork)
-    counts = Counter(type(part) for part in module.network.modules())
-    assert (counts[ModuleLinear], counts[ModuleNorm], counts[nn.Linear]) == (15, 5, 0)
-    assert counts[CpuProducts] == (0 if form is None else 14)
+    assert not isinstance(family.network, ModuleNetwork)
+    assert isinstance(module.network, ModuleNetwork)
     prompt = tokens(20)
     assert_same_logits(all_logits(module, prompt, (20,)), all_logits(family, prompt, (20,)))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", (15, 5, 0)), ("mixtral", (9, 5, 2))])
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_layers_are_replaced(name: str, expected: tuple[int, int, int], form: str | None, tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES[name], tmp_path)
+    model = load_model(tmp_path, num_blocks=16, model_impl="transformers", quantization=form)
+    counts = Counter(type(part) for part in model.network.modules())
+    assert (counts[ModuleLinear], counts[ModuleNorm], counts[ModuleExperts]) == expected
+    num_rounded = 0
+    if form is not None:  # all but the head; two products of each layer's experts
+        num_rounded = expected[0] - 1 + 2 * expected[2]
+    assert counts[CpuProducts] == num_rounded
+    assert counts[nn.Linear] == 0
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -1,0 +1,73 @@
+"""Our mixture of experts in the place of that of transformers' experts interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.integrations import moe
+
+from paged.kernels.common.operation import Bound
+from paged.kernels.moe.fused_moe import fused_moe
+from paged.kernels.moe.torch_ops.expert_products import run_experts
+from paged.models.quantization.rounding import as_products
+
+# Attribute of experts of transformers that holds ours.
+_OURS = "paged_experts"
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+class ModuleExperts(nn.Module):
+    """`fused_moe` with the weights of a module's experts.
+
+    products: of gate and up and of down, if they are rounded; then there are no weights.
+    """
+
+    products: tuple[Any, Any] | None = None
+
+    def __init__(self, theirs: Any, activation: str) -> None:
+        """theirs: with `gate_up_proj` [num_experts, 2 * size, hidden_size] and `down_proj`."""
+        super().__init__()
+        self.activation, self.fused_moe = activation, Bound(fused_moe)
+        self.w1, self.w2 = theirs.gate_up_proj, theirs.down_proj
+
+    @staticmethod
+    def attach(theirs: Any) -> None:
+        """Let experts of transformers use ours, if those compute the same."""
+        options = getattr(theirs, "has_gate", False), getattr(theirs, "is_concatenated", False)
+        others = (getattr(theirs, name, True) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
+        if not all(options) or any(others) or type(theirs)._apply_gate is not moe._default_apply_gate:
+            return
+        inputs = torch.linspace(-6, 6, 64)
+        outputs = theirs.act_fn(inputs)
+        for name, activation in _ACTIVATIONS.items():
+            if torch.allclose(outputs, activation(inputs), 0, 1e-6):
+                setattr(theirs, _OURS, ModuleExperts(theirs, name))
+
+    @staticmethod
+    def of(theirs: Any) -> ModuleExperts | None:
+        """Return the experts that are used in the place of a module's; None for its own code."""
+        return getattr(theirs, _OURS, None)
+
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the experts' outputs, [num_tokens, hidden_size]. x: likewise."""
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.float().contiguous()
+        if self.products is not None:
+            return run_experts(x, *self.products, weights, ids, activation=self.activation)
+        return self.fused_moe(x, self.w1, self.w2, weights, ids, activation=self.activation)
+
+    def round_to(self, form: str, theirs: Any) -> None:
+        """Hold the weights rounded to int8 or int4, for a CPU, see `as_products`; theirs loses its own."""
+        w1, w2 = as_products(self.w1, form), as_products(self.w2, form)
+        if w1 is None or w2 is None:
+            return
+        self.rounded = nn.ModuleList((w1, w2))
+        self.products = w1.products, w2.products
+        del self.w1, self.w2, theirs.gate_up_proj, theirs.down_proj
