@@ -17,7 +17,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.layers.draft_head import DraftHead
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import StoredTensors, Track, check_weights, load_weights, read_headers, untracked
-from paged.models.network_loader import our_name, with_stored_layout
+from paged.models.network_loader import text_tensors, with_stored_layout
 from paged.models.quantization.read import without_zero_biases
 
 # The option `draft` for the head in the target's own checkpoint.
@@ -78,7 +78,7 @@ def load_draft_head(
 def _multi_token_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]:
     config, prefix = target.config, multi_token_prefix(target.config)
     names = MULTI_TOKEN_HEADS[config.model_type]
-    named = {our_name(type(target), name): tensor for name, tensor in read_headers(folder).items()}
+    named = text_tensors(type(target), target.config, read_headers(folder))
     stored = {name: tensor for name, tensor in named.items() if name.startswith(prefix)}
     if not stored:
         raise CheckpointError(f"{prefix}{names.projection}: {folder} has no multi-token head; use it without a draft")

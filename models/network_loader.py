@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +18,7 @@ from paged.models.families.llama import Llama, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.recurrent_config import GatedDeltaConfig, RecurrentConfig
 from paged.models.loading.given_tensors import GivenTensors
+from paged.models.loading.text_prefix import BESIDE_BODY, TextPrefix, find_text_prefix
 from paged.models.loading.weights import (
     Read,
     StoredTensors,
@@ -40,12 +43,6 @@ _KV = re.compile(r"self_attn\.[kv]_")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\.")
 _STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(?:gate_)?up_proj")
 _WHOLE_CONV = re.compile(r"model\.layers\.\d{1,9}\.linear_attn\.conv1d\.weight")
-# Prefixes of a multimodal model's text part, as published and as transformers 5 writes them, and of its other parts.
-_TEXT_PART = re.compile(r"^(?:model\.language_model\.|language_model\.(?=lm_head\.)|language_model\.model\.)")
-_OTHER_PARTS = (
-    *("vision_tower.", "vision_model.", "multi_modal_projector.", "visual."),
-    *("embed_vision.", "audio_tower.", "embed_audio."),
-)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -72,14 +69,17 @@ def load_network(
         UnsupportedError: the network cannot be spread over this number of ranks.
     """
     share = ranks.share
-    stored = _tensors_of(network_class, config, folder, draft_prefix)
+    headers = read_headers(folder)
+    prefix = text_prefix(network_class, config, headers)
+    stored = _tensors_of(network_class, config, headers, prefix, folder, draft_prefix)
+    place = f"{folder} (text model under {prefix.stored!r})" if config.wrapper else str(folder)
     config = replace(with_stored_layout(config, stored), quantization=as_stored(config.quantization, stored))
-    _check_counts(stored, config, folder)
+    _check_counts(stored, config, place)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights decide, as in transformers
     whole = meta_network(network_class, config, dtype)
     stored = without_zero_biases(stored, whole.weight_slots())
-    check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
+    check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=place)
     network, parts = rank_network(whole, config, dtype, share)
     # Like to_empty, but its empty_like of a meta tensor imports sympy, which takes 0.25 s.
     network._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
@@ -94,7 +94,7 @@ def load_network(
 
 
 def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderConfig:
-    """Return the configuration with the layout of these tensors, by the family's names (see `our_name`).
+    """Return the configuration with the layout of these tensors, by the family's names (see `text_name`).
 
     Each layer's experts are separate or stacked; those with biases are always stacked. Convolutions of q, k and v are
     three tensors or one. Without tensors, the layout is the published one.
@@ -119,9 +119,51 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     )
 
 
-def our_name(network_class: type[Llama], name: str) -> str:
-    """Return the family's name of a checkpoint's tensor."""
-    name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
+def text_prefix(network_class: type[Llama], config: DecoderConfig, stored: Iterable[str]) -> TextPrefix:
+    """Return where a checkpoint with tensors of these names keeps the text model.
+
+    Raises:
+        CheckpointError: there are two such places.
+    """
+    rename = partial(_rename, network_class)
+    # Most checkpoints hold a text model alone.
+    if not config.wrapper and any(rename(name) == _EMBEDDING for name in stored):
+        return TextPrefix()
+    first_layer = replace(
+        config,
+        intermediate_size=config.intermediate_size[:1],
+        attention=config.attention[:1],
+        moe=config.moe[:1],
+        recurrent=config.recurrent[:1],
+        attends=config.attends[:1],
+        quantization=None,
+    )
+    return find_text_prefix(stored, meta_network(network_class, first_layer, config.dtype).weight_slots(), rename)
+
+
+def text_name(network_class: type[Llama], config: DecoderConfig, prefix: TextPrefix, name: str) -> str | None:
+    """Return the family's name of a checkpoint's tensor; None if it belongs to another part of a multimodal model."""
+    inner_name = prefix.strip(name)
+    if inner_name is None:
+        return None
+    inner_name = _rename(network_class, inner_name)
+    if config.wrapper and not prefix.stored and not inner_name.startswith(("model.", *BESIDE_BODY)):
+        return None
+    return inner_name
+
+
+def text_tensors(network_class: type[Llama], config: DecoderConfig, stored: StoredTensors) -> StoredTensors:
+    """Return the tensors of a checkpoint's text model by the family's names."""
+    prefix = text_prefix(network_class, config, stored)
+    tensors: StoredTensors = {}
+    for name, tensor in stored.items():
+        inner_name = text_name(network_class, config, prefix, name)
+        if inner_name is not None:
+            tensors[inner_name] = tensor
+    return tensors
+
+
+def _rename(network_class: type[Llama], name: str) -> str:
     for theirs, ours in network_class.renames.items():
         name = re.sub(theirs, ours, name)
     return name
@@ -174,38 +216,44 @@ def rank_network(
 
 
 def _tensors_of(
-    network_class: type[Llama], config: DecoderConfig, folder: Path | GivenTensors, draft_prefix: str | None = None
+    network_class: type[Llama],
+    config: DecoderConfig,
+    stored: StoredTensors,
+    prefix: TextPrefix,
+    folder: Path | GivenTensors,
+    draft_prefix: str | None = None,
 ) -> StoredTensors:
-    """Return the tensors of a folder that the network uses, by the family's names.
+    """Return the tensors that the network uses, by the family's names.
 
     Left out are other parts of multimodal models, layers that predict tokens further ahead, and keys and values of
     layers that read another layer's.
 
     Raises:
-        CheckpointError: two tensors have one name, or a header cannot be read.
+        CheckpointError: two tensors have one name.
     """
-    stored = read_headers(folder)
-    has_other_parts = any(_TEXT_PART.match(name) or name.startswith("visual.") for name in stored)
-    found: StoredTensors = {}
-    left: set[str] = set()
-    for name, tensor in stored.items():
-        if has_other_parts and name.removeprefix("model.").startswith(_OTHER_PARTS):
-            left.add(name)
+    used: StoredTensors = {}
+    unused: list[str] = []
+    for tensor in stored.values():
+        name = text_name(network_class, config, prefix, tensor.name)
+        if name is None:
+            unused.append(tensor.name)
             continue
-        name = our_name(network_class, name)
         if draft_prefix is not None and name.startswith(draft_prefix):
             continue
         if _is_unused(name, config):
-            left.add(tensor.name)
+            unused.append(tensor.name)
             continue
-        if name in found:
-            raise CheckpointError(f"{tensor.name}: the same tensor as {found[name].name}, in {tensor.file}")
-        found[name] = tensor
-    if left:
+        if name in used:
+            raise CheckpointError(f"{tensor.name}: the same tensor as {used[name].name}, in {tensor.file}")
+        used[name] = tensor
+    if unused:
         _log.warning(
-            "%s: %d tensors are not loaded, because text does not need them; first: %s", folder, len(left), min(left)
+            "%s: %d tensors are not loaded, because text does not need them; first: %s",
+            folder,
+            len(unused),
+            min(unused),
         )
-    return found
+    return used
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
@@ -219,7 +267,7 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
     return config.attention[layer].shares_kv_with is not None and _KV.match(name, match.end()) is not None
 
 
-def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: Path | GivenTensors) -> None:
+def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: str) -> None:
     """Check the numbers of layers and experts before their modules are made."""
     layers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
     if config.num_layers > len(layers):

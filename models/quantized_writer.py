@@ -17,7 +17,7 @@ from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, StoredTensors, Track, read_headers, read_tensor, untracked
-from paged.models.network_loader import meta_network, our_name, with_stored_layout
+from paged.models.network_loader import meta_network, text_tensors, with_stored_layout
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.quantization.rounding import GROUPS, nearest_codes
 from paged.models.registry import model_config
@@ -153,7 +153,7 @@ def _group(form: str, group_size: int, target: str) -> dict[str, Any]:
 def _projections(hf: HfConfig, stored: StoredTensors) -> set[str]:
     """Return the stored weights that a network with this quantization_config reads packed."""
     network_class, config = model_config(hf)
-    named = {our_name(network_class, name): tensor for name, tensor in stored.items()}
+    named = text_tensors(network_class, config, stored)
     config = with_stored_layout(config, named)
     stacked = frozenset(name for name in named if name.endswith(_STACKED))
     quantization = as_stored(config.quantization, {})

@@ -42,6 +42,7 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.fingerprint import checkpoint_parts, program_parts
 from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
+from paged.models.wrappers import WRAPPERS, UnknownArchitectureError, text_part, wrapped, wrapper_of
 from paged.printable import one_line
 
 _LOG = logging.getLogger("paged")
@@ -65,26 +66,6 @@ ALIASES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM", "MiMoForCausalLM": "Q
 # Families that are only text parts of multimodal models, by model_type.
 TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS)}
 
-# Multimodal models. The model_type of their text_config names one of the families above; otherwise this default does.
-WRAPPERS = {
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "Gemma4ForConditionalGeneration": "gemma4_text",
-    "Glm4vForConditionalGeneration": "glm4v_text",
-    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
-    "InternVLForConditionalGeneration": "qwen2",
-    "Llama4ForConditionalGeneration": "llama4_text",
-    "LlavaForConditionalGeneration": "llama",
-    "Mistral3ForConditionalGeneration": "mistral",
-    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
-    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
-}
-# Published ones without a text_config: its keys stand beside the others.
-_FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-
 # On a CPU, the cache's default size: this many sequences of full length, but at most this many bytes.
 _CPU_SEQUENCES = 4
 _CPU_BYTES = 1 << 30
@@ -99,10 +80,6 @@ _STATE_FRACTION = 0.5
 _MOST_SLOTS = 768
 # On a CPU: two slots for each of 8 sequences, and 16 snapshots.
 _CPU_SLOTS = 32
-
-
-class UnknownArchitectureError(UnsupportedError):
-    """No family has an architecture of a config.json."""
 
 
 def load_model(
@@ -364,12 +341,20 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
             names another family.
     """
     names = hf.items("architectures", str)
-    wrapper = next((name for name in names if name in WRAPPERS), None)
-    family, hf = (_of_architecture(hf, names), hf) if wrapper is None else _text_part(hf, wrapper)
+    wrapper = None
+    if not any(ALIASES.get(name, name) in ARCHITECTURES for name in names):
+        wrapper = wrapper_of(hf, names)
+    if wrapper is None:
+        family = _of_architecture(hf, names)
+    else:
+        families = {family.model_type: family for family in ARCHITECTURES.values()} | TEXT_PARTS
+        family, hf = text_part(hf, wrapper, families, ARCHITECTURES)
     hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # callers may register families
     family = family.variant(hf)
     config = family.read_config(hf)
     refuse_unread(hf, config)
+    if wrapper is not None:
+        config = wrapped(config, wrapper, hf.source)
     return family, replace(config, unknown_keys=tuple(unknown_keys(hf)))
 
 
@@ -390,22 +375,6 @@ def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
     return family
-
-
-def _text_part(hf: HfConfig, wrapper: str) -> tuple[type[Llama], HfConfig]:
-    """Return the family and the section of config.json of a multimodal model's text part."""
-    text = hf.section("text_config")
-    if text is None and wrapper in _FLAT:
-        text = hf.overridden({"model_type": WRAPPERS[wrapper]})
-    model_type = text.text("model_type", WRAPPERS[wrapper]) if text is not None else "none"
-    known = {family.model_type: family for family in ARCHITECTURES.values()} | TEXT_PARTS
-    if text is None or model_type not in known:
-        raise UnsupportedError(f"{hf.source}: architectures {wrapper!r} with the text_config of {shown(model_type)}")
-    # Settings of the complete model take precedence. If none ties the head, it is tied unless it has weights.
-    whole = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
-    tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
-    values = {**text.values, **whole, **tied, "model_type": model_type}
-    return known[model_type], HfConfig(values, text.source)
 
 
 def _lacking(hf: HfConfig) -> str:

@@ -19,7 +19,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.loading.checkpoint_folder import missing_files
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import StoredTensors, num_weights, read_header
-from paged.models.network_loader import meta_network, our_name, rank_network, with_stored_layout
+from paged.models.network_loader import meta_network, rank_network, text_tensors, with_stored_layout
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import GPU_FRACTION, cache_config, chosen_config
@@ -99,7 +99,7 @@ def summarize(
         if isinstance(config, ModuleConfig):
             summary["backend"] = f"transformers' {config.architecture}: there is no family of this architecture"
         if stored and not isinstance(config, ModuleConfig):
-            named = {our_name(network_class, name): tensor for name, tensor in stored.items()}
+            named = text_tensors(network_class, config, stored)
             config = with_stored_layout(replace(config, quantization=as_stored(config.quantization, named)), named)
         if config.quantization is not None:
             meta_network(network_class, config, config.dtype)  # raises if a layer's sizes cannot be packed this way

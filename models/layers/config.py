@@ -261,6 +261,7 @@ class DecoderConfig:
         layer_input_size: size of a token's separate input to each layer; 0 for none.
         layer_input_vocab_size: rows of the embedding of this input.
         unknown_keys: keys of config.json that nothing reads and that are not known to be without effect.
+        wrapper: name of the multimodal architecture whose text model this is; empty for none.
     """
 
     model_type: str
@@ -290,6 +291,7 @@ class DecoderConfig:
     layer_input_size: int = 0
     layer_input_vocab_size: int = 0
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
+    wrapper: str = field(default="", compare=False)
 
     @property
     def num_layers(self) -> int:

@@ -144,7 +144,7 @@ def read_header(file: Path) -> StoredTensors:
 
 
 def check_weights(
-    stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: Path | GivenTensors
+    stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: str | Path | GivenTensors
 ) -> None:
     """Check that every slot has a tensor of its name, shape and dtype, and every tensor has a slot.
 
@@ -167,7 +167,7 @@ def check_weights(
             or _KV_SCALE.fullmatch(name)
             or (tied_head and name == "lm_head.weight")
         ):
-            raise CheckpointError(f"{plain(name)}: unexpected tensor in {tensor.file}")
+            raise CheckpointError(f"{plain(tensor.name)}: unexpected tensor in {tensor.file}")
     if missing := slots.keys() - stored.keys():
         raise CheckpointError(f"{min(missing)}: missing in {folder} ({len(missing)} of {len(slots)} tensors are)")
 

@@ -1,6 +1,8 @@
 """One model under the names and in the shapes that different writers give its tensors."""
 
+import json
 import logging
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from paged.errors import UnsupportedError
 from paged.models.loading.hf_config import HfConfig
 from paged.models.parallel.share import Share
 from paged.models.registry import load_model, model_config
-from tests.models.edits import WEIGHTS, assert_refused, edit_tensors
+from tests.models.edits import WEIGHTS, Tensors, assert_refused, edit_tensors
 from tests.models.families import (
     FAMILIES,
     PARTS,
@@ -140,7 +142,59 @@ def test_text_part_of_a_model_that_reads_pictures(
     # Without a picture Llama 4 is its language model; the forward around it fails in transformers 5.24.
     text_model = theirs.language_model if name == "llama4" else theirs
     assert_same_logits(model.forward_verify("a", PROMPT), logits_of(text_model, PROMPT))
-    assert_unexpected(tmp_path, "model.taste_tower.weight")
+    prefix = next(
+        name.removesuffix("embed_tokens.weight") for name in load_file(tmp_path / WEIGHTS) if "embed_t" in name
+    )
+    assert_unexpected(tmp_path, f"{prefix}taste.weight")
+
+
+# Beginnings of names where wrappers keep a text model's body and its head.
+PLACES = [
+    ("language_model.model.", "language_model."),
+    ("model.language_model.", ""),
+    ("model.text_model.", ""),
+    ("thinker.model.", "thinker."),
+    ("model.language_model.model.", "model.language_model."),
+    ("model.", ""),
+]
+
+
+def _wrap(folder: Path, body: str, head: str) -> Any:
+    """Save a random Llama as the text model of an unknown multimodal one; transformers' model of it."""
+    theirs = save_checkpoint(FAMILIES["llama"], folder)
+
+    def rename(tensors: Tensors) -> None:
+        names = {name: name.replace("model.", body, 1) for name in tensors if name.startswith("model.")}
+        for name, new_name in (names | {"lm_head.weight": f"{head}lm_head.weight"}).items():
+            tensors[new_name] = tensors.pop(name)
+        for name in ("tower.layers.0.self_attn.q_proj.weight", "talker.lm_head.weight"):
+            tensors[name] = torch.ones(1)
+
+    edit_tensors(folder, rename)
+    text = json.loads((folder / "config.json").read_text())
+    values = {"architectures": ["NewForConditionalGeneration"], "model_type": "new", "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(values | {"text_config": text}))
+    return theirs
+
+
+@pytest.mark.parametrize(("body", "head"), PLACES)
+def test_text_models_are_found_by_their_names(body: str, head: str, tmp_path: Path) -> None:
+    theirs = _wrap(tmp_path, body, head)
+    assert_same_logits(load_model(tmp_path, num_blocks=8).forward_verify("a", PROMPT), logits_of(theirs, PROMPT))
+    prefix = head or body if body != "model." else ""
+    norm = f"{body}layers.1.input_layernorm.weight"
+    edit_tensors(tmp_path, lambda t: t.update({"put.away": t.pop(norm)}))
+    message = rf"layers\.1\.input_layernorm\.weight: missing in .* \(text model under '{re.escape(prefix)}'\) \(1 of"
+    assert_refused(tmp_path, message)
+    edit_tensors(tmp_path, lambda t: t.update({norm: t.pop("put.away")}))
+    assert_unexpected(tmp_path, f"{body}taste.weight", f"{body}layers.1.taste.weight")
+
+
+def test_two_text_models_are_refused(tmp_path: Path) -> None:
+    _wrap(tmp_path, "thinker.model.", "thinker.")
+    copied = ("thinker.", "talker.")
+    edit_tensors(tmp_path, lambda t: t.update({name.replace(*copied): t[name] for name in list(t)}))
+    assert_refused(tmp_path, "text model: 12 of its tensors under both 'talker.' and 'thinker.', expected one place")
 
 
 def test_text_part_of_another_family() -> None:

@@ -1,0 +1,101 @@
+"""Find the names of a text model in the checkpoint of a model that wraps it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from paged.errors import CheckpointError
+from paged.printable import one_line
+
+# One layer shows the prefix; the others only cost time, as files hold up to 200,000 tensors.
+_LATER_LAYER = re.compile(r"(?:^|\.)layers\.[1-9]\d*\.")
+# What a model may keep beside the body whose prefix it is: the LM head and multi-token layers.
+BESIDE_BODY = ("lm_head.", "mtp.")
+_EMBEDDING = "model.embed_tokens"
+
+
+class TextPrefix(NamedTuple):
+    """Where a checkpoint keeps its text model.
+
+    stored: how names of the text model begin in the checkpoint, such as "model.language_model.".
+    ours: what they begin with in its place: "model.", or nothing if `stored` also holds the LM head.
+    """
+
+    stored: str = ""
+    ours: str = ""
+
+    def strip(self, name: str) -> str | None:
+        """Return a stored name as a checkpoint of the text model alone has it; None for other parts' tensors."""
+        if name.startswith(self.stored):
+            return self.ours + name.removeprefix(self.stored)
+        if self.ours:
+            for outer in _dotted_prefixes(self.stored):
+                rest = name.removeprefix(outer)
+                if name.startswith(outer) and rest.startswith(BESIDE_BODY):
+                    return rest
+        return None
+
+
+def find_text_prefix(
+    stored_names: Iterable[str], expected_names: Iterable[str], rename: Callable[[str], str]
+) -> TextPrefix:
+    """Return the prefix under which most of the expected names stand; no prefix if none has the embedding.
+
+    Args:
+        expected_names: the family's names.
+        rename: returns the family's name of a name in a checkpoint of the text model alone.
+
+    Raises:
+        CheckpointError: two prefixes have equally many.
+    """
+    names = [name for name in stored_names if not _LATER_LAYER.search(name)]
+    modules = {_module(name) for name in expected_names if not _LATER_LAYER.search(name)}
+    counts: dict[TextPrefix, int] = {}
+    for prefix in _with_embedding(names, rename):
+        matched = set()
+        for name in names:
+            text_name = prefix.strip(name)
+            if text_name is not None:
+                matched.add(_module(rename(text_name)))
+        counts[prefix] = len(matched & modules)
+    if not counts:
+        return TextPrefix()
+    most = max(counts.values())
+    # Without a head, "language_model." and "language_model.model." hold the same tensors: the first is taken.
+    best = sorted((prefix for prefix in counts if counts[prefix] == most), key=lambda prefix: len(prefix.stored))
+    for prefix in best[1:]:
+        if not prefix.stored.startswith(best[0].stored):
+            places = f"{one_line(best[0].stored)!r} and {one_line(prefix.stored)!r}"
+            raise CheckpointError(f"text model: {most} of its tensors under both {places}, expected one place")
+    return best[0]
+
+
+def _with_embedding(names: Sequence[str], rename: Callable[[str], str]) -> list[TextPrefix]:
+    """Return all prefixes under which an embedding stands."""
+    prefixes: dict[TextPrefix, None] = {}
+    for name in names:
+        for outer in _dotted_prefixes(name):
+            rest = name.removeprefix(outer)
+            for ours in ("", "model."):
+                # Without a prefix, the name is the text model's own.
+                if (outer or not ours) and _module(rename(ours + rest)) == _EMBEDDING:
+                    prefixes[TextPrefix(outer, ours)] = None
+    return list(prefixes)
+
+
+def _dotted_prefixes(name: str) -> list[str]:
+    """Return the beginnings of a name that end in a dot, shorter than the name, and the empty one."""
+    words = name.split(".")
+    prefixes = [""]
+    for end in range(1, len(words)):
+        prefix = ".".join(words[:end]) + "."
+        if prefix != name:
+            prefixes.append(prefix)
+    return prefixes
+
+
+def _module(name: str) -> str:
+    """Return the name of the module that a tensor belongs to, however it is packed."""
+    return name.rpartition(".")[0]

@@ -1,0 +1,124 @@
+"""Multimodal models: the family and the configuration of the text model inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from paged.errors import UnsupportedError
+from paged.kernels.common.scalars import shown
+from paged.models.families.llama import Llama
+from paged.models.layers.config import DecoderConfig
+from paged.models.loading.hf_config import HfConfig
+
+
+class UnknownArchitectureError(UnsupportedError):
+    """No family has an architecture of a config.json."""
+
+
+# Known multimodal models, and the type of their text model where text_config names none. Others need no entry.
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
+    "InternVLForConditionalGeneration": "qwen2",
+    "Llama4ForConditionalGeneration": "llama4_text",
+    "LlavaForConditionalGeneration": "llama",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+}
+# Published ones without a text_config: its keys stand beside the others.
+_FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+# Sections of the text model; the others are those of authors' own code.
+_SECTIONS = ("text_config", "language_config", "llm_config")
+# Text models that are another family by another name.
+_TYPES = {"kimi_k2": "deepseek_v3"}
+# Their forward is not their text model's, and why.
+_OTHER_FORWARDS = {
+    "PI0ForConditionalGeneration": "the tokens of a prompt see each other both ways",
+    "PaliGemmaForConditionalGeneration": "the tokens of a prompt see each other both ways",
+}
+# In transformers 5.23 their logits lack the factor and the soft cap of the text model alone.
+_PLAIN_HEADS = frozenset(
+    """AyaVisionForConditionalGeneration Cohere2VisionForConditionalGeneration GraniteSpeechForConditionalGeneration
+    GraniteSpeechPlusForConditionalGeneration LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+    LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration
+    Mistral3ForConditionalGeneration""".split()
+)
+# Theirs have both.
+_SCALED_HEADS = frozenset(("Gemma4ForConditionalGeneration",))
+
+
+def wrapper_of(hf: HfConfig, names: list[str]) -> str | None:
+    """Return the architecture of a multimodal model whose config.json has a text model; None for others.
+
+    names: the architectures in `hf`, none of which is a text model's.
+
+    Raises:
+        UnsupportedError: the model computes text in another way than its text model.
+    """
+    for name in names:
+        if name in _OTHER_FORWARDS:
+            raise UnsupportedError(f"{hf.source}: architectures {name!r} are not supported: {_OTHER_FORWARDS[name]}")
+        if name in WRAPPERS or _section(hf) is not None:
+            return name
+    return None
+
+
+def text_part(
+    hf: HfConfig, wrapper: str, families: Mapping[str, type[Llama]], architectures: Mapping[str, type[Llama]]
+) -> tuple[type[Llama], HfConfig]:
+    """Return the family and the section of config.json of a multimodal model's text part.
+
+    families: by model_type. architectures: families by architecture.
+
+    Raises:
+        UnknownArchitectureError: there is no such family.
+    """
+    text = _section(hf)
+    if text is None and wrapper in _FLAT:
+        text = hf.overridden({"model_type": WRAPPERS[wrapper]})
+    model_type = "none"
+    family = None
+    if text is not None:
+        model_type = text.text("model_type", WRAPPERS.get(wrapper, "none"))
+        family = families.get(_TYPES.get(model_type, model_type))
+        for name in text.items("architectures", str):
+            family = family or architectures.get(name)
+    if text is None or family is None:
+        raise UnknownArchitectureError(
+            f"{hf.source}: architectures {wrapper!r} with the text_config of {shown(model_type)}"
+        )
+    # Settings of the complete model take precedence. If none ties the head, it is tied unless it has weights.
+    outer = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
+    tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
+    return family, HfConfig({**text.values, **outer, **tied, "model_type": family.model_type}, text.source)
+
+
+def wrapped(config: DecoderConfig, wrapper: str, source: str) -> DecoderConfig:
+    """Return the configuration of a text model inside a multimodal one, whose head may differ.
+
+    Raises:
+        UnknownArchitectureError: the text model scales or caps its logits, and the multimodal one may not.
+    """
+    config = replace(config, wrapper=wrapper)
+    if wrapper in _PLAIN_HEADS:
+        return replace(config, logits_scale=1.0, logits_softcap=0.0)
+    if wrapper in _SCALED_HEADS or (config.logits_scale == 1 and not config.logits_softcap):
+        return config
+    raise UnknownArchitectureError(
+        f"{source}: architectures {wrapper!r} around a {config.model_type}, whose logits are scaled or capped"
+    )
+
+
+def _section(hf: HfConfig) -> HfConfig | None:
+    for key in _SECTIONS:
+        if isinstance(hf.values.get(key), dict):
+            return hf.section(key)
+    return None
