@@ -48,6 +48,11 @@ class CacheStats:
         state_hits: prompts that began with one.
         state_evictions: snapshots whose slot was handed out.
         bytes_per_state: memory of a slot, over all recurrent layers.
+        host_blocks: host blocks of the tier and of swapped sequences together; 0 without a tier.
+        host_cached_blocks: host blocks that a prompt may begin with.
+        host_stored_blocks, host_loaded_blocks: evicted blocks copied to the tier, and blocks copied back for a prompt.
+        host_dropped_blocks: evicted blocks for which the tier had no memory.
+        host_hits, host_misses: prompts that the tier has continued, or not.
     """
 
     num_blocks: int
@@ -76,6 +81,13 @@ class CacheStats:
     state_hits: int = 0
     state_evictions: int = 0
     bytes_per_state: int = 0
+    host_blocks: int = 0
+    host_cached_blocks: int = 0
+    host_stored_blocks: int = 0
+    host_loaded_blocks: int = 0
+    host_dropped_blocks: int = 0
+    host_hits: int = 0
+    host_misses: int = 0
 
 
 def count_stats(
@@ -99,6 +111,17 @@ def count_stats(
             "state_evictions": recurrent.num_evictions,
             "bytes_per_state": recurrent.tensors.bytes_per_slot,
         }
+    of_tier = {}
+    if (tier := prefixes.tier) is not None:
+        of_tier = {
+            "host_blocks": tier.pool.num_blocks,
+            "host_cached_blocks": len(tier.entries),
+            "host_stored_blocks": tier.num_stored,
+            "host_loaded_blocks": tier.num_loaded,
+            "host_dropped_blocks": tier.num_dropped,
+            "host_hits": tier.num_hits,
+            "host_misses": tier.num_misses,
+        }
     return CacheStats(
         num_blocks=total,
         free_blocks=free,
@@ -119,8 +142,9 @@ def count_stats(
         evictions=prefixes.num_evictions,
         swapped_out_blocks=swap.num_blocks_out,
         swapped_in_blocks=swap.num_blocks_in,
-        swap_blocks_free=swap.pool.num_free,
+        swap_blocks_free=swap.num_free,
         **of_states,
+        **of_tier,
     )
 
 
@@ -141,6 +165,8 @@ def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPoo
     prefixes.index.recount()
     references, host_references = _count_references(sequences)
     prefixes.pool.recount(references)
+    if prefixes.tier is not None:
+        prefixes.tier.recount()
     host_pool.recount(host_references)
     if prefixes.recurrent is not None:
         prefixes.recurrent.recount(states)

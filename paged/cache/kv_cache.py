@@ -52,13 +52,16 @@ class PagedKvCacheConfig:
         groups: layers of several shapes or windows; None for one group of all. A layer in no group has no K/V of its
             own.
         recurrent: states of recurrent layers, and how many sequences they have memory for; None without such layers.
+        host_cache_bytes: host memory where published blocks go when the device evicts them, and from where a prompt
+            that begins with them gets them back; 0 for none. The blocks of `num_swap_blocks` are in it. Hashes are then
+            those of "sha256".
         tables: the groups with a block table each, derived from `groups`; groups without a window come first.
 
     Raises:
         InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
             enable_prefix_cache is not a bool, or the hash is unknown; or groups are not CacheGroups, share a layer,
             contain one beyond num_layers, or are given together with sliding_window; or recurrent is not a
-            RecurrentSpec of layers below num_layers.
+            RecurrentSpec of layers below num_layers; or host_cache_bytes is negative.
     """
 
     num_layers: int
@@ -77,12 +80,14 @@ class PagedKvCacheConfig:
     prefix_hash: str = "fast"
     groups: Sequence[CacheGroup] | None = None
     recurrent: RecurrentSpec | None = None
+    host_cache_bytes: int = 0
     tables: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks"):
             self._set(name, as_int(name, getattr(self, name), low=1, high=_MAX_SIZE))
         self._set("num_swap_blocks", as_int("num_swap_blocks", self.num_swap_blocks, high=_MAX_SIZE))
+        self._set("host_cache_bytes", as_int("host_cache_bytes", self.host_cache_bytes))
         for name in ("max_seq_len", "sliding_window"):
             if getattr(self, name) is not None:
                 self._set(name, as_int(name, getattr(self, name), low=1))
@@ -123,6 +128,25 @@ class PagedKvCacheConfig:
     def _set(self, name: str, value: Any) -> None:
         """Store a converted field of the frozen configuration."""
         object.__setattr__(self, name, value)
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether evicted blocks go to host memory."""
+        return self.enable_prefix_cache and self.host_cache_bytes > 0
+
+    def num_host_blocks(self, dtype: torch.dtype) -> int:
+        """Return the number of host blocks of a cache of `dtype`, those for swapped sequences included.
+
+        Raises:
+            InvalidInputError: `host_cache_bytes` holds no block, or fewer than `num_swap_blocks`.
+        """
+        if not self.has_tier:
+            return self.num_swap_blocks
+        block_bytes, num_least = self.block_bytes(dtype), max(1, self.num_swap_blocks)
+        if self.host_cache_bytes < num_least * block_bytes:
+            expected = f"0 or at least {num_least * block_bytes}, {num_least} blocks of {block_bytes}"
+            raise InvalidInputError(f"host_cache_bytes: {self.host_cache_bytes}, expected {expected}")
+        return min(self.host_cache_bytes // block_bytes, _MAX_SIZE)
 
     @property
     def num_whole(self) -> int:

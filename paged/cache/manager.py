@@ -14,12 +14,14 @@ from paged.cache.guard import CacheGuard
 from paged.cache.inspection import CacheStats, KvInspection, check_integrity, count_stats, recount
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences, as_columns, as_pairs
+from paged.cache.pool import BlockPool
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.recurrent_states import RecurrentStates
 from paged.cache.slot_allocator import KvSlotAllocator, SlidingWindow
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
+from paged.cache.tiers.host import HostTier
 from paged.cache.token_chain import TokenChain, pack
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import as_int
@@ -65,7 +67,13 @@ class PagedKvCacheManager(KvInspection):
         self._recurrent = self._prefixes.recurrent
         self._sequences = LiveSequences(config, self._pool, rollback)
         self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window, self._sequences)
-        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors)
+        num_host_blocks = self._tensors.num_host_blocks
+        host_pool = BlockPool(num_host_blocks, rollback=rollback)
+        if config.has_tier:
+            tier = HostTier(self._tensors, self._prefixes.index, config.block_size, rollback)
+            host_pool = tier.pool = BlockPool(num_host_blocks, tier.entries.keys(), tier.drop, rollback)
+            self._prefixes.tier = tier
+        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors, host_pool)
         rollback.recount = partial(recount, self._sequences, self._prefixes, self._swap.pool)
         self._handles = self._sequences.handles
 
@@ -348,7 +356,7 @@ class PagedKvCacheManager(KvInspection):
         namespace = as_namespace("namespace", namespace)
         with self._guard:
             self._sequences.check_unused(namespace)
-            self._prefixes.index.forget_root(namespace)
+            self._prefixes.index.retire(namespace)
 
     @property
     def used_bytes(self) -> int:

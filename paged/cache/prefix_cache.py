@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared
 from paged.cache.guard import CacheGuard
@@ -13,6 +14,7 @@ from paged.cache.pool import BlockPool
 from paged.cache.prefix_index import PrefixIndex
 from paged.cache.recurrent_states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
+from paged.cache.tiers.host import HostTier
 from paged.cache.token_chain import Hash, TokenChain, pack, to_int32
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
@@ -24,14 +26,18 @@ class PrefixCache:
     """A block pool and the index of its published blocks. Reports changes to `guard`; the caller holds its lock.
 
     recurrent: states of recurrent layers, if there are any; a prompt then begins only where a snapshot is kept.
+    tier: where evicted blocks go, if there is one.
     """
 
     recurrent: RecurrentStates | None = None
+    tier: HostTier | None = None
 
     def __init__(self, config: PagedKvCacheConfig, guard: CacheGuard) -> None:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
-        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.rollback, are_needed)
-        self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted, guard.rollback)
+        # A tier knows blocks by their hash alone, so hashes must not collide.
+        algorithm = "sha256" if config.has_tier else config.prefix_hash
+        self.index = PrefixIndex(config.num_blocks, config.block_size, algorithm, guard.rollback, are_needed)
+        self.pool = BlockPool(config.num_blocks, self.index.published, self._evict, guard.rollback)
         if self.index.other_tables is not None:
             self.index.other_tables.on_withdrawn = self.pool.unpublished
         self.num_hits = 0
@@ -58,6 +64,11 @@ class PrefixCache:
         longest = max(len(token_ids) - 1, 0)
         length, blocks = self._usable(matched, longest)
         num_needed = -(-num_tokens // self._block_size)
+        num_on_device = length
+        if self.tier is not None and self._load(token_ids, state.namespace, matched, chain, length, num_needed):
+            matched, chain = self.index.match(token_ids, state.namespace)
+            length, blocks = self._usable(matched, longest)
+            state.num_loaded_tokens = length - num_on_device
         held = [block for block in blocks if block] if len(self._tables) > 1 else blocks
         fresh = max(0, num_needed - len(blocks) // len(self._tables))
         if fresh * self._num_whole + len(held) > self.pool.num_free:
@@ -91,9 +102,21 @@ class PrefixCache:
         if other_tables is None or not matched:
             matched = matched if usable is None else matched[: usable[-1]]
             return min(len(matched) * block_size, longest), matched
-        indices = np.arange(len(matched))
-        lengths = np.minimum(np.arange(len(matched) + 1) * block_size, longest)  # for each number of blocks
         rows = np.column_stack([matched, other_tables.rows[matched]])
+        count = self._longest(rows, longest, usable)
+        length = min(count * block_size, longest)
+        for column, table in enumerate(self._tables):
+            if column:
+                rows[: table.first_seen_block(length, block_size), column] = 0
+        return length, rows[:count].ravel().tolist()
+
+    def _longest(self, rows: NDArray[np.int64], longest: int, usable: Sequence[int] | None) -> int:
+        """Return the number of blocks of the longest usable prefix.
+
+        rows: blocks by position and table, 0 for a missing one. usable: possible numbers of blocks, None for all.
+        """
+        block_size, indices = self._block_size, np.arange(len(rows))
+        lengths = np.minimum(np.arange(len(rows) + 1) * block_size, longest)  # for each number of blocks
         is_usable = np.ones(len(lengths), bool)
         for column, table in enumerate(self._tables):
             if column and table.sliding_window is not None:
@@ -102,11 +125,80 @@ class PrefixCache:
                 is_usable[1:] &= last_gap < first_seen
         if usable is not None:
             is_usable &= np.isin(np.arange(len(lengths)), usable)
-        count = int(np.flatnonzero(is_usable)[-1])
+        return int(np.flatnonzero(is_usable)[-1])
+
+    def _load(
+        self,
+        token_ids: list[int],
+        namespace: Hashable,
+        matched: list[int],
+        chain: TokenChain,
+        num_usable: int,
+        num_needed: int,
+    ) -> bool:
+        """Copy blocks that `token_ids` begins with from the tier to free blocks, and publish them.
+
+        matched, chain: from the index. num_usable: tokens that they are good for. num_needed: blocks of the first table
+        that the sequence will take.
+
+        Returns:
+            False if the tier has none that help, or the pool has no memory for them; then nothing changes.
+        """
+        assert self.tier is not None
+        size, num_tables, num_matched = self._block_size, len(self._tables), len(matched)
+        is_needed = [table.sliding_window is None for table in self._tables]
+        in_tier = self.tier.find(token_ids, namespace, chain.hashes, is_needed)
+        rows = np.zeros((len(in_tier), num_tables), np.int64)
+        rows[:num_matched, 0] = matched
+        if self.index.other_tables is not None and matched:
+            rows[:num_matched, 1:] = self.index.other_tables.rows[matched]
+        longest = max(len(token_ids) - 1, 0)
+        usable = None if self.recurrent is None else self.recurrent.usable(matched, longest)
+        count = self._longest(rows + in_tier, longest, usable)
+        length = min(count * size, longest)
+        if length <= num_usable:
+            return False
+        missing = (rows == 0) & (in_tier != 0)
+        missing[count:] = False
         for column, table in enumerate(self._tables):
-            if column:
-                rows[: table.first_seen_block(int(lengths[count]), block_size), column] = 0
-        return int(lengths[count]), rows[:count].ravel().tolist()
+            missing[: table.first_seen_block(length, size), column] &= is_needed[column] or column == 0
+        places = np.argwhere(missing)
+        held = [block for block in rows[:count].ravel().tolist() if block]
+        num_revived = sum(block in self.pool.cached for block in held)
+        num_fresh = max(0, num_needed - count) * self._num_whole
+        if len(places) + num_revived + num_fresh > self.pool.num_free:
+            return False
+        self.pool.share(held)
+        sources = in_tier[missing].tolist()
+        self.tier.pin(sources)  # what is evicted from the device goes to the tier, and must not replace them there
+        targets = self.pool.allocate(len(places))
+        self.overwrite(targets)
+        self.tier.load(sources, targets)
+        rows[missing] = targets
+        self._publish_loaded(rows[:count], num_matched, chain, token_ids, namespace)
+        self.pool.release(held + targets)
+        return True
+
+    def _publish_loaded(
+        self,
+        rows: NDArray[np.int64],
+        num_matched: int,
+        chain: TokenChain,
+        token_ids: list[int],
+        namespace: Hashable,
+    ) -> None:
+        """Publish the blocks of `rows` that are not yet, by position and table; `chain` is that of the others."""
+        num_tokens = len(rows) * self._block_size
+        holder = SequenceState("", namespace, blocks=tuple(rows.ravel().tolist()), num_tokens=num_tokens)
+        holder.chain = TokenChain(token_ids[:num_tokens], chain.hashes.copy(), chain.serials.copy())
+        self.publish(holder)
+        other_tables = self.index.other_tables
+        if other_tables is None:
+            return
+        for first, *others in rows[:num_matched].tolist():
+            for column, other in enumerate(others):
+                if other and not other_tables.rows[first, column]:
+                    other_tables.add(other, first, column)
 
     def commit(self, state: SequenceState, token_ids: list[int]) -> None:
         """Publish the full blocks; `token_ids` are the known ids from position 0 on."""
@@ -220,6 +312,8 @@ class PrefixCache:
         published = list(self.index.published)
         self.index.forget(published)
         self.pool.unpublished(published)
+        if self.tier is not None:
+            self.tier.clear()
         for state in states:
             state.chain.cut(len(state.chain.ids), 0, self._rollback)
         if self._listeners.on_event:
@@ -233,6 +327,11 @@ class PrefixCache:
         evicted = [block for block in blocks if block in self.pool.cached]
         self._forget_evicted(evicted)
         self.pool.unpublished(evicted)
+
+    def _evict(self, blocks: list[int]) -> None:
+        if self.tier is not None:
+            self.tier.store(blocks)
+        self._forget_evicted(blocks)
 
     def _forget_evicted(self, blocks: list[int]) -> None:
         self._rollback.keep_fields(self, _COUNTS)

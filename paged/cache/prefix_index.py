@@ -33,7 +33,7 @@ class OtherTables:
     def __init__(self, num_blocks: int, are_needed: Sequence[bool], published: set[int], rollback: Rollback) -> None:
         """are_needed: whether each further table has no window, so that its blocks must not be missing."""
         self.on_withdrawn: Callable[[list[int]], None] = lambda blocks: None
-        self._are_needed = are_needed
+        self.are_needed = are_needed
         self._published = published
         self._rollback = rollback
         self.rows = np.zeros((num_blocks + 1, len(are_needed)), np.int32)
@@ -52,7 +52,7 @@ class OtherTables:
         firsts = dict.fromkeys(block for block in blocks if block not in self.locations)
         for block in block_set & self.locations.keys():
             first, column = self.locations[block]
-            if self._are_needed[column]:
+            if self.are_needed[column]:
                 firsts[first] = None
         gone = block_set & self.locations.keys()
         if firsts:
@@ -74,7 +74,7 @@ class OtherTables:
         if np.count_nonzero(self.rows) != len(self.locations):
             raise PagedError(f"{np.count_nonzero(self.rows)} blocks beside others, {len(self.locations)} published")
         for first in published:
-            if not all(block for block, needed in zip(self.rows[first], self._are_needed, strict=True) if needed):
+            if not all(block for block, needed in zip(self.rows[first], self.are_needed, strict=True) if needed):
                 raise PagedError(f"block {first} is published without its blocks of further tables")
 
     def recount(self) -> None:
@@ -125,6 +125,8 @@ class PrefixIndex:
         self._contents: dict[int, list[int]] = {}
         self._last_serial = 0
         self._roots: dict[Hashable, _Root] = {}
+        # How often a namespace was retired; part of the hash of its root.
+        self._num_retired: dict[Hashable, int] = {}
         # Namespace and root of each published block that follows a root.
         self._root_of: dict[int, tuple[Hashable, _Root]] = {}
         # Called with the first table's blocks that are withdrawn.
@@ -151,10 +153,55 @@ class PrefixIndex:
             self._rollback.append((self._roots.__setitem__, namespace, root))
             del self._roots[namespace]
 
+    def retire(self, namespace: Hashable) -> None:
+        """Make all earlier publications of a namespace unfindable, in tiers too: its next root has another hash."""
+        self.forget_root(namespace)
+        count = self._num_retired.get(namespace, 0)
+        self._rollback.append((self._num_retired.__setitem__, namespace, count))
+        self._num_retired[namespace] = count + 1
+
     def root_hash(self, namespace: Hashable) -> Hash:
         """Return the hash that precedes the first block of a namespace."""
         root = self._roots.get(namespace)
-        return self._chain.root(namespace) if root is None else root.hash
+        if root is not None:
+            return root.hash
+        hash_ = self._chain.root(namespace)
+        count = self._num_retired.get(namespace, 0)
+        return self._chain.root((hash_, count)) if count else hash_
+
+    def withdrawn_with(self, blocks: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return what `forget` would withdraw: block of the first table, index of the table, and block, for each."""
+        others = self.other_tables
+        if others is None:
+            return [(block, 0, block) for block in blocks]
+        withdrawn: dict[int, tuple[int, int]] = {}
+        for block in blocks:
+            first, column = block, 0
+            if block in others.locations:
+                first, column = others.locations[block]
+                column += 1
+            if not column or others.are_needed[column - 1]:
+                withdrawn[first] = first, 0
+                for index, other in enumerate(others.rows[first].tolist()):
+                    if other:
+                        withdrawn[other] = first, index + 1
+            else:
+                withdrawn[block] = first, column
+        return [(first, column, block) for block, (first, column) in withdrawn.items()]
+
+    def next_hash(self, previous: Hash, ids: list[int]) -> Hash:
+        """Return the hash of the block with these ids that follows the block with hash `previous`."""
+        tokens, has_contents = pack(ids)
+        return self._extend(previous, tokens[None], [ids] if has_contents else None)[0]
+
+    def hash_of(self, block: int) -> Hash | None:
+        """Return the chained hash of a published block of the first table, None for other blocks."""
+        return self._hash_of.get(block)
+
+    def ids_of(self, block: int) -> list[int]:
+        """Return all ids of a published block of the first table."""
+        contents = self._contents.get(block)
+        return self._tokens[block].tolist() if contents is None else contents
 
     def match(self, token_ids: list[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
         """Return the longest published chain of full blocks that `token_ids` begins with: block ids, and the chain."""
@@ -168,10 +215,14 @@ class PrefixIndex:
         previous, size = root.hash, 1
         while len(blocks) == len(hashes) < num_blocks:
             first = len(hashes)
-            tokens, is_short = self._pack(token_ids, first, min(first + size, num_blocks))
-            has_contents |= is_short
+            last = min(first + size, num_blocks)
+            tokens, is_short = self._pack(token_ids, first, last)
+            new_contents = None
+            if is_short:
+                has_contents = True
+                new_contents = self._contents_of(token_ids[first * self._block_size : last * self._block_size])
             packed += tokens.tobytes()
-            hashes += self._chain.extend(previous, tokens)
+            hashes += self._extend(previous, tokens, new_contents)
             blocks += map(self._block_of.get, hashes[first:], repeat(0))  # no block has id 0
             if 0 in blocks:
                 del blocks[blocks.index(0) :]
@@ -223,9 +274,9 @@ class PrefixIndex:
         if first:
             previous_hash, previous = chain.hashes[-1], chain.serials[-1]
         else:
-            root = self._roots.get(namespace) or _Root(self._chain.root(namespace), self._next_serial())
+            root = self._roots.get(namespace) or _Root(self.root_hash(namespace), self._next_serial())
             previous_hash, previous = root.hash, root.serial
-        hashes = self._chain.extend(previous_hash, tokens)
+        hashes = self._extend(previous_hash, tokens, contents if has_contents else None)
         serials: Sequence[int]
         displaced: list[tuple[int, Hash]] = []
         present: list[int] = []
@@ -418,6 +469,12 @@ class PrefixIndex:
             root.num_blocks += 1
         if self.other_tables is not None:
             self.other_tables.recount()
+
+    def _extend(self, previous: Hash, tokens: TokenArray, contents: Sequence[list[int] | None] | None) -> list[Hash]:
+        """Return the hashes of blocks that follow a block; contents: from `_contents_of`, None for tokens alone."""
+        if contents is not None and isinstance(self._chain, Sha256Chain):
+            return self._chain.extend_contents(previous, tokens, contents)
+        return self._chain.extend(previous, tokens)
 
     def _pack(self, token_ids: list[int], first: int, last: int) -> tuple[TokenArray, bool]:
         """Return `pack` of blocks `first` to `last`, [n, block_size]."""

@@ -67,6 +67,7 @@ class SequenceState:
             Replaced, never changed in place, so that an old value can be kept for a rollback.
         num_written: positions below it were written by write_kv, without a gap after num_tokens.
         chain: known token ids and their published blocks.
+        num_loaded_tokens: those of num_cached_tokens whose K/V a tier had.
         host_blocks: while swapped out, host blocks by index in `blocks`, which is 0 there.
         row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks stored in it.
         slot, host_slot: of recurrent layers, with the state of `num_tokens` tokens; 0 for none. `host_slot` is set
@@ -83,6 +84,7 @@ class SequenceState:
     blocks: tuple[int, ...] = ()
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
     num_written: int = 0
     is_valid: bool = True
     reservation: KvSlotReservation | None = None

@@ -8,6 +8,7 @@ from paged.cache.pool import BlockPool
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.slot_reservation import SequenceState
 from paged.cache.tensors import KvCacheTensors
+from paged.errors import OutOfBlocksError
 
 _COUNTS = ("num_sequences", "num_blocks_out", "num_blocks_in")
 
@@ -24,8 +25,10 @@ class SwapSpace:
         guard: CacheGuard,
         prefixes: PrefixCache,
         tensors: KvCacheTensors,
+        pool: BlockPool,
     ) -> None:
-        self.pool = BlockPool(config.num_swap_blocks, rollback=guard.rollback)
+        """pool: of host blocks. A tier of the prefix cache may share it; blocks in use are those of sequences."""
+        self.pool = pool
         self._rollback = guard.rollback
         self.num_sequences = 0
         self.num_blocks_out = 0
@@ -35,6 +38,11 @@ class SwapSpace:
         self._tensors = tensors
         self._recurrent = prefixes.recurrent
 
+    @property
+    def num_free(self) -> int:
+        """Number of host blocks that sequences can still take."""
+        return self._config.num_swap_blocks - (self.pool.num_blocks - self.pool.num_free)
+
     def swap_out(self, state: SequenceState) -> None:
         """`PagedKvCacheManager.swap_out`: move the blocks that have one reference to the host."""
         if state.host_blocks is not None:
@@ -43,6 +51,9 @@ class SwapSpace:
         # An open reservation may hold a block that was replaced; it is not among this sequence's blocks.
         kept = self._config.blocks_for(state.num_tokens)
         moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in pool.shared]
+        if len(moved) > self.num_free:
+            self.pool.num_refused += 1
+            raise OutOfBlocksError(len(moved), self.num_free)
         host_blocks = self.pool.allocate(len(moved))
         self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
         self._rollback.keep_fields(self, _COUNTS)

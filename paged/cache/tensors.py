@@ -33,9 +33,10 @@ _STAGED_BYTES = 64 << 20
 class HostBlocks:
     """Pinned memory for blocks, each with its part of every cache side by side, so that neighbours move in one copy.
 
-    On the device a kernel gathers blocks into staging memory, or scatters them from it, in chunks. All work is on its
-    own stream, and the host does not wait. The kernels run after all earlier work of the current stream and before all
-    later work; later work does not wait for the copies to the host. A call that fails has written only to its targets.
+    On the device a kernel gathers blocks into staging memory, or scatters them from it, in chunks. On a CPU they move
+    directly. All work is on its own stream, and the host does not wait. The kernels run after all earlier work of the
+    current stream and before all later work; later work does not wait for the copies to the host. A call that fails has
+    written only to its targets.
     """
 
     def __init__(self, caches: torch.Tensor, num_blocks: int) -> None:
@@ -47,8 +48,10 @@ class HostBlocks:
         self._host = torch.empty((num_blocks + 1, *shape), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         self._stream = torch.cuda.Stream(self._device) if caches.is_cuda else None
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():  # tells the allocator the stream
-            length = min(num_blocks, max(1, _STAGED_BYTES // self._host[0].nbytes))
-            self._staged = torch.empty((length, *shape), dtype=torch.uint8, device=self._device)
+            self._staged = self._host
+            if caches.is_cuda:
+                length = min(num_blocks, max(1, _STAGED_BYTES // self._host[0].nbytes))
+                self._staged = torch.empty((length, *shape), dtype=torch.uint8, device=self._device)
             self._gather = BlockCopy(caches.unbind(), self._staged.unbind(1))
             self._scatter = BlockCopy(self._staged.unbind(1), caches.unbind())
 
@@ -59,6 +62,9 @@ class HostBlocks:
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device block to host block for every pair."""
+        if self._stream is None:
+            self._gather(torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
+            return
         staged_pairs, hosts = self._stage(pairs, host=1)
         with self._beside() as run:
             for chunk in self._chunks(hosts):
@@ -68,6 +74,9 @@ class HostBlocks:
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host block to device block for every pair. The first chunk is sent while the current forward runs."""
+        if self._stream is None:
+            self._scatter(torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
+            return
         staged_pairs, hosts = self._stage(pairs, host=0)
         with self._beside() as run:
             for chunk in self._chunks(hosts):
@@ -101,9 +110,7 @@ class HostBlocks:
     @contextmanager
     def _beside(self) -> Iterator[Callable[[BlockCopy, torch.Tensor], None]]:
         """Make the own stream current; yield a function that runs a kernel ordered with the other stream's work."""
-        if self._stream is None:
-            yield BlockCopy.__call__
-            return
+        assert self._stream is not None
         ours, computing, moved = self._stream, torch.cuda.current_stream(self._device), torch.cuda.Event()
         computed = computing.record_event()
 
@@ -208,6 +215,7 @@ class KvCacheTensors:
         if dtype == torch.int8 and any(table.latent for table in config.tables):
             raise InvalidInputError("dtype: torch.int8, expected a floating point dtype for latents")
         self.block_size, self._num_tables = config.block_size, len(config.tables)
+        self.num_host_blocks = config.num_host_blocks(dtype)
         num_slots, size = config.slots
         shape = num_slots, config.num_blocks + 1, config.block_size * size
         device = default_device() if config.device is None else config.device
@@ -219,7 +227,7 @@ class KvCacheTensors:
             if dtype == torch.int8:
                 scales = *shape[:2], config.block_size * config.rows_per_slot
                 self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=torch.float32))
-            self.host_blocks = [HostBlocks(storage, config.num_swap_blocks) for storage in self.storages]
+            self.host_blocks = [HostBlocks(storage, self.num_host_blocks) for storage in self.storages]
             spec = config.recurrent
             self.states = None if spec is None else StateTensors(spec, dtype, self.storage.device)
         except torch.OutOfMemoryError:

@@ -135,11 +135,11 @@ class ChainHash:
 
     def root(self, namespace: Hashable) -> Hash:
         """Return the hash that precedes the first block of a namespace; the same in every process."""
-        return int.from_bytes(hashlib.sha256(repr(namespace).encode()).digest()[:8], "little")
+        return int.from_bytes(hashlib.sha256(_namespace_text(namespace).encode()).digest()[:8], "little")
 
 
 class Sha256Chain:
-    """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties."""
+    """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties, and for tiers."""
 
     def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
         """Like `ChainHash.extend`."""
@@ -150,10 +150,35 @@ class Sha256Chain:
             hashes.append(previous)
         return hashes
 
+    def extend_contents(self, previous: Hash, blocks: TokenArray, contents: Sequence[list[int] | None]) -> list[Hash]:
+        """Return the hashes of `blocks`, with all bits of the ids of those that hold a `content_id`.
+
+        contents: all ids of such a block, None for a block of tokens alone.
+        """
+        assert isinstance(previous, bytes)
+        hashes: list[Hash] = []
+        for block, ids in zip(blocks, contents, strict=True):
+            content = block.tobytes()
+            if ids is not None:
+                content += repr(ids).encode()
+            previous = hashlib.sha256(previous + content).digest()
+            hashes.append(previous)
+        return hashes
+
     def extend_each(self, previous: Sequence[Hash], blocks: TokenArray) -> list[Hash]:
         """Like `ChainHash.extend_each`."""
         return [self.extend(before, block[None])[0] for before, block in zip(previous, blocks, strict=True)]
 
     def root(self, namespace: Hashable) -> Hash:
         """Like `ChainHash.root`."""
-        return hashlib.sha256(repr(namespace).encode()).digest()
+        return hashlib.sha256(_namespace_text(namespace).encode()).digest()
+
+
+def _namespace_text(namespace: Hashable) -> str:
+    """Return a namespace as `repr` does, but sorted: the order of a frozenset depends on PYTHONHASHSEED."""
+    if isinstance(namespace, frozenset):
+        return f"frozenset({{{', '.join(sorted(map(_namespace_text, namespace)))}}})"
+    if isinstance(namespace, tuple):
+        end = "," if len(namespace) == 1 else ""
+        return f"({', '.join(map(_namespace_text, namespace))}{end})"
+    return repr(namespace)

@@ -17,6 +17,8 @@ from tests.cache.random_kv import assert_holds, grow, make_manager
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.planted import captured, kinds
 
+HOST_CACHE_BYTES = 12 * make_manager(device="cpu").stats().bytes_per_block
+
 
 def copy_on_write(manager: PagedKvCacheManager) -> None:
     """Two that share a block go on by themselves."""
@@ -45,11 +47,26 @@ def swap(manager: PagedKvCacheManager) -> None:
     assert_holds(manager, first, *rows)
 
 
+def tier(manager: PagedKvCacheManager) -> None:
+    """Two prompts take turns in a pool for one of them: each turn stores the other's blocks and loads over them."""
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for turn, start in enumerate((0, 100, 0, 100)):
+        tokens = list(range(start, start + 21))
+        handle = manager.allocate(turn, token_ids=tokens)
+        if handle.num_tokens:
+            assert_holds(manager, handle, *(part[: handle.num_tokens] for part in rows[start]))
+        else:
+            rows[start] = grow(manager, handle, 21)
+            manager.commit(handle, tokens)
+        manager.free(handle)
+    assert manager.stats().host_loaded_blocks == 10
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-@pytest.mark.parametrize("way", [copy_on_write, swap])
+@pytest.mark.parametrize("way", [copy_on_write, swap, tier])
 def test_data_are_right(way: Callable[[PagedKvCacheManager], None], device: str) -> None:
     with EmulatedCuda(num_devices=2) as machine:
-        way(make_manager(device=device, num_swap_blocks=6))
+        way(make_manager(device=device, num_swap_blocks=6, host_cache_bytes=HOST_CACHE_BYTES))
         assert not machine.report.hazards
         assert {launch.kernel for launch in machine.report.launches} == {"_copy_blocks_kernel"}
 

@@ -10,11 +10,12 @@ import torch
 
 import paged.staging
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.cache.copy_blocks import BlockCopy
 from tests.cache.random_kv import make_manager
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.emulator.streams import Event, Stream
-from tests.emulated_device.test_cache import swap
+from tests.emulated_device.test_cache import HOST_CACHE_BYTES, swap, tier
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
 
@@ -75,10 +76,13 @@ SWAP_FAULTS: dict[str, Callable[[pytest.MonkeyPatch, EmulatedCuda], None]] = {
 }
 
 
+@pytest.mark.parametrize("way", [swap, tier])
 @pytest.mark.parametrize("fault", SWAP_FAULTS)
-def test_swap_faults(fault: str, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
+def test_swap_faults(
+    fault: str, way: Callable[[PagedKvCacheManager], None], monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda
+) -> None:
     SWAP_FAULTS[fault](monkeypatch, cuda)
-    swap(make_manager(device="cuda", num_swap_blocks=6))
+    way(make_manager(device="cuda", num_swap_blocks=6, host_cache_bytes=HOST_CACHE_BYTES))
     assert ("unordered streams" in kinds(cuda)) == (fault != "none")
     assert fault != "none" or not kinds(cuda)
 

@@ -357,11 +357,30 @@ class GroupedMachine(WindowMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
 
-MACHINES = (CacheMachine, CollidingMachine, WindowMachine, GroupedMachine)
+class TieredMachine(CacheMachine):
+    """What the device evicts goes to the host, beside swapped sequences, and comes back for prompts."""
+
+    changes: ClassVar[dict[str, Any]] = {"num_swap_blocks": 4, "host_cache_bytes": 9 * 4 * 2 * 8 * 4}
+    seen: ClassVar[Counter[str]] = Counter()
 
 
-@pytest.mark.parametrize("max_examples", [8, pytest.param(30, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("machine", MACHINES)
+class TieredGroupsMachine(GroupedMachine):
+    """The same with several tables and a window."""
+
+    changes: ClassVar[dict[str, Any]] = GroupedMachine.changes | {"host_cache_bytes": 30 * 4 * 2 * 8 * 4}
+    seen: ClassVar[Counter[str]] = Counter()
+
+
+MACHINES = (CacheMachine, CollidingMachine, WindowMachine, GroupedMachine, TieredMachine, TieredGroupsMachine)
+# The machine with a tier makes the calls of GroupedMachine too.
+QUICK_MACHINES = [machine for machine in MACHINES if machine is not GroupedMachine]
+
+
+@pytest.mark.parametrize(
+    ("machine", "max_examples"),
+    [(machine, 8) for machine in QUICK_MACHINES]
+    + [pytest.param(machine, 30, marks=pytest.mark.thorough) for machine in MACHINES],
+)
 def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
     """Further rounds of examples until enough was done and all met that it is about: Hypothesis also draws from the
     constants of whatever modules are loaded, so that no round is the same everywhere. The soak takes many.
@@ -371,6 +390,8 @@ def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
     events = {"refused", "cow_copies", "swapped_in_blocks"}
     if machine is not WindowMachine:
         events |= {"prefix_hits", "evictions"}
+    if "host_cache_bytes" in machine.changes:
+        events |= {"host_loaded_blocks"}
     for is_first in (True, *[False] * 7):
         run_state_machine_as_test(
             machine,
