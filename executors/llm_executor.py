@@ -96,8 +96,9 @@ class LlmExecutor(UnifiedExecutor):
             parallel: how to spread the model over processes; each process makes this call.
             progress: whether bars show loading and packing, on a terminal where tqdm is installed.
             options: fields of `LoadOptions`, which describes them: device, dtype, num_blocks, block_size, max_seq_len,
-                num_swap_blocks, enable_prefix_cache, kv_cache_dtype, max_loras, max_lora_rank, cuda_graphs, draft,
-                quantization, num_state_slots, snapshot_interval, max_drafts, model_impl, trust_remote_code.
+                num_swap_blocks, host_cache_bytes, enable_prefix_cache, kv_cache_dtype, max_loras, max_lora_rank,
+                cuda_graphs, draft, quantization, num_state_slots, snapshot_interval, max_drafts, model_impl,
+                trust_remote_code.
 
         Raises:
             CheckpointError: files are missing or malformed, or the Hub does not have the model.

@@ -180,6 +180,7 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         dtype=kv_cache_dtype,
         device=given.device,
         max_seq_len=max_seq_len,
+        host_cache_bytes=given.host_cache_bytes,
     )
     num_tables = len(kv_config.tables)
     cuda_graphs = given.cuda_graphs

@@ -111,6 +111,8 @@ class LoadOptions:
         max_seq_len: longest sequence in tokens; None for the model's own limit.
         num_swap_blocks: blocks of host memory for swapped sequences. If layers have several block tables, this and
             num_blocks count blocks of each table.
+        host_cache_bytes: host memory for prefixes that the KV cache evicts, see `PagedKvCacheConfig`; 0 for none. Each
+            rank takes as much.
         enable_prefix_cache: whether prompts share the K/V of equal prefixes.
         kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise an 8-bit dtype, as torch.dtype or a name
             in KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the checkpoint's scales (1 if it has none), or int8
@@ -148,6 +150,7 @@ class LoadOptions:
     block_size: int | None = None
     max_seq_len: int | None = None
     num_swap_blocks: int = 0
+    host_cache_bytes: int = 0
     enable_prefix_cache: bool = True
     kv_cache_dtype: torch.dtype | None = None
     max_loras: int = 8
@@ -188,6 +191,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "block_size": _as_optional_size,
     "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # the model's limit is checked later
     "num_swap_blocks": partial(as_int, high=_LARGEST),
+    "host_cache_bytes": as_int,
     "enable_prefix_cache": as_bool,
     "kv_cache_dtype": partial(as_dtype, others=KV_CACHE_DTYPES),
     "max_loras": _as_size,

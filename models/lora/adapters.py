@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -30,13 +31,15 @@ from paged.staging import to_device
 class LoadedAdapter:
     """A loaded adapter.
 
-    slot: index of its weights in every layer's stack. num_tokens: tokens that ran with it.
+    slot: index of its weights in every layer's stack. num_tokens: tokens that ran with it. stamp: unique to this load,
+    so that a cache's tiers tell adapters apart that have had one name.
     """
 
     slot: int
     rank: int
     num_bytes: int
     num_tokens: int = 0
+    stamp: bytes = field(default_factory=lambda: os.urandom(16))
 
 
 class LoraAdapters:
@@ -57,6 +60,7 @@ class LoraAdapters:
         self._network, self._kv_manager = network, kv_manager
         self.loaded: dict[str, LoadedAdapter] = {}
         self._lock = RLock()
+        kv_manager.tell_apart(self._with_stamp)
 
     def names(self) -> tuple[str, ...]:
         """Names of the loaded adapters, in the order they were loaded."""
@@ -204,6 +208,10 @@ class LoraAdapters:
         for namespace in self._kv_manager.namespaces():
             if _owner(namespace) == name:
                 self._kv_manager.forget_namespace(namespace)
+
+    def _with_stamp(self, namespace: Hashable) -> Hashable:
+        adapter = self._loaded.get(_owner(namespace))
+        return namespace if adapter is None else (namespace, adapter.stamp)
 
     def _write(self, slot: int, changes: dict[tuple[Linear, int], LowRank]) -> None:
         """Fill the slot in every stack; layers that the adapter does not change get rank 0."""

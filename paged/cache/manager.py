@@ -358,6 +358,14 @@ class PagedKvCacheManager(KvInspection):
             self._sequences.check_unused(namespace)
             self._prefixes.index.retire(namespace)
 
+    def tell_apart(self, identify: Callable[[Hashable], Hashable]) -> None:
+        """Let tiers know namespaces by what `identify` returns, which changes when a name gets another meaning.
+
+        Without a tier nothing changes. `forget_namespace` is for what has been published on the device.
+        """
+        if self.config.has_tier:
+            self._prefixes.index.identify = identify
+
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks in use; cheaper than `stats`, which reads every sequence."""

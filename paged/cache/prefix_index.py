@@ -127,6 +127,8 @@ class PrefixIndex:
         self._roots: dict[Hashable, _Root] = {}
         # How often a namespace was retired; part of the hash of its root.
         self._num_retired: dict[Hashable, int] = {}
+        # What tells a namespace apart from others that have had its name.
+        self.identify: Callable[[Hashable], Hashable] = lambda namespace: namespace
         # Namespace and root of each published block that follows a root.
         self._root_of: dict[int, tuple[Hashable, _Root]] = {}
         # Called with the first table's blocks that are withdrawn.
@@ -165,7 +167,7 @@ class PrefixIndex:
         root = self._roots.get(namespace)
         if root is not None:
             return root.hash
-        hash_ = self._chain.root(namespace)
+        hash_ = self._chain.root(self.identify(namespace))
         count = self._num_retired.get(namespace, 0)
         return self._chain.root((hash_, count)) if count else hash_
 

@@ -230,9 +230,9 @@ class KvCacheTensors:
             self.host_blocks = [HostBlocks(storage, self.num_host_blocks) for storage in self.storages]
             spec = config.recurrent
             self.states = None if spec is None else StateTensors(spec, dtype, self.storage.device)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, InvalidInputError):
             raise
-        except (RuntimeError, TypeError, AssertionError) as error:  # not enough memory, or no such device
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # not enough memory, or no such device
             raise InvalidInputError(f"config: no cache of shape {shape} on {shown(device)}: {error}") from error
         self._copies = [BlockCopy(slots, slots) for slots in map(torch.Tensor.unbind, self.storages)]
         self._num_layers, self._tables = config.num_layers, config.tables

@@ -11,12 +11,12 @@ from paged.models.registry import load_model
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import VALUES, value
 
-SIZES = ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks", "num_swap_blocks")
+SIZES = ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks", "num_swap_blocks", "host_cache_bytes")
 LIMITS = ("max_seq_len", "sliding_window")
 OTHERS = ("low_watermark", "high_watermark", "enable_prefix_cache", "prefix_hash", "dtype", "device")
 OF_MODELS = (
     *("device", "dtype", "num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "enable_prefix_cache"),
-    *("kv_cache_dtype", "max_loras", "max_lora_rank", "cuda_graphs"),
+    *("kv_cache_dtype", "max_loras", "max_lora_rank", "cuda_graphs", "host_cache_bytes"),
 )
 
 

@@ -1,0 +1,92 @@
+"""Models whose prompts take turns in a small pool, with a tier: the tokens of a model without one."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from tests.models.edits import Tensors, edit_tensors
+from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.models.lora.folders import Adapter
+
+OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 16, "progress": False, "max_loras": 2}
+HOST = {"host_cache_bytes": 1 << 20}
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+PROMPTS = [tokens(40, seed) for seed in (1, 2, 3)]
+
+
+def answers(executor: LlmExecutor, adapter: str | None = None) -> list[list[int]]:
+    metadata = None if adapter is None else {"lora_adapter": adapter}
+    engine = Engine(executor, EngineConfig(), eos_token_ids=())
+    outputs = [engine.add_request(prompt, GREEDY, metadata=metadata) for prompt in PROMPTS]
+    while engine.num_unfinished:
+        engine.step()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def load(folder: Path, **options: Any) -> LlmExecutor:
+    return LlmExecutor.from_pretrained(folder, **OPTIONS | options)
+
+
+def num_loaded(executor: LlmExecutor) -> int:
+    assert executor.kv_manager is not None
+    return executor.kv_manager.stats().host_loaded_blocks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiers") / "old"
+    save_checkpoint(FAMILIES["llama"], path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_folder(folder: Path) -> Path:
+    """The same model with the rows of its weights in another order."""
+    path = folder.parent / "new"
+    shutil.copytree(folder, path)
+
+    def roll(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.roll(1, 0)
+
+    edit_tensors(path, roll)
+    return path
+
+
+def test_new_weights_find_nothing_old(folder: Path, other_folder: Path) -> None:
+    expected, expected_new = answers(load(folder)), answers(load(other_folder))
+    assert expected != expected_new
+    running = load(folder, **HOST)
+    assert answers(running) == answers(running) == expected
+    loaded = num_loaded(running)
+    assert loaded > 0
+    running.update_weights(other_folder)
+    assert answers(running) == expected_new
+    assert num_loaded(running) == loaded
+    assert answers(running) == expected_new
+    running.sleep(1)
+    running.wake()
+    loaded = num_loaded(running)
+    assert answers(running) == expected_new
+    assert num_loaded(running) == loaded
+
+
+def test_an_adapter_of_the_same_name_finds_nothing_old(folder: Path, tmp_path: Path) -> None:
+    """Its blocks were on the host alone when it was unloaded."""
+    running, fresh = load(folder, **HOST), load(folder)
+    expected = []
+    for seed in (1, 2):
+        path = Adapter(("q_proj", "v_proj", "up_proj"), alpha=32, seed=seed).save(tmp_path / str(seed), folder)
+        for executor in (running, fresh):
+            executor.load_lora("x", path)
+        expected.append(answers(fresh, "x"))
+        assert answers(running, "x") == answers(running, "x") == expected[-1]
+        assert running.kv_manager is not None
+        running.kv_manager.evict(16)
+        for executor in (running, fresh):
+            executor.unload_lora("x")
+    assert expected[0] != expected[1]
+    assert num_loaded(running) > 0
