@@ -23,12 +23,12 @@ from paged.executors.progress import tracked
 from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import Answers, UnifiedExecutor
+from paged.folder_path import as_folder
 from paged.kernels.common.compilation import warming_up
 from paged.kernels.common.scalars import as_bool, as_int
 from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.checkpoint_folder import local_folder, model_name
 from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
-from paged.models.loading.load_options import as_folder
 from paged.models.loading.weights import untracked
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import ParallelConfig
@@ -96,9 +96,9 @@ class LlmExecutor(UnifiedExecutor):
             parallel: how to spread the model over processes; each process makes this call.
             progress: whether bars show loading and packing, on a terminal where tqdm is installed.
             options: fields of `LoadOptions`, which describes them: device, dtype, num_blocks, block_size, max_seq_len,
-                num_swap_blocks, host_cache_bytes, enable_prefix_cache, kv_cache_dtype, max_loras, max_lora_rank,
-                cuda_graphs, draft, quantization, num_state_slots, snapshot_interval, max_drafts, model_impl,
-                trust_remote_code.
+                num_swap_blocks, host_cache_bytes, cache_folder, cache_folder_bytes, enable_prefix_cache,
+                kv_cache_dtype, max_loras, max_lora_rank, cuda_graphs, draft, quantization, num_state_slots,
+                snapshot_interval, max_drafts, model_impl, trust_remote_code.
 
         Raises:
             CheckpointError: files are missing or malformed, or the Hub does not have the model.
@@ -349,6 +349,8 @@ class LlmExecutor(UnifiedExecutor):
         if self._driver is not None:
             self._driver.stop()
         self._lm.reset()
+        if self.kv_manager is not None:
+            self.kv_manager.close_tiers()
 
     def _paged(self, lack: str = "no adapters") -> PagedCausalLM:
         if not isinstance(self.model, PagedCausalLM):

@@ -16,6 +16,7 @@ from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.folder_path import as_folder
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.checks import NARROW_DTYPES
 from paged.kernels.common.device import device_of, use_triton
@@ -35,11 +36,11 @@ from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.load_options import LoadOptions, as_folder
+from paged.models.loading.load_options import LoadOptions
 from paged.models.loading.weights import Track, read_headers, untracked
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.parallel.fingerprint import checkpoint_parts, program_parts
+from paged.models.parallel.fingerprint import checkpoint_parts, model_digest, program_parts
 from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
 from paged.models.wrappers import WRAPPERS, UnknownArchitectureError, text_part, wrapped, wrapper_of
@@ -149,6 +150,8 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
 
     if given.draft is not None and ranks.size > 1:
         raise UnsupportedError(f"draft: {given.draft}, expected None with several ranks")
+    if given.cache_folder is not None and ranks.size > 1:
+        raise UnsupportedError(f"cache_folder: {given.cache_folder}, expected None with several ranks")
 
     if given.quantization is not None and (config.quantization is not None or use_triton(given.device)):
         on = "a quantised checkpoint" if config.quantization is not None else f"device {given.device} with Triton"
@@ -181,6 +184,8 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         device=given.device,
         max_seq_len=max_seq_len,
         host_cache_bytes=given.host_cache_bytes,
+        cache_folder=given.cache_folder,
+        cache_folder_bytes=given.cache_folder_bytes,
     )
     num_tables = len(kv_config.tables)
     cuda_graphs = given.cuda_graphs
@@ -207,6 +212,10 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         )
         if given.quantization is not None:
             network.quantize(given.quantization, track)
+        if given.cache_folder is not None:
+            folders = [folder] if given.draft in (None, MTP) else [folder, given.draft]
+            options = {name: getattr(given, name) for name in ("quantization", "model_impl", "draft")}
+            model.kv_manager.set_fingerprint(model_digest(folders, options | {"dtype": dtype}))
         return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -11,13 +12,13 @@ import torch
 from torch import nn
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.folder_path import as_folder
 from paged.kernels.common.torch_ops.linear import pack
 from paged.models.families.llama import Llama
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.given_tensors import GivenTensors
-from paged.models.loading.load_options import as_folder
 from paged.models.loading.weights import PackedModule
 from paged.models.network_loader import load_network, with_stored_layout
 from paged.models.paged_lm import PagedCausalLM
@@ -78,6 +79,8 @@ def replace_weights(model: PagedCausalLM, new: Llama) -> None:
     # First: after an error halfway nothing may pass for a result of one generation.
     model.weights_generation += 1
     model.kv_manager.clear_prefix_cache()
+    # Files of the old weights stay for those who load them. Of the new ones, which may be tensors, nothing is known.
+    model.kv_manager.set_fingerprint(os.urandom(32))
     is_moved = False
     for path, new_module in list(new.named_modules()):
         if isinstance(new_module, Linear | SparseMoe):

@@ -14,9 +14,9 @@ from paged.errors import CheckpointError, InvalidInputError, PagedError, Sequenc
 from paged.executors.text.chat_template import ChatTemplate, Message
 from paged.executors.text.special_tokens import SpecialTokens, encoded
 from paged.executors.text.tokenizer_limits import excess
+from paged.folder_path import as_folder
 from paged.models.loading.checkpoint_files import read_text
 from paged.models.loading.hf_config import read_eos_token_ids
-from paged.models.loading.load_options import as_folder
 from paged.printable import one_line
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import torch
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
 from paged.executors.text.chat_template import Message
 from paged.executors.text.chat_tokenizer import ChatTokenizer
+from paged.folder_path import as_folder
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.load_options import as_dtype, as_folder
+from paged.models.loading.load_options import as_dtype
 from paged.printable import one_line
 from paged.prompt_embeds import PromptEmbeds, mrope_positions
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from paged.errors import InvalidInputError
+from paged.folder_path import as_folder
 from paged.kernels.common.device import default_device
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.token_ids import as_token_ids
@@ -113,6 +113,9 @@ class LoadOptions:
             num_blocks count blocks of each table.
         host_cache_bytes: host memory for prefixes that the KV cache evicts, see `PagedKvCacheConfig`; 0 for none. Each
             rank takes as much.
+        cache_folder, cache_folder_bytes: folder that keeps these prefixes for other processes and restarts, and the
+            most bytes of all files there; None for no folder, and for no limit. Loading reads all files of the
+            checkpoint once more, to know its weights. With several ranks there is no folder.
         enable_prefix_cache: whether prompts share the K/V of equal prefixes.
         kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise an 8-bit dtype, as torch.dtype or a name
             in KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the checkpoint's scales (1 if it has none), or int8
@@ -151,6 +154,8 @@ class LoadOptions:
     max_seq_len: int | None = None
     num_swap_blocks: int = 0
     host_cache_bytes: int = 0
+    cache_folder: Path | None = None
+    cache_folder_bytes: int | None = None
     enable_prefix_cache: bool = True
     kv_cache_dtype: torch.dtype | None = None
     max_loras: int = 8
@@ -169,21 +174,6 @@ class LoadOptions:
             object.__setattr__(self, name, convert(name, getattr(self, name)))
 
 
-def as_folder(name: str, value: object) -> Path:
-    """Return `value` as a path.
-
-    Raises:
-        InvalidInputError: it is not a path, or no system could open it.
-    """
-    try:
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    except Exception:  # from a class of the caller
-        path = None
-    if not isinstance(path, str) or "\0" in path:
-        raise InvalidInputError(f"{name}: {shown(value)}, expected the path of a folder")
-    return Path(path)
-
-
 _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "device": as_device,
     "dtype": as_dtype,
@@ -192,6 +182,8 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # the model's limit is checked later
     "num_swap_blocks": partial(as_int, high=_LARGEST),
     "host_cache_bytes": as_int,
+    "cache_folder": lambda name, value: None if value is None else as_folder(name, value),
+    "cache_folder_bytes": lambda name, value: None if value is None else as_int(name, value),
     "enable_prefix_cache": as_bool,
     "kv_cache_dtype": partial(as_dtype, others=KV_CACHE_DTYPES),
     "max_loras": _as_size,

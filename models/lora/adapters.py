@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import CheckpointError, InvalidInputError
+from paged.folder_path import as_folder
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
 from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
-from paged.models.loading.load_options import as_folder
 from paged.models.lora.checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
 from paged.seq_id import SeqId
 from paged.staging import to_device

@@ -1,10 +1,14 @@
-"""Named values that all ranks of a model compare before they run it."""
+"""What tells models apart: named values that all ranks of a model compare before they run it, and a digest of all
+weights, for K/V that outlive the process.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,3 +50,17 @@ def checkpoint_parts(
                 parts[name] = file.name, size, entry, tensors.checksum(name, _PIECES, _PIECE_BYTES)
                 tick()
     return parts
+
+
+def model_digest(folders: Sequence[Path], options: Mapping[str, object]) -> bytes:
+    """Return a digest of all that K/V depend on: every byte of the folders' files, the options, and the programs.
+
+    A core reads and hashes about 1.5 GB/s.
+    """
+    digest = hashlib.sha256(json.dumps([program_parts(), {name: str(options[name]) for name in options}]).encode())
+    for folder in folders:
+        for path in sorted(path for path in folder.iterdir() if path.is_file()):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.digest()

@@ -53,6 +53,10 @@ class CacheStats:
         host_stored_blocks, host_loaded_blocks: evicted blocks copied to the tier, and blocks copied back for a prompt.
         host_dropped_blocks: evicted blocks for which the tier had no memory.
         host_hits, host_misses: prompts that the tier has continued, or not.
+        folder_read_blocks, folder_written_blocks: blocks read from the cache folder, and written to it.
+        folder_dropped_blocks: blocks that were not written.
+        folder_faults: files or folders that could not be read or written, or were damaged.
+        folder_late_reads: prompts that did not wait for the folder any longer.
     """
 
     num_blocks: int
@@ -88,6 +92,11 @@ class CacheStats:
     host_dropped_blocks: int = 0
     host_hits: int = 0
     host_misses: int = 0
+    folder_read_blocks: int = 0
+    folder_written_blocks: int = 0
+    folder_dropped_blocks: int = 0
+    folder_faults: int = 0
+    folder_late_reads: int = 0
 
 
 def count_stats(
@@ -122,6 +131,14 @@ def count_stats(
             "host_hits": tier.num_hits,
             "host_misses": tier.num_misses,
         }
+        if tier.files is not None:
+            of_tier |= {
+                "folder_read_blocks": tier.files.num_read,
+                "folder_written_blocks": tier.files.num_written,
+                "folder_dropped_blocks": tier.files.num_dropped,
+                "folder_faults": tier.files.num_faults,
+                "folder_late_reads": tier.files.num_late,
+            }
     return CacheStats(
         num_blocks=total,
         free_blocks=free,

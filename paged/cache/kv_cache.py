@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from paged.cache.groups import CacheGroup, RecurrentSpec, split_evenly
 from paged.cache.pool import BlockPool
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
+from paged.folder_path import as_folder
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 from paged.seq_id import SeqId
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 # A row of int8 has a float32 scale.
 SCALE_BYTES = 4
+# Host memory through which files come, if there is no host tier otherwise.
+_FOLDER_HOST_BYTES = 64 << 20
 # Kernels read block ids as int32.
 _MAX_SIZE = (1 << 31) - 2
 
@@ -55,13 +59,18 @@ class PagedKvCacheConfig:
         host_cache_bytes: host memory where published blocks go when the device evicts them, and from where a prompt
             that begins with them gets them back; 0 for none. The blocks of `num_swap_blocks` are in it. Hashes are then
             those of "sha256".
+        cache_folder: folder where the blocks that go to host memory are written, too, and found again by other
+            processes and after a restart. A cache without a model does not know its weights: its namespaces must
+            name them, or `set_fingerprint`. Without `host_cache_bytes`, 64 MiB of host memory are taken.
+        cache_folder_bytes: most bytes of all files there; None for no limit.
         tables: the groups with a block table each, derived from `groups`; groups without a window come first.
 
     Raises:
         InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
             enable_prefix_cache is not a bool, or the hash is unknown; or groups are not CacheGroups, share a layer,
             contain one beyond num_layers, or are given together with sliding_window; or recurrent is not a
-            RecurrentSpec of layers below num_layers; or host_cache_bytes is negative.
+            RecurrentSpec of layers below num_layers; or a number of bytes is negative;
+            or cache_folder is not a path that can be a folder.
     """
 
     num_layers: int
@@ -81,6 +90,8 @@ class PagedKvCacheConfig:
     groups: Sequence[CacheGroup] | None = None
     recurrent: RecurrentSpec | None = None
     host_cache_bytes: int = 0
+    cache_folder: str | os.PathLike[str] | None = None
+    cache_folder_bytes: int | None = None
     tables: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,6 +99,12 @@ class PagedKvCacheConfig:
             self._set(name, as_int(name, getattr(self, name), low=1, high=_MAX_SIZE))
         self._set("num_swap_blocks", as_int("num_swap_blocks", self.num_swap_blocks, high=_MAX_SIZE))
         self._set("host_cache_bytes", as_int("host_cache_bytes", self.host_cache_bytes))
+        if self.cache_folder is not None:
+            self._set("cache_folder", as_folder("cache_folder", self.cache_folder))
+        if self.cache_folder_bytes is not None:
+            self._set("cache_folder_bytes", as_int("cache_folder_bytes", self.cache_folder_bytes))
+            if self.cache_folder is None:
+                raise InvalidInputError(f"cache_folder_bytes: {self.cache_folder_bytes}, but there is no cache_folder")
         for name in ("max_seq_len", "sliding_window"):
             if getattr(self, name) is not None:
                 self._set(name, as_int(name, getattr(self, name), low=1))
@@ -132,7 +149,7 @@ class PagedKvCacheConfig:
     @property
     def has_tier(self) -> bool:
         """Whether evicted blocks go to host memory."""
-        return self.enable_prefix_cache and self.host_cache_bytes > 0
+        return self.enable_prefix_cache and (self.host_cache_bytes > 0 or self.cache_folder is not None)
 
     def num_host_blocks(self, dtype: torch.dtype) -> int:
         """Return the number of host blocks of a cache of `dtype`, those for swapped sequences included.
@@ -143,10 +160,13 @@ class PagedKvCacheConfig:
         if not self.has_tier:
             return self.num_swap_blocks
         block_bytes, num_least = self.block_bytes(dtype), max(1, self.num_swap_blocks)
-        if self.host_cache_bytes < num_least * block_bytes:
+        num_bytes = self.host_cache_bytes
+        if not num_bytes:
+            num_bytes = max(_FOLDER_HOST_BYTES, num_least * block_bytes)
+        if num_bytes < num_least * block_bytes:
             expected = f"0 or at least {num_least * block_bytes}, {num_least} blocks of {block_bytes}"
-            raise InvalidInputError(f"host_cache_bytes: {self.host_cache_bytes}, expected {expected}")
-        return min(self.host_cache_bytes // block_bytes, _MAX_SIZE)
+            raise InvalidInputError(f"host_cache_bytes: {num_bytes}, expected {expected}")
+        return min(num_bytes // block_bytes, _MAX_SIZE)
 
     @property
     def num_whole(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from paged.batch import KvSlotRequest, UnifiedBatchItem
@@ -21,6 +23,8 @@ from paged.cache.slot_allocator import KvSlotAllocator, SlidingWindow
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
+from paged.cache.tiers.files import FileTier, layout_text
+from paged.cache.tiers.folder import CacheFolder
 from paged.cache.tiers.host import HostTier
 from paged.cache.token_chain import TokenChain, pack
 from paged.errors import InvalidInputError, UnsupportedError
@@ -73,6 +77,8 @@ class PagedKvCacheManager(KvInspection):
             tier = HostTier(self._tensors, self._prefixes.index, config.block_size, rollback)
             host_pool = tier.pool = BlockPool(num_host_blocks, tier.entries.keys(), tier.drop, rollback)
             self._prefixes.tier = tier
+            if config.cache_folder is not None:
+                tier.files = self._open_folder(config.cache_folder)
         self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors, host_pool)
         rollback.recount = partial(recount, self._sequences, self._prefixes, self._swap.pool)
         self._handles = self._sequences.handles
@@ -358,6 +364,22 @@ class PagedKvCacheManager(KvInspection):
             self._sequences.check_unused(namespace)
             self._prefixes.index.retire(namespace)
 
+    def set_fingerprint(self, fingerprint: bytes) -> None:
+        """Name the weights that K/V are of; only files of the same weights and layout are found in `cache_folder`.
+
+        The prefix cache is cleared. Without a folder nothing changes.
+        """
+        tier = self._prefixes.tier
+        if tier is not None and tier.files is not None:
+            self.clear_prefix_cache()
+            tier.files.identify(fingerprint)
+
+    def close_tiers(self, timeout_s: float = 5.0) -> None:
+        """Write free published blocks to `cache_folder`, and use it no more; what takes longer is dropped."""
+        if self._prefixes.tier is not None:
+            with self._guard:
+                self._prefixes.tier.close(list(self._pool.cached), timeout_s)
+
     def tell_apart(self, identify: Callable[[Hashable], Hashable]) -> None:
         """Let tiers know namespaces by what `identify` returns, which changes when a name gets another meaning.
 
@@ -490,6 +512,24 @@ class PagedKvCacheManager(KvInspection):
         """
         with self._guard:
             check_integrity(self._sequences, self._prefixes, self._swap.pool)
+
+    def _open_folder(self, path: str | PathLike[str]) -> FileTier:
+        config = self.config
+        try:
+            folder = CacheFolder(Path(path), config.cache_folder_bytes)
+        except OSError as error:
+            raise InvalidInputError(f"cache_folder: {path}, expected a folder: {error}") from error
+        storage = self._tensors.storage
+        layout = layout_text(
+            dtype=str(storage.dtype),
+            device=storage.device.type,
+            block_size=config.block_size,
+            slots=config.slots,
+            rows_per_slot=config.rows_per_slot,
+            tables=config.tables,
+        )
+        is_needed = [table.sliding_window is None for table in config.tables]
+        return FileTier(folder, layout, self._tensors.bytes_per_host_block, is_needed)
 
     def _new_handle(self, state: SequenceState) -> KvCacheHandle:
         """Register a sequence that this call has made."""

@@ -84,6 +84,23 @@ class HostBlocks:
                     staged.copy_(on_host, non_blocking=True)
                 run(self._scatter, staged_pairs[chunk])
 
+    @property
+    def num_block_bytes(self) -> int:
+        """Bytes of a block over all caches."""
+        return self._host[0].nbytes
+
+    def read(self, block: int) -> bytes:
+        """Return a copy of a host block; waits for copies that run."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self._host[block].numpy().tobytes()
+
+    def write(self, block: int, data: bytes | memoryview) -> None:
+        """Fill a host block; waits for copies that run."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._host[block].numpy().ravel()[:] = np.frombuffer(data, np.uint8)
+
     def _stage(self, pairs: Sequence[tuple[int, int]], host: int) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Return pairs of device and staged blocks in host order, and the host blocks.
 
@@ -337,6 +354,22 @@ class KvCacheTensors:
         self._tell("swap_in", block_pairs)
         for memory in self.host_blocks:
             memory.swap_in(block_pairs)
+
+    @cached_property
+    def bytes_per_host_block(self) -> int:
+        """Bytes of a host block, scales included."""
+        return sum(memory.num_block_bytes for memory in self.host_blocks)
+
+    def read_host(self, block: int) -> bytes:
+        """Return a copy of a host block, after the copies to it; any thread may call this."""
+        return b"".join(memory.read(block) for memory in self.host_blocks)
+
+    def write_host(self, block: int, data: bytes | memoryview) -> None:
+        """Fill a host block with what `read_host` has returned, after the copies from it."""
+        start = 0
+        for memory in self.host_blocks:
+            memory.write(block, data[start : start + memory.num_block_bytes])
+            start += memory.num_block_bytes
 
     def layer(self, layer: int) -> int:
         """Return `layer` as an int; raise InvalidInputError unless it exists and has K/V of its own."""

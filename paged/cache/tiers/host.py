@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from paged.cache.tiers.block_file import BlockKey, StoredBlock
+from paged.cache.tiers.files import FileTier, Position, Write
 
 if TYPE_CHECKING:
     from paged.cache.guard import Rollback
@@ -42,12 +46,14 @@ class HostTier:
 
     A call that fails leaves no new entry; entries that it has replaced stay replaced.
 
+    files: the tier below; what is stored here is written there, too.
     entries: by host block. pool: set by the manager, with `entries` as the published blocks.
     num_stored, num_loaded: blocks copied to the host and back. num_dropped: evicted blocks that found no host block.
     num_hits, num_misses: prompts that a look-up has continued from here, or not.
     """
 
     pool: BlockPool
+    files: FileTier | None = None
 
     def __init__(self, tensors: KvCacheTensors, index: PrefixIndex, block_size: int, rollback: Rollback) -> None:
         self.entries: dict[int, HostEntry] = {}
@@ -84,6 +90,8 @@ class HostTier:
             self._tensors.swap_out(list(zip(sources, hosts, strict=False)))
             self._enter(hosts, entries[:num_stored])
             self.num_stored += num_stored
+            if self.files is not None:
+                self.files.write([self._write_of(host, self.files.digest) for host in hosts])
 
     def find(
         self, token_ids: list[int], namespace: Hashable, hashes: Sequence[Hash], is_needed: Sequence[bool]
@@ -97,6 +105,7 @@ class HostTier:
         """
         size = self._block_size
         rows: list[list[int]] = []
+        is_fetched = False
         previous = self._index.root_hash(namespace)
         if hashes and len(is_needed) == 1:  # the device lacks nothing at its positions
             rows = [[0]] * len(hashes)
@@ -108,12 +117,14 @@ class HostTier:
                 previous = hashes[len(rows)]
             else:
                 previous = self._index.next_hash(previous, ids)
-            row = [self._host_of(previous, column, ids) for column in range(len(is_needed))]
-            if not is_on_device:
-                has_needed = all(host for host, needed in zip(row, is_needed, strict=True) if needed)
-                if not row[0] or not has_needed:
-                    break
-            rows.append(row)
+            row = self._row(previous, ids, is_needed)
+            if not is_on_device and not row and self.files is not None and not is_fetched:
+                is_fetched = True
+                self._fetch(token_ids[start:], previous, [host for row in rows for host in row if host])
+                row = self._row(previous, ids, is_needed)
+            if not is_on_device and not row:
+                break
+            rows.append(row or [self._host_of(previous, column, ids) for column in range(len(is_needed))])
         self._rollback.keep_fields(self, _COUNTS)
         self.num_hits += len(rows) > len(hashes)
         self.num_misses += len(rows) <= len(hashes)
@@ -129,6 +140,13 @@ class HostTier:
         self.pool.release(hosts)
         self._rollback.keep_fields(self, _COUNTS)
         self.num_loaded += len(hosts)
+
+    def close(self, blocks: Sequence[int], timeout_s: float) -> None:
+        """Write all entries and published blocks of the device to files, as far as the time goes; then use no files."""
+        if self.files is not None:
+            self.store(blocks)
+            digest = self.files.digest
+            self.files.close([self._write_of(host, digest) for host in self.entries], timeout_s)
 
     def drop(self, hosts: Sequence[int]) -> None:
         """Forget entries; a rollback does not bring them back, as their memory may have been written."""
@@ -153,6 +171,55 @@ class HostTier:
             self.entries[host] = entry
             self._hosts[entry.hash, entry.column] = host
         self.pool.release(hosts)
+
+    def _row(self, hash_: Hash, ids: list[int], is_needed: Sequence[bool]) -> list[int]:
+        """Return the host blocks of a position by table, 0 for none; empty if it lacks one that is needed."""
+        row = [self._host_of(hash_, column, ids) for column in range(len(is_needed))]
+        has_needed = all(host for host, needed in zip(row, is_needed, strict=True) if needed)
+        return row if row[0] and has_needed else []
+
+    def _fetch(self, token_ids: list[int], hash_: Hash, found: list[int]) -> None:
+        """Copy blocks that a prompt continues with from files to the host, as far as they come in time.
+
+        token_ids: from the first position on that is missing; hash_: of that position. found: entries to keep.
+        """
+        assert self.files is not None
+        size = self._block_size
+        positions: list[Position] = []
+        for start in range(0, len(token_ids) - size + 1, size):
+            ids = token_ids[start : start + size]
+            if start:
+                hash_ = self._index.next_hash(hash_, ids)
+            assert isinstance(hash_, bytes)
+            positions.append(Position(hash_, ids))
+        blocks: list[StoredBlock] = []
+        for block in self.files.read(positions):
+            if (block.key.hash, block.key.column) not in self._hosts:
+                blocks.append(block)
+        self.pin(found)
+        del blocks[self.pool.num_free :]
+        hosts = self.pool.allocate(len(blocks))
+        for host, block in zip(hosts, blocks, strict=True):
+            self._tensors.write_host(host, block.data)
+        self._enter(hosts, [HostEntry(block.key.hash, block.key.column, block.token_ids) for block in blocks])
+        self.pool.release(found)
+
+    def _write_of(self, host: int, digest: bytes) -> Write:
+        entry = self.entries[host]
+        assert isinstance(entry.hash, bytes)
+        key = BlockKey(digest, entry.hash, entry.column)
+        return Write(key, partial(self._stored_block, host, entry, key))
+
+    def _stored_block(self, host: int, entry: HostEntry, key: BlockKey) -> StoredBlock | None:
+        """Return an entry as a file holds it; None if its memory has been used again. Another thread calls this.
+
+        Whoever writes to a host block has dropped its entry before. So what has been read is whole if the entry is
+        still there afterwards.
+        """
+        data = self._tensors.read_host(host)
+        if self.entries.get(host) is not entry:
+            return None
+        return StoredBlock(key, entry.token_ids, data)
 
     def _host_of(self, hash_: Hash, column: int, ids: list[int]) -> int:
         host = self._hosts.get((hash_, column), 0)

@@ -90,3 +90,19 @@ def test_an_adapter_of_the_same_name_finds_nothing_old(folder: Path, tmp_path: P
             executor.unload_lora("x")
     assert expected[0] != expected[1]
     assert num_loaded(running) > 0
+
+
+def test_a_restart_begins_with_hits(folder: Path, other_folder: Path, tmp_path: Path) -> None:
+    """Of the same weights alone, and not after an update."""
+    expected, expected_new = answers(load(folder)), answers(load(other_folder))
+    options = {**HOST, "cache_folder": tmp_path, "cache_folder_bytes": 1 << 24}
+    num_cached = []
+    for path, is_updated in ((folder, False), (folder, False), (other_folder, False), (folder, True)):
+        executor = load(path, **options)
+        if is_updated:
+            executor.update_weights(other_folder)
+        assert executor.kv_manager is not None
+        assert answers(executor) == (expected if path == folder and not is_updated else expected_new)
+        num_cached.append(executor.kv_manager.stats().prefix_hit_tokens)
+        executor.shutdown()
+    assert num_cached == [0, 3 * 39, 0, 0]

@@ -1,0 +1,288 @@
+"""Prefixes in a folder: found after a restart and by other processes; any fault is a miss, with the right data."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from paged import InvalidInputError
+from paged.cache.groups import CacheGroup
+from paged.cache.tiers.block_file import BlockKey, StoredBlock
+from paged.cache.tiers.files import FileTier
+from paged.cache.tiers.folder import CacheFolder
+from tests.cache.prefix_cache import BLOCK, Cache
+from tests.deadline import HANG_S
+
+TOKENS = range(41)
+NUM_BLOCKS = 10
+
+
+def make(folder: Path, **changes: Any) -> Cache:
+    return Cache(device="cpu", **{"num_blocks": 30, "host_cache_bytes": 1 << 16, "cache_folder": folder} | changes)
+
+
+def files_of(cache: Cache) -> FileTier:
+    tier = cache.manager._prefixes.tier
+    assert tier is not None
+    assert tier.files is not None
+    return tier.files
+
+
+def fill(folder: Path, **changes: Any) -> None:
+    """What another process leaves there that has run a prompt."""
+    cache = make(folder, **changes)
+    cache.free(cache.run("a", TOKENS))
+    cache.manager.close_tiers(HANG_S)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"groups": [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]}], ids=["plain", "windows"]
+)
+def test_a_restart_begins_with_hits(changes: dict[str, Any], tmp_path: Path) -> None:
+    fill(tmp_path, **changes)
+    cache = make(tmp_path, **changes)
+    assert cache.run("a", TOKENS).num_cached_tokens == 40
+    assert cache.run("b", [*range(8), *range(100, 110)]).num_cached_tokens == 8
+    cache.check()
+    assert files_of(cache).num_faults == 0
+
+
+def test_processes_hash_alike(tmp_path: Path) -> None:
+    """The order of a frozenset depends on PYTHONHASHSEED."""
+    code = """
+import sys
+from pathlib import Path
+from tests.cache.tiers.test_files import TOKENS, make
+cache = make(Path(sys.argv[1]))
+namespace = frozenset(("model", "tenant", "adapter"))
+handle = cache.manager.allocate("probe", token_ids=TOKENS, namespace=namespace)
+print(handle.num_cached_tokens)
+cache.manager.free(handle)
+if len(sys.argv) == 3:
+    cache.free(cache.run("a", TOKENS, namespace))
+cache.manager.close_tiers()
+"""
+    found = []
+    for seed, options in (("1", ["fill"]), ("2", [])):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PAGED_BACKEND": "torch"}
+        command = [sys.executable, "-c", code, str(tmp_path), *options]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+        assert not run.returncode, run.stderr
+        found.append(int(run.stdout))
+    assert found == [0, 40]
+
+
+OTHER_LAYOUTS: dict[str, dict[str, Any]] = {
+    "block size": {"block_size": 2 * BLOCK},
+    "dtype": {"dtype": torch.bfloat16},
+    "head size": {"head_dim": 16},
+    "layers": {"groups": [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]},
+}
+
+
+@pytest.mark.parametrize("changes", OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS)
+def test_another_layout_finds_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+    fill(tmp_path)
+    cache = make(tmp_path, **changes)
+    assert cache.manager.allocate("a", token_ids=TOKENS).num_cached_tokens == 0
+    assert files_of(cache).num_faults == 0
+
+
+def test_other_weights_find_nothing(tmp_path: Path) -> None:
+    for fingerprint, expected in ((b"old", 0), (b"new", 0), (b"old", 40)):
+        cache = make(tmp_path)
+        cache.manager.set_fingerprint(fingerprint)
+        handle = cache.run("a", TOKENS)
+        assert handle.num_cached_tokens == expected
+        cache.free(handle)
+        cache.manager.close_tiers(HANG_S)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(where: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[where] ^= 1
+        path.write_bytes(content)
+
+    return change
+
+
+def put_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def put_other_block(path: Path) -> None:
+    other = next(other for other in path.parent.iterdir() if other != path)
+    path.write_bytes(other.read_bytes())
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "short": cut,
+    "empty": lambda path: path.write_bytes(b""),
+    "magic": flip(0),
+    "version": flip(8),
+    "digest": flip(20),
+    "hash": flip(50),
+    "length": flip(86),
+    "ids": flip(97),
+    "data": flip(-100),
+    "checksum": flip(-1),
+    "a folder": put_folder,
+    "another block": put_other_block,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_file_is_a_miss(fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever block it is: what comes before is used, all else is computed, and written anew."""
+    fill(tmp_path)
+    key_paths = _paths_by_position(tmp_path)
+    position = list(FAULTS).index(fault) % NUM_BLOCKS
+    FAULTS[fault](tmp_path / key_paths[position])
+    cache = make(tmp_path)
+    handle = cache.run("a", TOKENS)
+    assert handle.num_cached_tokens == position * BLOCK
+    cache.check()
+    assert files_of(cache).num_faults == 1
+    assert "cache folder" in caplog.text
+    cache.free(handle)
+    cache.manager.close_tiers(HANG_S)
+    if fault != "a folder":
+        assert make(tmp_path).run("a", TOKENS).num_cached_tokens == 40
+
+
+def _paths_by_position(folder: Path) -> list[Path]:
+    cache = make(folder)
+    index, digest = cache.manager._prefixes.index, files_of(cache).digest
+    hash_ = index.root_hash(None)
+    found = []
+    for start in range(0, 40, BLOCK):
+        hash_ = index.next_hash(hash_, list(TOKENS[start : start + BLOCK]))
+        assert isinstance(hash_, bytes)
+        found.append(BlockKey(digest, hash_, 0).path)
+    return found
+
+
+def test_a_full_disk_drops_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CacheFolder, "_write", fail)
+    cache = make(tmp_path)
+    cache.free(cache.run("a", TOKENS))
+    cache.manager.close_tiers(HANG_S)
+    assert files_of(cache).num_faults == NUM_BLOCKS
+    assert "No space left" in caplog.text
+    assert cache.run("b", TOKENS).num_cached_tokens == 40
+    cache.check()
+
+
+def test_a_folder_that_is_gone_is_a_miss(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    fill(folder)
+    cache = make(folder)
+    folder.rename(tmp_path / "elsewhere")
+    cache.free(cache.run("a", TOKENS))
+    cache.manager.close_tiers(HANG_S)
+    assert make(folder).run("a", TOKENS).num_cached_tokens == 40, "written into a new folder"
+
+
+def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path)
+    answer, read = Event(), CacheFolder.read
+
+    def read_late(folder: CacheFolder, key: BlockKey) -> StoredBlock | None:
+        assert answer.wait(HANG_S)
+        return read(folder, key)
+
+    monkeypatch.setattr(CacheFolder, "read", read_late)
+    cache = make(tmp_path)
+    tier = files_of(cache)
+    waits: list[float | None] = []
+    wait_for = tier._changed.wait_for
+    monkeypatch.setattr(
+        tier._changed, "wait_for", lambda done, timeout=None: (waits.append(timeout), wait_for(done, timeout))[1]
+    )
+    for name in ("a", "b", "c"):
+        cache.free(cache.run(name, [*TOKENS[:30], ord(name)]))
+        cache.manager.clear_prefix_cache()
+    assert tier.num_late == 3
+    assert waits.count(0.05) == 1, "later ones do not wait while there is no answer"
+    answer.set()
+    with tier._changed:
+        assert tier._changed.wait_for(lambda: tier._job is None, HANG_S)
+    assert cache.run("d", TOKENS).num_cached_tokens == 40
+    cache.check()
+
+
+def test_writes_that_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reset, or when the time of a shutdown is over, they are dropped."""
+    cache = make(tmp_path)
+    begun, go_on, read = Event(), Event(), cache.manager.tensors.read_host
+
+    def read_late(block: int) -> bytes:
+        begun.set()
+        assert go_on.wait(HANG_S)
+        return read(block)
+
+    monkeypatch.setattr(cache.manager.tensors, "read_host", read_late)
+    cache.free(cache.run("a", TOKENS))
+    cache.manager.evict(30)
+    assert begun.wait(HANG_S)
+    cache.manager.set_fingerprint(b"new")
+    cache.manager.close_tiers(0.0)
+    go_on.set()
+    tier = files_of(cache)
+    with tier._changed:
+        assert tier._changed.wait_for(lambda: not tier._is_writing, HANG_S)
+    assert tier.num_written == 0
+    assert make(tmp_path).run("a", TOKENS).num_cached_tokens == 0
+
+
+def test_the_limit_holds_for_all_processes(tmp_path: Path) -> None:
+    """What was used last stays."""
+    block_bytes = 500
+    limit = 10 * block_bytes
+    folders = [CacheFolder(tmp_path, limit) for _ in range(2)]
+
+    def block(number: int) -> StoredBlock:
+        key = BlockKey(bytes([number % 2]) * 32, number.to_bytes(32, "little"), 0)
+        return StoredBlock(key, [number], bytes(block_bytes - 200))
+
+    for number in range(40):
+        assert folders[number % 2].write(block(number))
+        os.utime(tmp_path / block(number).key.path, (number, number))
+        assert sum(file.num_bytes for file in folders[0].files()) <= limit
+        if number:
+            assert folders[0].has(block(number - 1).key)
+    assert len(folders[0].files()) > 5
+    assert not folders[0].write(StoredBlock(block(99).key, [1], bytes(limit)))
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_folder": 7}, {"cache_folder": "a\0b"}, {"cache_folder_bytes": 9}, {"cache_folder_bytes": -1}]
+)
+def test_refuses_folders(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(options))):
+        Cache(**options)
+
+
+def test_refuses_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(InvalidInputError, match="cache_folder"):
+        make(path)
