@@ -172,11 +172,16 @@ class BlockPool:
         published, cached = self._published, self.cached
         self._extra_references = {block: count - 1 for block, count in references.items() if count > 1}
         self._free[:] = [block for block in self._free if block not in references and block not in published]
+        free = set(self._free)
         for block in sorted(cached, key=cached.__getitem__):
-            if block in references or block not in published:
+            if block in references:
                 del cached[block]
-            else:
+            elif block in published:
                 cached.move_to_end(block)
+            else:  # withdrawn for good, although the call has failed
+                del cached[block]
+                if block not in free:
+                    self._free.append(block)
 
     def check(self, references: Mapping[int, int]) -> None:
         """Compare with the references that the holders of blocks count."""

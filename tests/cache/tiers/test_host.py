@@ -1,12 +1,15 @@
 """Prefixes that the device evicts come back from host memory, with the oracle's closed form as the judge."""
 
 import resource
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import paged.cache.tiers.host
 from paged import (
     InvalidInputError,
     PagedAttentionExecutor,
@@ -18,6 +21,8 @@ from paged.batch import PrefillInput
 from paged.cache.groups import CacheGroup
 from paged.errors import OutOfBlocksError
 from tests.cache.prefix_cache import Cache
+from tests.cache.stress.test_failed_calls import OURS
+from tests.failure import CACHE_GUARD, Failure
 
 BLOCK_BYTES = 2 * 2 * 4 * 8 * 4  # two layers, K and V, four tokens of eight float32
 WINDOWS = [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]
@@ -151,6 +156,48 @@ def test_memory_is_that_of_the_budget() -> None:
     stats = manager.stats()
     assert stats.host_cached_blocks == stats.host_blocks == budget // stats.bytes_per_block
     assert resident() - before < 1.05 * budget + manager.config.num_blocks * stats.bytes_per_block
+
+
+CALLS: dict[str, Callable[[PagedKvCacheManager], object]] = {
+    "load": lambda manager: manager.allocate("new", token_ids=range(21)),
+    "load more": lambda manager: manager.allocate("new", token_ids=range(40, 61)),
+    "store": lambda manager: manager.evict(9),
+    "swap": lambda manager: manager.swap_out(manager.handles()[0]),
+    "extend": lambda manager: manager.extend(manager.handles()[0], 24),
+}
+
+
+@pytest.mark.parametrize(
+    ("groups", "stride"),
+    [(None, 11), pytest.param(WINDOWS, 3, marks=pytest.mark.thorough)],
+    ids=["plain", "windows"],
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_failure_anywhere_leaves_no_wrong_data(
+    name: str, groups: list[CacheGroup] | None, stride: int, device: torch.device
+) -> None:
+    """Sequences are as they were, and whatever is found afterwards, on the device or the host, is right."""
+    if device.type != "cpu":
+        pytest.skip("it is the bookkeeping that fails here")
+    count, num_tables = 0, 1 if groups is None else len(groups)
+    folders = OURS | {Path(paged.cache.tiers.host.__file__).parent}
+    while True:
+        budget = 11 * num_tables * BLOCK_BYTES
+        cache = Cache(num_blocks=13 * num_tables, num_swap_blocks=8, host_cache_bytes=budget, groups=groups)
+        manager = cache.manager
+        for start in (0, 40, 80):
+            cache.free(cache.run("gone", range(start, start + 21)))
+        manager.evict(4)
+        cache.run("live", range(200, 214))
+        if not Failure(count, folders, MemoryError(), skip=CACHE_GUARD).hits(partial(CALLS[name], manager)):
+            break
+        assert len(manager.handles()) == 1
+        cache.check()
+        for start in (0, 40, 80):
+            cache.free(cache.run("again", range(start, start + 21)))
+        cache.check()
+        count += stride
+    assert count > 20
 
 
 def resident() -> int:
