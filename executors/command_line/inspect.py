@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged.errors import InvalidInputError
+from paged.errors import InvalidInputError, PagedError
 from paged.executors.command_line.generate import add_model_arguments
 from paged.executors.command_line.safe_output import print_json
 from paged.models.loading.checkpoint_folder import checkpoint_folder
@@ -49,6 +49,8 @@ _LINES = (
     ("weights", "weight", "{weight}"),
     ("KV per token", "kv_bytes_per_token", "{kv_bytes_per_token:,} bytes"),
     ("state", "state_bytes", "{state} per sequence, and {conv} for convolutions"),
+    ("calls of tools", "tools", "{tools}"),
+    ("reasoning", "reasoning", "{reasoning}"),
     ("KV cache", "fits", "{fits} in {device}, in blocks of {block_size}: {sequences} sequences of full length"),
 )
 _RANK_LINE = "{tensor_parallel_size:5} {weight:>12} {kv_bytes_per_token:>12,} {tokens:>12} {sent:>13} {rate:>12,}"
@@ -111,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         block_size=block_size,
         spreads=spreads,
     )
+    summary |= _forms(folder)
     if args.json:
         print_json(summary)
     else:
@@ -120,6 +123,19 @@ def run(args: argparse.Namespace) -> int:
         rank for rank in summary["ranks"] if rank["tensor_parallel_size"] == args.tensor_parallel and rank["reason"]
     ]
     return int(not summary["supported"] or bool(unfit))
+
+
+def _forms(folder: Path) -> dict[str, str | None]:
+    """Return the forms of calls and reasoning that a server reads, and why; None without a tokenizer."""
+    from paged.executors.serving.tool_formats import Tongue
+    from paged.executors.text.chat_tokenizer import ChatTokenizer
+
+    try:
+        tongue = Tongue.of(ChatTokenizer.from_folder(folder))
+    except PagedError:
+        return {"tools": None, "reasoning": None}
+    tools, reasoning = tongue.reasons
+    return {"tools": tools, "reasoning": reasoning}
 
 
 def _draw(args: argparse.Namespace) -> int:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from paged.executors.serving import protocol
         from paged.executors.serving.app import make_app
         from paged.executors.serving.service import Service, event_publisher
-        from paged.executors.serving.tool_formats import MarkedTokenizer
+        from paged.executors.serving.tool_formats import MarkedTokenizer, Tongue
     except ImportError as error:
         raise UnsupportedError(f"paged serve needs {error.name}: pip install 'paged[serve]'") from error
     from paged.executors.command_line.info import backend_of
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"paged: loading {one_line(str(folder))}", file=sys.stderr, flush=True)
     tokenizer = ChatTokenizer.from_folder(folder)
     vision = vision_of(folder, tokenizer, args)  # before the executor, whose cache takes what memory is left
-    engine = make_engine(folder, args, MarkedTokenizer(tokenizer), max_waiting=args.max_waiting)
+    tongue = Tongue.of(tokenizer, args.tool_parser, args.reasoning_parser)
+    engine = make_engine(folder, args, MarkedTokenizer(tokenizer, tongue), max_waiting=args.max_waiting)
     info, manager = engine.executor.info(), engine.executor.kv_manager
     config = ServeConfig(**{option.name: getattr(args, option.name) for option in fields(ServeConfig)})
     key = config.api_key or os.environ.get("PAGED_API_KEY") or None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,9 +18,10 @@ from paged.executors.serving.errors import ApiError, dumps
 from paged.executors.serving.schemas import ChatBody, Grammar, Sampling, Tool, Untyped, excess_of
 from paged.executors.serving.service import Piece, service_of
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
+from paged.executors.text.replay import call_arguments
 
 _OWN_VARIABLES = {"messages", "tools", "longest", "parse_special", "expand"}
-_TAIL = 8  # tokens that "<think>" and the line around it take at most
+_TAIL = 16  # tokens that the marker before reasoning and the line around it take at most
 
 
 class Tools(NamedTuple):
@@ -44,6 +44,7 @@ class Conversation(Form):
     """An answer whose text holds reasoning and calls of tools."""
 
     _tools: ToolFormat | None = None
+    _parameters: Mapping[str, Any] | None = None  # of the tools
     _thinks = False  # whether the prompt ends within reasoning
 
     def __init__(self, request: Request, body: Sampling) -> None:
@@ -53,7 +54,8 @@ class Conversation(Form):
     def read(self, piece: Piece) -> tuple[list[Delta], str | None]:
         """Return the parts of a piece's text, and the finish reason with the last piece of a choice."""
         if (reader := self._readers.get(piece.choice)) is None:
-            reader = AnswerReader(self._tools, has_thoughts=self.service.has_thoughts, thinks=self._thinks)
+            reasoning = self.service.tongue.reasoning
+            reader = AnswerReader(self._tools, reasoning, thinks=self._thinks, parameters=self._parameters)
             self._readers[piece.choice] = reader
         reason = piece.part.finish_reason
         deltas = reader.read(piece.part.text, is_last=reason is not None)
@@ -85,13 +87,16 @@ class Conversation(Form):
             options["prompt_embeds"] = embeds
         params = service.check_prompts([prompt], params)
         tail = service.tokenizer.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-        self._thinks = service.has_thoughts and tail.endswith("<think>")
+        reasoning = service.tongue.reasoning
+        self._thinks = reasoning is not None and tail.endswith(reasoning.begin.rstrip())
         if functions:
-            self._tools = service.tool_format
+            self._tools = service.tongue.tools
+            self._parameters = _schemas(functions)
         if forced:
-            schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in forced}
             self._tools = self._tools or TOOL_FORMATS["llama3"]
-            grammar = self._tools.grammar(schemas, is_one=tools.is_one, thinks=self._thinks)
+            grammar = self._tools.grammar(
+                _schemas(forced), is_one=tools.is_one, reasoning=reasoning, thinks=self._thinks
+            )
             options["token_mask"] = await service.compiled(Grammar("tools", "structural_tag", grammar))
             options["constraint"] = "tools"
         return await self.answer([prompt], params, options)
@@ -132,12 +137,8 @@ def as_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             message["content"] = text_of(parts)
     for function in functions:
-        if not isinstance(function.get("arguments"), str):
-            continue
-        try:
-            function["arguments"] = json.loads(function["arguments"])
-        except (ValueError, RecursionError):
-            raise ApiError(400, "messages: the arguments of a tool call are no JSON", "messages") from None
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = call_arguments(function["arguments"])
     return messages
 
 
@@ -238,6 +239,11 @@ class _Chat(Conversation):
         best = sorted(rows, key=lambda token: -rows[token])[: self._num_top]  # all, and the token itself
         top = [entry(token, texts.bytes(token, is_first=row.is_first)) for token in best]
         return entry(row.token, row.bytes) | {"top_logprobs": top}
+
+
+def _schemas(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON schemas of functions by name."""
+    return {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
 
 
 def _call(name: str) -> Event:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from paged.executors.serving.tool_formats import TOOL_FORMATS
+from paged.executors.serving.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from paged.executors.vision.images import ImageRules
 
 
@@ -77,10 +77,12 @@ class ServeConfig:
         None, "let clients name images below this folder by file: URLs", metavar="FOLDER", type=Path
     )
     tool_parser: str = _option(
-        "auto", "form of calls; auto: by the chat template", choices=["auto", "none", *TOOL_FORMATS]
+        "auto", "form of calls; auto: by the chat template and the tokenizer", choices=["auto", "none", *TOOL_FORMATS]
     )
     reasoning_parser: str = _option(
-        "auto", "part before </think> as reasoning; auto: by the chat template", choices=["auto", "none", "think"]
+        "auto",
+        "form of reasoning; auto: by the chat template and the tokenizer",
+        choices=["auto", "none", *REASONING_FORMATS],
     )
     kv_events: str | None = _option(None, "publish KV events by ZeroMQ, as tcp://127.0.0.1:5557", metavar="ADDRESS")
     kv_events_replay: str | None = _option(None, "address of their replay socket", metavar="ADDRESS")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from paged.executors.serving.chat import Conversation, Tools
 from paged.executors.serving.errors import ApiError
 from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Sampling, Text, ToolUse
 from paged.executors.serving.service import Piece, service_of
+from paged.executors.text.replay import call_arguments
 
 _CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "auto": "auto",
@@ -125,7 +125,7 @@ class _Message(Conversation):
                 blocks[-1][field] += delta.text
         for block in blocks:
             if "input" in block:
-                block["input"] = _as_object(block["input"])
+                block["input"] = call_arguments(block["input"])
         return self._message(blocks) | self._ended
 
     def _read(self, piece: Piece) -> list[Delta]:
@@ -152,11 +152,3 @@ def _block(delta: Delta) -> Event:
     if delta.kind == "call":
         return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": delta.text, "input": {}}
     return dict(_BLOCKS[delta.kind])
-
-
-def _as_object(text: str) -> Any:
-    """Return arguments; where the answer was cut off, the text under the name that Anthropic gives it."""
-    try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return {"INVALID_JSON": text}

@@ -24,7 +24,7 @@ from paged.executors.serving.errors import ApiError
 from paged.executors.serving.gate import Record
 from paged.executors.serving.metrics import ServerMetrics
 from paged.executors.serving.schemas import Grammar, Sampling
-from paged.executors.serving.tool_formats import TOOL_FORMATS, MarkedTokenizer, ToolFormat
+from paged.executors.serving.tool_formats import MarkedTokenizer, Tongue
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.executors.vision.images import ByteBudget
 from paged.executors.vision.vision_model import VisionModel
@@ -81,16 +81,11 @@ class Service:
         self.longest = min(self.info.max_sequence_length, executor.kv_capacity() or self.info.max_sequence_length)
         self.longest_prompt = min(self.longest, config.max_prompt_tokens or self.longest)
         self.longest_text = max(self.longest, _MAX_TOKENIZED)  # that is encoded or decoded alone
-        template = "".join(tokenizer.template.templates.values())
-        fitting = (form for form in TOOL_FORMATS.values() if form.hint in template)
-        auto = next(fitting, None) if config.tool_parser == "auto" else None
-        self.tool_format: ToolFormat | None = TOOL_FORMATS.get(config.tool_parser, auto)
-        parser = config.reasoning_parser
-        self.has_thoughts = parser == "think" or (parser == "auto" and "</think>" in template)
+        self.tongue = Tongue.of(tokenizer, config.tool_parser, config.reasoning_parser)
         self.grammars = GrammarCompiler(
             tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids, token_seconds=config.mask_seconds
         )
-        self.token_texts, self._decoder = TokenTexts(tokenizer), MarkedTokenizer(tokenizer)
+        self.token_texts, self._decoder = TokenTexts(tokenizer), MarkedTokenizer(tokenizer, self.tongue)
         # Two each: one long text, or one template that takes its whole time, leaves the other.
         self._short_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-short")
         self._long_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-long")
@@ -134,16 +129,20 @@ class Service:
             urls += [part.pop("url") for part in message["content"] if part["type"] == "image"]
         longest = longest or self.longest_prompt
         vision = self._vision
+
+        def conversation() -> list[dict[str, Any]]:
+            return self.tongue.replayed(messages)
+
         if vision is None:
             if urls:
                 raise ApiError(400, "image_url: this server takes no images, see --max-images", "image_url")
             return await self._encoding(
-                lambda: (self.tokenizer.encode_chat(messages, longest=longest, **variables), None), size
+                lambda: (self.tokenizer.encode_chat(conversation(), longest=longest, **variables), None), size
             )
 
         def encode() -> tuple[list[int], PromptEmbeds | None]:
             with self.config.image_rules.loaded(urls, self.image_bytes) as images:
-                return vision.encode_chat(messages, images, longest=longest, **variables)
+                return vision.encode_chat(conversation(), images, longest=longest, **variables)
 
         if urls:
             return await asyncio.get_running_loop().run_in_executor(self._image_threads, encode)

@@ -1,21 +1,40 @@
-"""How known models write calls of tools: to read them, to force them by a grammar, and to keep their markers."""
+# ruff: noqa: RUF001 (some markers hold wide characters)
+"""How models write calls of tools and reasoning, as data: to read them, to force them by a grammar, and to replay them.
+
+Each format names the models whose chat template shows it. Where text of a format holds white space, an answer may have
+other white space or none.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 from paged.executors.text.chat_tokenizer import ChatTokenizer
+from paged.executors.text.replay import replayed
 
-# What comes before the arguments of a call. Each of its characters can be read in one way only, so matching is linear.
-_OBJECT_HEAD = (
-    r'\s*(?:\[\s*)?\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:\s*"(?P<object>[^"\\]+)"\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
-_TEXT_HEAD = r"\s*(?P<text>[^\s{}\[\]]+)\s*(?:\[CALL_ID\][^\s{}\[\]]*\s*)?(?:\[ARGS\]\s*)?(?=\{)"
-_ELEMENT_HEAD = r"\s*<function=(?P<element>[^\s>]+)>"
+_PLACE = re.compile(r"(\{index\}|\{id\}|\{is_text\})")
+_PATTERNS = {"{index}": "[0-9]{1,3}", "{id}": "[a-zA-Z0-9]{9}"}
+
+
+class Tags(NamedTuple):
+    """How an argument stands in tags.
+
+    Attributes:
+        begin: before its name.
+        middle: between name and value. {is_text} is true for a string, and false for JSON.
+        end: after the value.
+        is_in_lines: whether the value has lines of its own.
+        style: xgrammar's name of these tags; empty if it knows none.
+    """
+
+    begin: str
+    middle: str
+    end: str
+    is_in_lines: bool = False
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -23,83 +42,306 @@ class ToolFormat:
     """How a model writes calls.
 
     Attributes:
-        begin: what a call begins with.
-        end: what it ends with; empty for nothing.
-        bare: whether a brace at the beginning of an answer, or behind a call, begins one, too.
-        hint: what the chat template of such a model holds.
-        head: what comes before the arguments. The group of the name says where it stands: in a JSON "object" with them;
-            as "text" before an object; in an "element", which holds a <parameter=...> for each.
-        call: text before and after the arguments, with NAME for the name.
+        models: whose chat template shows it.
+        hints: texts that such a template holds, all of them.
+        begin: marker before a call, or before all calls. In a channel, the calls need none.
+        end: marker behind it; empty for nothing.
+        call: text before the name, after it, and after the arguments. {index} is the number of a call, {id} its name.
+        is_section: whether the markers stand around all calls.
+        is_list: whether the calls stand between brackets.
         separator: text between calls; None if there is one call only.
-        style: xgrammar's, of the arguments.
+        arguments: their form: a JSON object beside the name in an "object", or a JSON object behind the name, or in
+            "tags", or as in a call in "python", or in Gemma's "braces".
+        tags: of arguments in tags.
+        bare: what a call begins with that comes without markers, at the beginning of an answer or behind a call.
+        other_begins: further markers like `begin`.
+        extra: what may stand before the text after the name.
+        prefix: what a name may begin with, which is no part of it.
+        has_text_arguments: whether the chat template takes arguments as text in place of an object.
+        call_id: how the chat template wants the ids of calls; empty for any.
     """
 
+    models: str
+    hints: tuple[str, ...]
     begin: str
     end: str
-    bare: bool
-    hint: str
-    head: re.Pattern[str]
-    call: tuple[str, str]
-    separator: str | None
-    style: str = "json"
+    call: tuple[str, str, str]
+    is_section: bool = False
+    is_list: bool = False
+    separator: str | None = "\n"
+    arguments: Literal["object", "json", "tags", "python", "braces"] = "json"
+    tags: Tags = Tags("", "", "")  # noqa: RUF009
+    bare: str = ""
+    other_begins: tuple[str, ...] = ()
+    extra: str = ""
+    prefix: str = ""
+    has_text_arguments: bool = False
+    call_id: str = ""
 
-    def grammar(self, parameters: Mapping[str, Any], *, is_one: bool, thinks: bool) -> dict[str, Any]:
+    def grammar(
+        self, parameters: Mapping[str, Any], *, is_one: bool, reasoning: Reasoning | None = None, thinks: bool = False
+    ) -> dict[str, Any]:
         """Return xgrammar's structural tag for one or more calls.
 
         Args:
             parameters: a JSON schema by the name of a tool.
             is_one: whether to end after the first call.
-            thinks: whether reasoning comes first, up to </think>.
+            reasoning: how it is written.
+            thinks: whether the prompt ends within it, so that it comes first.
         """
-        before, after = self.call
-        # Without the limit, a weak model writes nothing but white space.
-        content = {"type": "json_schema", "style": self.style, "max_whitespace_cnt": 1}
+        begin, end = (self.begin, self.end)
+        if self.bare:
+            begin, end = "", ""
+        opening = begin + "[" * self.is_list
+        closing = "]" * self.is_list + end
+        before, after, last = self.call
+        tags = []
+        for name, schema in parameters.items():
+            texts = [text for text in _PLACE.split(after) if text]
+            elements = [_piece(text) for text in texts]
+            elements.append(_arguments(self, schema))
+            tag = {"type": "tag", "begin": before + name, "content": _sequence(elements), "end": last}
+            if not self.is_section:
+                tag["begin"] = opening + before + name
+                tag["end"] = last + closing
+            tags.append(tag)
         form: dict[str, Any] = {
             "type": "tags_with_separator",
-            "tags": [
-                {
-                    "type": "tag",
-                    "begin": before.replace("NAME", name),
-                    "end": after,
-                    "content": content | {"json_schema": schema},
-                }
-                for name, schema in parameters.items()
-            ],
+            "tags": tags,
             "separator": self.separator or "",
             "at_least_one": True,
             "stop_after_first": is_one or self.separator is None,
         }
-        if thinks:
-            thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>\n\n"}
-            form = {"type": "sequence", "elements": [thought, form]}
-        return {"type": "structural_tag", "format": form}
+        elements = [form]
+        if self.is_section:
+            elements = [element for element in (_text(opening), form, _text(closing)) if element.get("value") != ""]
+        if thinks and reasoning is not None:
+            thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": reasoning.end}
+            lines = {"type": "regex", "pattern": r"\n{0,2}"}
+            elements = [thought, lines, *elements]
+        return {"type": "structural_tag", "format": _sequence(elements)}
 
 
-_ARGUMENTS, _PARAMETERS = '{"name": "NAME", "arguments": ', '{"name": "NAME", "parameters": '
-_XML_CALL = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>"
-_JSON_CALL = f"<tool_call>\n{_ARGUMENTS}", "}\n</tool_call>"
-_IN_TAGS, _IN_LIST = re.compile(f"{_OBJECT_HEAD}|{_ELEMENT_HEAD}"), re.compile(f"{_OBJECT_HEAD}|{_TEXT_HEAD}")
-_MARK = "[TOOL_CALLS]"
-# By the option's name; of those whose hint a template holds, the first.
+class Reasoning(NamedTuple):
+    """How a model writes reasoning.
+
+    Attributes:
+        models: whose chat template shows it.
+        hints: texts that such a template holds, all of them.
+        begin: marker before it.
+        end: marker behind it.
+        frame: markers around the rest of an answer, which are left out.
+        has_channels: whether an answer consists of messages in channels, as in OpenAI's harmony.
+    """
+
+    models: str
+    hints: tuple[str, ...]
+    begin: str
+    end: str
+    frame: tuple[str, ...] = ()
+    has_channels: bool = False
+
+
+_OBJECT = ('{"name": "', '", "arguments": ', "}")
+_LINES = ('\n{"name": "', '", "arguments": ', "}\n")
+_FUNCTION = ("\n<function=", ">\n", "</function>\n")
+_XML = Tags("<parameter=", ">", "</parameter>\n")
+# By the option's name. Of those whose hints a template holds, the first.
 TOOL_FORMATS = {
-    "qwen_xml": ToolFormat("<tool_call>", "</tool_call>", False, "<function=", _IN_TAGS, _XML_CALL, "\n", "qwen_xml"),
-    "hermes": ToolFormat("<tool_call>", "</tool_call>", False, "<tool_call>", _IN_TAGS, _JSON_CALL, "\n"),
-    "mistral": ToolFormat(_MARK, "", True, "[ARGS]", _IN_LIST, (f"{_MARK}NAME[ARGS]", ""), ""),
-    "mistral_list": ToolFormat(_MARK, "", True, _MARK, _IN_LIST, (f"{_MARK} [{_ARGUMENTS}", "}]"), None),
-    "llama3": ToolFormat(
-        "<|python_tag|>", "", True, '{"name": function name', re.compile(_OBJECT_HEAD), (_PARAMETERS, "}"), "; "
+    "harmony": ToolFormat(
+        "gpt-oss", ("<|channel|>", "<|message|>"), "", "",
+        ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
+        separator=None, prefix="functions.",
     ),
-}
+    "kimi_k2": ToolFormat(
+        "Kimi K2", ("<|tool_calls_section_begin|>",), "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+        ("<|tool_call_begin|>functions.", ":{index}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        is_section=True, separator="", prefix="functions.", call_id="functions.{name}:{index}",
+    ),
+    "deepseek_v3": ToolFormat(
+        "DeepSeek V3, R1", ("<｜tool▁sep｜>", "```json"), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        is_section=True, has_text_arguments=True,
+    ),
+    "deepseek_v31": ToolFormat(
+        "DeepSeek V3.1", ("<｜tool▁sep｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        is_section=True, separator="", has_text_arguments=True,
+    ),
+    "deepseek_v32": ToolFormat(
+        "DeepSeek V3.2", ("｜DSML｜",), "<｜DSML｜function_calls>", "</｜DSML｜function_calls>",
+        ('\n<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n"),
+        is_section=True, separator="", arguments="tags",
+        tags=Tags('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n", style="deepseek_xml"),
+    ),
+    "glm": ToolFormat(
+        "GLM 4.5 to 5", ("<arg_key>",), "<tool_call>", "</tool_call>", ("", "\n", ""), arguments="tags",
+        tags=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", style="glm_xml"),
+    ),
+    "minimax_m2": ToolFormat(
+        "MiniMax M2", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>",
+        ('\n<invoke name="', '">\n', "</invoke>\n"), is_section=True, separator="", arguments="tags",
+        tags=Tags('<parameter name="', '">', "</parameter>\n", style="minimax_xml"),
+    ),
+    "step3": ToolFormat(
+        "Step 3", ("<steptml:invoke",), "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>",
+        (
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">',
+            "</steptml:invoke><｜tool_call_end｜>",
+        ),
+        is_section=True, separator="", arguments="tags",
+        tags=Tags('<steptml:parameter name="', '">', "</steptml:parameter>"),
+    ),
+    "seed_oss": ToolFormat(
+        "Seed-OSS", ("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _FUNCTION, arguments="tags",
+        tags=Tags(*_XML[:3], style="qwen_xml"),
+    ),
+    "mimo": ToolFormat(
+        "MiMo V2", ("<function=", "example_parameter_1>value_1"), "<tool_call>", "</tool_call>", _FUNCTION,
+        arguments="tags", tags=Tags(*_XML[:3], style="qwen_xml"),
+    ),
+    "qwen_xml": ToolFormat(
+        "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5", ("<function=",), "<tool_call>", "</tool_call>", _FUNCTION,
+        arguments="tags", tags=Tags(*_XML[:3], is_in_lines=True, style="qwen_xml"),
+    ),
+    "gemma4": ToolFormat(
+        "Gemma 4", ("<|tool_call>",), "<|tool_call>", "<tool_call|>", ("call:", "{", ""), separator="",
+        arguments="braces",
+    ),
+    "lfm2": ToolFormat(
+        "LFM2, LFM2.5", ("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", ("", "(", ""),
+        is_section=True, is_list=True, separator=", ", arguments="python",
+    ),
+    "hunyuan": ToolFormat(
+        "Hunyuan A13B", ("<tool_calls>",), "<tool_calls>", "</tool_calls>", _OBJECT,
+        is_section=True, is_list=True, separator=", ", arguments="object",
+    ),
+    "nemotron": ToolFormat(
+        "Nemotron Nano 2, Llama Nemotron", ("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _OBJECT,
+        is_section=True, is_list=True, separator=", ", arguments="object",
+    ),
+    "phi4_mini": ToolFormat(
+        "Phi-4-mini", ("<|tool|>",), "functools", "", _OBJECT,
+        is_section=True, is_list=True, separator=", ", arguments="object", other_begins=("<|tool_call|>",),
+    ),
+    "granite": ToolFormat(
+        "Granite 3", ("<|tool_call|>",), "<|tool_call|>", "", _OBJECT,
+        is_section=True, is_list=True, separator=", ", arguments="object", other_begins=("<tool_call>",),
+    ),
+    "hermes": ToolFormat(
+        "Qwen 2.5 and 3, Hermes 2, Granite 4, Ernie 4.5, MiMo 7B", ("<tool_call>",), "<tool_call>", "</tool_call>",
+        _LINES, arguments="object",
+    ),
+    "mistral_id": ToolFormat(
+        "Mistral Small 3.1", ("[CALL_ID]",), "[TOOL_CALLS]", "", ("", "[CALL_ID]{id}[ARGS]", ""), separator="",
+        call_id="{index:09}",
+    ),
+    "mistral": ToolFormat(
+        "Magistral, Mistral Small 3.2, Devstral", ("[ARGS]",), "[TOOL_CALLS]", "", ("", "[ARGS]", ""), separator="",
+        extra="[CALL_ID]{id}", call_id="{index:09}",
+    ),
+    "mistral_list": ToolFormat(
+        "Mistral 7B v0.3, Nemo, Large 2", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _OBJECT,
+        is_section=True, is_list=True, separator=", ", arguments="object", call_id="{index:09}",
+    ),
+    "llama4": ToolFormat(
+        "Llama 4, Llama 3.2, in Python's form", ("[func_name1(",), "<|python_start|>", "<|python_end|>", ("", "(", ""),
+        is_section=True, is_list=True, separator=", ", arguments="python", bare="[",
+    ),
+    "llama3": ToolFormat(
+        "Llama 3.1 to 3.3, Llama 4", ('{"name": function name',), "<|python_tag|>", "",
+        ('{"name": "', '", "parameters": ', "}"), separator="; ", arguments="object", bare="{",
+    ),
+}  # fmt: skip
+REASONING_FORMATS = {
+    "harmony": Reasoning(
+        "gpt-oss", ("<|channel|>", "<|message|>"), "<|channel|>analysis<|message|>", "<|end|>", has_channels=True
+    ),
+    "seed": Reasoning("Seed-OSS", ("</seed:think>",), "<seed:think>", "</seed:think>"),
+    "mistral": Reasoning("Magistral", ("[/THINK]",), "[THINK]", "[/THINK]"),
+    "gemma4": Reasoning("Gemma 4", ("<channel|>",), "<|channel>thought\n", "<channel|>"),
+    "hunyuan": Reasoning(
+        "Hunyuan A13B", ("</think>", "<answer>"), "<think>\n", "\n</think>", ("<answer>\n", "\n</answer>", "</answer>")
+    ),
+    "ernie": Reasoning(
+        "Ernie 4.5", ("</think>", "<response>", "<tool_call>"), "<think>", "</think>",
+        ("<response>\n", "\n</response>", "</response>"),
+    ),
+    "think": Reasoning("most others", ("</think>",), "<think>", "</think>"),
+}  # fmt: skip
 
-_MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+
+class Tongue(NamedTuple):
+    """How a model writes calls and reasoning, and what it wants to see of them in the next turn.
+
+    Attributes:
+        tools: None if they are not read.
+        reasoning: None if it is not read.
+        reasons: name of each, and why it was chosen.
+        template: text of the chat templates.
+    """
+
+    tools: ToolFormat | None
+    reasoning: Reasoning | None
+    reasons: tuple[str, str]
+    template: str
+
+    @classmethod
+    def of(cls, tokenizer: ChatTokenizer, tools: str = "auto", reasoning: str = "auto") -> Tongue:
+        """Choose by the names of formats, or for "auto" by the chat template, else by the tokenizer's tokens."""
+        template = "".join(tokenizer.template.templates.values())
+
+        def has_token(text: str) -> bool:
+            return tokenizer.tokenizer.token_to_id(text) is not None
+
+        tool_name, tool_reason = _choice(tools, TOOL_FORMATS, template, has_token)
+        name, reason = _choice(reasoning, REASONING_FORMATS, template, has_token)
+        return cls(
+            TOOL_FORMATS.get(tool_name),
+            REASONING_FORMATS.get(name),
+            (f"{tool_name}: {tool_reason}", f"{name}: {reason}"),
+            template,
+        )
+
+    def replayed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages as the chat template reads them; arguments of calls are objects."""
+        return replayed(
+            messages,
+            template=self.template,
+            has_channels=self.reasoning is not None and self.reasoning.has_channels,
+            call_id="" if self.tools is None else self.tools.call_id,
+            has_text_arguments=self.tools is not None and self.tools.has_text_arguments,
+        )
+
+    def markers(self) -> str:
+        """Return all text of the formats; a special token in it is kept when an answer is decoded."""
+        texts = []
+        for form in (self.tools, self.reasoning):
+            if form is None:
+                continue
+            names = form._fields if isinstance(form, Reasoning) else [field.name for field in fields(form)]
+            for name in names:
+                value = getattr(form, name)
+                if name not in ("models", "hints"):
+                    texts.append(str(value))
+        if self.reasoning is not None and self.reasoning.has_channels:
+            texts.append("<|start|>")
+        return "\n".join(texts) + GEMMA_QUOTE
+
+
+GEMMA_QUOTE = '<|"|>'
 
 
 class MarkedTokenizer:
     """Decodes as `ChatTokenizer`, which leaves special tokens out, but keeps those that `AnswerReader` looks for."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, tongue: Tongue | None = None) -> None:
         self._tokenizer = tokenizer
-        self._markers = {tokenizer.tokenizer.token_to_id(marker): marker for marker in _MARKERS}
+        text = (tongue or Tongue.of(tokenizer)).markers()
+        added = tokenizer.tokenizer.get_added_tokens_decoder()
+        self._markers = {
+            token_id: token.content for token_id, token in added.items() if token.special and token.content in text
+        }
 
     def decode(self, token_ids: list[int], /) -> str:
         """Return the text of token ids."""
@@ -109,3 +351,111 @@ class MarkedTokenizer:
                 parts += [self._tokenizer.decode(token_ids[begin:index]), self._markers[token]]
                 begin = index + 1
         return "".join((*parts, self._tokenizer.decode(token_ids[begin:])))
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether a JSON schema allows strings, and nothing else but null."""
+    if not isinstance(schema, Mapping):
+        return False
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            return all(is_text(option) or option == {"type": "null"} for option in schema[name])
+    if isinstance(schema.get("enum"), list):
+        return all(isinstance(value, str) for value in schema["enum"])
+    kinds = schema.get("type")
+    if not isinstance(kinds, list):
+        kinds = [kinds]
+    return "string" in kinds and all(kind in ("string", "null") for kind in kinds)
+
+
+def _choice(
+    name: str,
+    formats: Mapping[str, ToolFormat] | Mapping[str, Reasoning],
+    template: str,
+    has_token: Callable[[str], bool],
+) -> tuple[str, str]:
+    """Return the name of a format, and why it is chosen."""
+    if name != "auto":
+        return name, "chosen by the option"
+    for choice, form in formats.items():
+        if all(hint in template for hint in form.hints):
+            return choice, f"the chat template holds {' and '.join(form.hints)}"
+    for choice, form in formats.items():
+        if all(map(has_token, form.hints)):
+            return choice, f"the tokenizer has the tokens {' and '.join(form.hints)}"
+    return "none", "neither the chat template nor the tokenizer names a known format"
+
+
+# Grammars: parts of xgrammar's structural tags.
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _piece(text: str) -> dict[str, Any]:
+    """Return the grammar of a piece of text, or of a place in it."""
+    if text in _PATTERNS:
+        return {"type": "regex", "pattern": _PATTERNS[text]}
+    return _text(text)
+
+
+def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(elements) == 1:
+        return elements[0]
+    return {"type": "sequence", "elements": elements}
+
+
+def _json(schema: Any, style: str = "json") -> dict[str, Any]:
+    # Without the limit, a weak model writes nothing but white space.
+    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": 1}
+
+
+def _arguments(form: ToolFormat, schema: Any) -> dict[str, Any]:
+    """Return the grammar of the arguments, with what stands behind them."""
+    if form.arguments in ("object", "json"):
+        return _json(schema)
+    if form.arguments == "tags" and form.tags.style:
+        return _json(schema, form.tags.style)
+    if form.arguments == "tags":
+        separator, closing, middle, end = "", "", form.tags.middle, form.tags.end
+    elif form.arguments == "python":
+        separator, closing, middle, end = ", ", ")", "=", ""
+    else:
+        separator, closing, middle, end = ",", "}", ":", ""
+    required = schema.get("required", ())
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    properties = sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required)
+    rest: list[dict[str, Any]] = []  # grammar of the properties behind the current one, a separator before each
+    first: dict[str, Any] | None = None  # grammar of the current and later ones; None for nothing
+    for name, value in reversed(properties):
+        if isinstance(value, dict):
+            value = definitions | value
+        argument = [_text(form.tags.begin + name + middle), _value(form, value), _text(end)]
+        argument = [element for element in argument if element.get("value") != ""]
+        alone = _sequence([*argument, *rest])
+        if name in required:
+            first = alone
+            rest = [_text(separator), *argument, *rest] if separator else [*argument, *rest]
+            continue
+        options = [alone, _text("") if first is None else first]
+        first = {"type": "or", "elements": options}
+        behind = [_text(separator), *argument] if separator else argument
+        rest = [{"type": "optional", "content": _sequence(behind)}, *rest]
+    elements = [element for element in (first, _text(closing)) if element is not None and element.get("value") != ""]
+    return _sequence(elements or [_text("")])
+
+
+def _value(form: ToolFormat, schema: Any) -> dict[str, Any]:
+    """Return the grammar of one argument, which is JSON unless the form has texts of its own."""
+    if form.arguments == "python" or not is_text(schema):
+        return _json(schema)
+    quote = GEMMA_QUOTE if form.arguments == "braces" else ""
+    options = schema.get("enum")
+    if options is not None:
+        return {"type": "or", "elements": [_text(quote + option + quote) for option in options]}
+    if isinstance(schema.get("pattern"), str):
+        content: dict[str, Any] = {"type": "regex", "pattern": schema["pattern"]}
+    else:
+        content = {"type": "any_text", "excludes": [quote or "<"], "max_chars": schema.get("maxLength")}
+    return _sequence([element for element in (_text(quote), content, _text(quote)) if element.get("value") != ""])

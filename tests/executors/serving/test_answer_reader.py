@@ -1,19 +1,24 @@
-"""Answers taken apart: calls in the forms of four kinds of models, reasoning, and text that only resembles them."""
+"""Answers taken apart: published samples, random conversations of every format, hostile texts, and forced calls."""
 
 import asyncio
 import json
+import os
 import random
-import time
+import sys
 from collections.abc import Sequence
-from itertools import product
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from paged.executors.serving import answer_reader
 from paged.executors.serving.answer_reader import AnswerReader, Delta
-from paged.executors.serving.tool_formats import TOOL_FORMATS
+from paged.executors.serving.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from paged.interop.structured import GrammarCompiler
+from tests.executors.text.spoken import conversation, read, reasoning_of, written
 from tests.interop.test_structured import END, VOCABULARY, allowed, byte_tokenizer, sample
 
+IS_LONG = bool(os.environ.get("SOAK"))
 ARGUMENTS = {"city": "Köln </tool", "days": [1, {"a": "}"}]}
 GIVEN = json.dumps(ARGUMENTS, ensure_ascii=False)
 XML = (
@@ -21,97 +26,134 @@ XML = (
     '<parameter=days>\n[1, {"a": "}"}]\n</parameter>\n</function>'
 )
 CALL = ("call", "look", ARGUMENTS)
-# format, text, whether the prompt ends within reasoning, what it holds
-CASES = [
+THINK = "think"
+# format of calls, of reasoning, text, whether the prompt ends within reasoning, what it holds
+CASES: list[tuple[str, str, str, bool, list[Any]]] = [
     (
         "hermes",
+        THINK,
         f'Hm.\n<tool_call>\n{{"name": "look", "arguments": {GIVEN}}}\n</tool_call>',
         False,
-        [("content", "Hm.\n"), CALL],
+        [("content", "Hm."), CALL],
     ),
-    ("hermes", f"<tool_call>{XML}</tool_call>\n<tool_call>{XML}</tool_call>", False, [CALL, CALL]),
-    ("hermes", "a <tool_call>{} </tool_call> b", False, [("content", "a <tool_call>{} </tool_call> b")]),
-    ("hermes", "a <tool_call>{", False, [("content", "a <tool_call>{")]),
-    ("mistral", f'[TOOL_CALLS] [{{"name": "look", "arguments": {GIVEN}}}]', False, [CALL]),
-    ("mistral", f"Hm.[TOOL_CALLS]look[ARGS]{GIVEN}[TOOL_CALLS]look{GIVEN}", False, [("content", "Hm."), CALL, CALL]),
-    (
-        "llama3",
-        f'{{"name": "look", "parameters": {GIVEN}}}; {{"name": "look", "parameters": {GIVEN}}}',
-        False,
-        [CALL, CALL],
-    ),
-    ("llama3", f'<|python_tag|>{{"name": "look", "parameters": {GIVEN}}}', False, [CALL]),
-    ("llama3", '{"a": 1}', False, [("content", '{"a": 1}')]),
-    ("none", "<tool_call>{}</tool_call>", False, [("content", "<tool_call>{}</tool_call>")]),
+    ("hermes", THINK, '<tool_call>{"arguments": {}, "id": 1, "name": "b"}</tool_call>', False, [("call", "b", {})]),
+    ("qwen_xml", THINK, f"<tool_call>{XML}</tool_call>\n<tool_call>{XML}</tool_call>", False, [CALL, CALL]),
+    ("hermes", THINK, "a <tool_call>{} </tool_call> b", False, [("content", "a <tool_call>{} </tool_call> b")]),
+    ("hermes", THINK, "a <tool_call>{", False, [("content", "a <tool_call>{")]),
     (
         "hermes",
+        THINK,
+        '<tool_call><tool_call>{"name": "look", "arguments": {}}</tool_call>',
+        False,
+        [("content", "<tool_call>"), ("call", "look", {})],
+    ),
+    ("glm", THINK, "<tool_call> is a tag", False, [("content", "<tool_call> is a tag")]),
+    ("glm", THINK, "<tool_call>stop</tool_call>", False, [("call", "stop", {})]),
+    ("mistral_list", THINK, f'[TOOL_CALLS] [{{"name": "look", "arguments": {GIVEN}}}]', False, [CALL]),
+    (
+        "mistral",
+        THINK,
+        f"Hm.[TOOL_CALLS]look[ARGS]{GIVEN}[TOOL_CALLS]look{GIVEN}",
+        False,
+        [("content", "Hm."), CALL, CALL],
+    ),
+    ("mistral", THINK, f"[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{GIVEN}", False, [CALL]),
+    (
+        "llama3",
+        THINK,
+        f'{{"name": "look", "parameters": {GIVEN}}}; {{"name": "look", "parameters": {GIVEN}}}',
+        False,
+        [CALL] * 2,
+    ),
+    ("llama3", THINK, f'<|python_tag|>{{"type": "function", "name": "look", "parameters": {GIVEN}}}', False, [CALL]),
+    ("llama3", THINK, '{"a": 1}', False, [("content", '{"a": 1}')]),
+    (
+        "llama3",
+        THINK,
+        '{"name": "unknown", "parameters": {}}',
+        False,
+        [("content", '{"name": "unknown", "parameters": {}}')],
+    ),
+    ("llama4", THINK, "[a](b) and [1]", False, [("content", "[a](b) and [1]")]),
+    (
+        "llama4",
+        THINK,
+        "[look(city=\"a'b\\n\\u00fc\", days=(1, -2.5, None), ok=True, more={'k': [{}]})]",
+        False,
+        [("call", "look", {"city": "a'b\nü", "days": [1, -2.5, None], "ok": True, "more": {"k": [{}]}})],
+    ),
+    ("none", THINK, "<tool_call>{}</tool_call>", False, [("content", "<tool_call>{}</tool_call>")]),
+    (
+        "qwen_xml",
+        THINK,
         f"<think>\na < b</think>\n\nYes.<tool_call>{XML}</tool_call>",
         False,
-        [("reasoning", "\na < b"), ("content", "Yes."), CALL],
+        [("reasoning", "a < b"), ("content", "Yes."), CALL],
     ),
-    ("none", "a < b</think>Yes.</think>", True, [("reasoning", "a < b"), ("content", "Yes.</think>")]),
-    ("none", "<think>a", False, [("reasoning", "a")]),
-    ("none", "a <think>b</think>", False, [("content", "a <think>b</think>")]),
-    ("none", "  <", False, [("content", "  <")]),
-    ("none", "", False, []),
+    ("none", THINK, "a < b</think>Yes.</think>", True, [("reasoning", "a < b"), ("content", "Yes.</think>")]),
+    ("none", THINK, "<think>a", False, [("reasoning", "a")]),
+    ("none", THINK, "a <think>b</think>", False, [("content", "a <think>b</think>")]),
+    ("none", THINK, "  <", False, [("content", "<")]),
+    ("none", THINK, "", False, []),
+    (
+        "none",
+        "hunyuan",
+        "<think>\na\n</think>\n<answer>\nYes.\n</answer>",
+        False,
+        [("reasoning", "a"), ("content", "Yes.")],
+    ),
+    (
+        "none",
+        "ernie",
+        "a\n</think>\n\n<response>\nYes.\n</response>\n",
+        True,
+        [("reasoning", "a"), ("content", "Yes.")],
+    ),
+    (
+        "gemma4",
+        "gemma4",
+        '<|channel>thought\na<channel|><|tool_call>call:look{city:<|"|>K<|"|>,n:[1,{k:null}]}<tool_call|>',
+        False,
+        [("reasoning", "a"), ("call", "look", {"city": "K", "n": [1, {"k": None}]})],
+    ),
+    (
+        "kimi_k2",
+        THINK,
+        f"<|tool_calls_section_begin|><|tool_call_begin|>look:0<|tool_call_argument_begin|>{GIVEN}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        False,
+        [CALL],
+    ),
+    ("harmony", "harmony", f" to=functions.look<|channel|>commentary json<|message|>{GIVEN}<|call|>", False, [CALL]),
+    (
+        "harmony",
+        "harmony",
+        "a<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        True,
+        [("reasoning", "a"), ("content", "Yes.")],
+    ),
+    ("harmony", "harmony", "Yes.", False, [("content", "Yes.")]),
+    (
+        "none",
+        "harmony",
+        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{}<|call|>",
+        False,
+        [("content", "{}")],
+    ),
 ]
+PARAMETERS = {"look": {"properties": {"city": {"type": "string"}}}}
 
 
-@pytest.mark.parametrize(("form", "text", "thinks", "expected"), CASES, ids=range(len(CASES)))
-def test_parts_do_not_depend_on_how_the_text_comes(
-    form: str, text: str, thinks: bool, expected: list[tuple[object, ...]]
+@pytest.mark.parametrize(("form", "reasoning", "text", "thinks", "expected"), CASES, ids=range(len(CASES)))
+def test_published_samples_and_what_resembles_them(
+    form: str, reasoning: str, text: str, thinks: bool, expected: list[Any]
 ) -> None:
-    for seed in range(40):
-        rng, reader = random.Random(seed), AnswerReader(TOOL_FORMATS.get(form), has_thoughts=True, thinks=thinks)
-        found: list[list[object]] = []
-        rest = text
-        while rest or not found:
-            count = rng.randint(1, 7) if seed else len(text)
-            deltas = reader.read(rest[:count], is_last=count >= len(rest))
-            rest = rest[count:]
-            for delta in deltas:
-                if delta.kind == "call":
-                    found.append(["call", delta.text, ""])
-                elif delta.kind == "arguments":
-                    found[-1][2] = f"{found[-1][2]}{delta.text}"
-                elif found and found[-1][0] == delta.kind:
-                    found[-1][1] = f"{found[-1][1]}{delta.text}"
-                else:
-                    found.append([delta.kind, delta.text])
-            if not text:
-                break
-        found = [[*one[:2], json.loads(str(one[2]))] if one[0] == "call" else one for one in found]
-        assert found == list(map(list, expected))
-        assert reader.num_calls == [one[0] for one in expected].count("call")
-
-
-# What texts are made of: markers, whole and cut, valid calls and their pieces, quotes, escapes, braces, white space.
-PIECES = [
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
-    *('{"name": "look", "arguments": ', '{"name": "look", "parameters": ', '{"type": "function", "name": "a", '),
-    *('{"arguments": {"a": 1}, "name": "b"}', '{"a": "}\\"{"}', '{"b": [1, {}]}', "{}", "{", "}", "[", "]", '"name"'),
-    *("<function=look>", "<parameter=city>", "</parameter>", "</function>", "<param", "</", "<", "[TOOL", "\n3\n"),
-    *(" ", "\n", "  \n\n ", "\u3000", ",", ";", ":", '"', "\\", "look", "Köln", "🙂", " x", '"q"'),
-]
-
-
-LONGEST_HEAD = 512
-
-
-def read_in_pieces(form: str | None, pieces: Sequence[str], has_thoughts: bool, thinks: bool) -> list[Delta]:
-    """What an answer holds, with neighbours of a kind joined."""
-    reader = AnswerReader(TOOL_FORMATS.get(form or ""), has_thoughts=has_thoughts, thinks=thinks)
-    deltas = []
-    for piece in pieces:
-        deltas += reader.read(piece)
-        assert len(reader._text) - reader._at < LONGEST_HEAD  # all that is looked at again
-    joined: list[Delta] = []
-    for kind, text in deltas + reader.read("", is_last=True):
-        if joined and joined[-1].kind == kind != "call":
-            joined[-1] = Delta(kind, joined[-1].text + text)
-        else:
-            joined.append(Delta(kind, text))
-    return joined
+    for size in (1, 2, 3, 7, len(text) or 1):
+        reader = AnswerReader(
+            TOOL_FORMATS.get(form), REASONING_FORMATS[reasoning], thinks=thinks, parameters=PARAMETERS
+        )
+        assert read(reader, [text[at : at + size] for at in range(0, len(text), size)]) == expected
+        assert reader.num_calls == [part[0] for part in expected].count("call")
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
@@ -123,110 +165,168 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return pieces
 
 
-@pytest.mark.parametrize("form", [*TOOL_FORMATS, None])
-@pytest.mark.parametrize("num_texts", [400, pytest.param(20_000, marks=pytest.mark.thorough)])
-def test_every_way_to_cut_a_text_gives_what_the_whole_gives(form: str | None, num_texts: int) -> None:
-    for seed in range(num_texts):
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_conversations_are_read_as_the_format_writes_them(name: str) -> None:
+    form, reasoning = TOOL_FORMATS[name], reasoning_of(name)
+    for seed in range(2000 if IS_LONG else 40):
         rng = random.Random(seed)
-        text = "".join(rng.choices(PIECES, k=rng.randint(1, 14)))
-        if form is not None and rng.random() < 0.6:
-            text = TOOL_FORMATS[form].begin + text
-        text = "".join(letter for letter in text if rng.random() > 0.01)
-        mode = (rng.random() < 0.5, rng.random() < 0.2)
-        expected = read_in_pieces(form, [text], *mode)
-        for _ in range(3):
-            assert read_in_pieces(form, cut(text, rng), *mode) == expected, (text, mode)
-        if text and form is None and not any(mode):
-            assert expected == [("content", text)]
+        parts, schemas = conversation(rng, form, reasoning)
+        text = written(parts, form, reasoning)
+        for pieces in ([text], list(text), cut(text, rng)):
+            reader = AnswerReader(form, reasoning, parameters=schemas)
+            assert read(reader, pieces) == parts, (seed, text)
 
 
-FLOODS = [
-    *(" ", "\n ", "a", "{", "[", '"', "\\", "<", "[TOOL_CALLS]", "<tool_call>", "</tool_call", '{"a": ', ", ; ", "{} "),
+# What hostile texts are made of beside the format's own markers.
+PIECES = [
+    *('{"name": "look", "arguments": ', '{"name": "look", "parameters": ', '{"type": "function", "name": "a", '),
+    *('{"arguments": {"a": 1}, "name": "b"}', '{"a": "}\\"{"}', '{"b": [1, {}]}', "{}", "{", "}", "[", "]", '"name"'),
     *(
-        "<parameter=a>",
-        "<parameter=a></parameter>",
-        '{"name": "a", "arguments": {}}',
-        '{"arguments": {}, "name": "b"} ',
+        "look(",
+        "a=1",
+        "b='x'",
+        ")",
+        "'",
+        "look{",
+        "call:look{",
+        "\\x4",
+        "\\ud800",
+        "\\",
+        "None",
+        "-1e9",
+        "(",
+        "<",
+        "</",
     ),
+    *(" ", "\n", "  \n\n ", "\u3000", ",", ";", ":", '"', "look", "Köln", "🙂", " x", '"q"', "to=functions.look"),
+    *("<think>", "</think>", "<tool_call>", "</tool_call>"),
 ]
 
 
-def cpu_seconds(form: str | None, text: str) -> float:
-    pieces = [text[start : start + 8] for start in range(0, len(text), 8)]
-    reader = AnswerReader(TOOL_FORMATS.get(form or ""), has_thoughts=True, thinks=False)
-    begin = time.thread_time()
-    for piece in pieces:
-        reader.read(piece)
-    reader.read("", is_last=True)
-    return time.thread_time() - begin
+def markers_of(name: str) -> list[str]:
+    form, reasoning = TOOL_FORMATS[name], reasoning_of(name)
+    texts = [form.begin, form.end, *form.call, *form.tags[:3], *form.other_begins, form.extra, reasoning.begin]
+    texts += [reasoning.end, *reasoning.frame]
+    if reasoning.has_channels:
+        texts += ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|channel|>analysis<|message|>"]
+    return [text for text in texts if text]
 
 
-@pytest.mark.parametrize("form", [*TOOL_FORMATS, None])
-def test_the_time_of_an_answer_is_linear_in_its_length(form: str | None) -> None:
-    """Four times the flood, behind each beginning of a call or of reasoning, takes four times as long, not sixteen."""
-    beginnings = ["", "<think>"]
-    if form is not None:
-        begin = TOOL_FORMATS[form].begin
-        heads = [
-            "",
-            "a ",
-            '{"name": "',
-            '{"name": "a", "arguments": {"b": "',
-            "<function=a>",
-            "<function=a><parameter=b>",
-        ]
-        beginnings = [*beginnings, *(begin + head for head in heads)]
-    for beginning, flood in product(beginnings, FLOODS):
-        text = beginning + flood * (2400 // len(flood))
-        longer = text + flood * (3 * len(text) // len(flood))
-        ratios: list[float] = []
-        while not ratios or (ratios[-1] > 6 and len(ratios) < 8):
-            ratios.append(cpu_seconds(form, longer) / min(cpu_seconds(form, text) for _ in range(2)))
-        assert ratios[-1] <= 6, (beginning, flood, ratios)
+def joined(form: str, pieces: Sequence[str], thinks: bool) -> list[Delta]:
+    """What an answer holds, with neighbours of a kind joined."""
+    reader = AnswerReader(TOOL_FORMATS[form], reasoning_of(form), thinks=thinks)
+    deltas: list[Delta] = []
+    for piece in [*pieces, ""]:
+        for kind, text in reader.read(piece, is_last=piece == ""):
+            if deltas and deltas[-1].kind == kind != "call":
+                deltas[-1] = Delta(kind, deltas[-1].text + text)
+            else:
+                deltas.append(Delta(kind, text))
+        assert len(reader._text) - reader._at < 64  # all that is looked at again: less than a marker
+    return deltas
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_hostile_texts_are_read_the_same_however_they_are_cut(name: str) -> None:
+    own = markers_of(name)
+    for seed in range(100_000 if IS_LONG else 100):
+        rng = random.Random(seed)
+        pieces = [rng.choice(own if rng.random() < 0.5 else PIECES) for _ in range(rng.randint(1, 14))]
+        text = "".join(letter for letter in "".join(pieces) if rng.random() > 0.01)
+        thinks = rng.random() < 0.2
+        expected = joined(name, [text], thinks)
+        assert joined(name, cut(text, rng), thinks) == expected, (seed, text)
+
+
+FLOODS = [" ", "a", "{", "[", '"', "\\", "<", "'", "(", ",", '{"name": "a", "arguments": {}}', '{"a": ', "{} ", "a="]
+
+
+def count_work(form: str, text: str) -> int:
+    """Lines that the reader runs for a text in pieces of 8 characters."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != answer_reader.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    reader = AnswerReader(TOOL_FORMATS[form], reasoning_of(form))
+    sys.settrace(trace)
+    try:
+        for at in range(0, len(text), 8):
+            reader.read(text[at : at + 8])
+        reader.read("", is_last=True)
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_work_of_an_answer_is_linear_in_its_length(name: str) -> None:
+    """Ten times the flood, behind a beginning of calls, takes ten times as many lines, not a hundred."""
+    form = TOOL_FORMATS[name]
+    beginning = form.begin + "[" * form.is_list + form.call[0] + "look" + form.call[1]
+    floods = [*FLOODS, *markers_of(name)]
+    if not IS_LONG:
+        floods = random.Random(name).sample(floods, 2)
+    for begin in ("", form.begin, beginning, beginning + form.tags.begin + "a" + form.tags.middle):
+        for flood in floods:
+            count = 100 // len(flood) + 1
+            assert count_work(name, begin + flood * 10 * count) <= 12 * count_work(name, begin + flood * count), (
+                begin,
+                flood,
+            )
 
 
 CITY = {
     "type": "object",
-    "properties": {"city": {"enum": ["Köln", 'a "b"']}, "days": {"type": "integer", "minimum": 1, "maximum": 42}},
+    "properties": {
+        "city": {"type": "string", "enum": ["Köln", 'a "b"']},
+        "days": {"type": "integer", "minimum": 1, "maximum": 42},
+        "why": {"type": "string", "maxLength": 5},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-NOTHING = {"type": "object", "additionalProperties": False}
+FORMS = ("harmony", "glm", "step3", "gemma4", "lfm2", "hermes")  # each kind of arguments
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS)
-def test_calls_that_a_grammar_forces_are_read(form: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FORMS else pytest.mark.thorough) for name in TOOL_FORMATS]
+)
+def test_calls_that_a_grammar_forces_are_read(name: str) -> None:
     """Random ways through the grammar of one or two tools, token by token; with reasoning, no call before its end."""
-    tokenizer, tools = byte_tokenizer(), TOOL_FORMATS[form]
+    tokenizer, form, reasoning = byte_tokenizer(), TOOL_FORMATS[name], reasoning_of(name)
     compiler = GrammarCompiler(tokenizer, VOCABULARY, [END])
-    for seed in range(8):
+    for seed in range(16 if IS_LONG else 2):
         is_one = seed % 2 == 0
         parameters: dict[str, object] = {"look": CITY} if is_one else {"look": CITY, "stop": NOTHING}
-        matcher = asyncio.run(
-            compiler.compile("structural_tag", tools.grammar(parameters, is_one=is_one, thinks=False))
-        )
-        tokens = sample(matcher, seed, 2000)
-        if not is_one and tools.separator is not None:  # a second one in place of the end
-            matcher.rollback(1)
-            more = tokenizer.encode(tools.separator + tools.call[0][0]).ids
-            assert all(map(matcher.accept_token, more))
-            tokens = tokens[:-1] + more + sample(matcher, seed, 2000)
-        text = tokenizer.decode(tokens)
-        reader = AnswerReader(tools, has_thoughts=False, thinks=False)
-        deltas = [delta for letter in text for delta in reader.read(letter)] + reader.read("", is_last=True)
-        assert {delta.kind for delta in deltas} == {"call", "arguments"}, text
-        calls: list[list[str]] = []
-        for kind, text in deltas:
-            if kind == "call":
-                calls.append([text, ""])
-            calls[-1][1] += text * (kind == "arguments")
-        for name, given in calls:
-            arguments = json.loads(given)
-            assert name in parameters
-            assert name == "stop" or (arguments["city"].strip() in ("Köln", 'a "b"') and 1 <= arguments["days"] <= 42)
-        assert reader.num_calls == 2 - (is_one or tools.separator is None)
-    thinking = asyncio.run(compiler.compile("structural_tag", tools.grammar({"a": {}}, is_one=True, thinks=True)))
-    assert all(thinking.accept_token(one) for one in tokenizer.encode("Hm. </think>\n\n").ids)
-    assert tokenizer.encode(tools.call[0][0]).ids == allowed(thinking)
+        grammar = form.grammar(parameters, is_one=is_one)
+        matcher = asyncio.run(compiler.compile("structural_tag", grammar))
+        text = tokenizer.decode(sample(matcher, seed, 4000))
+        calls = read(AnswerReader(form, reasoning, parameters=parameters), list(text))
+        assert calls, text
+        assert len(calls) == 1 or not is_one
+        for call in calls:
+            assert call[0] == "call", (text, calls)
+            arguments: Any = call[2]
+            if call[1] == "stop":
+                assert arguments == {}
+                continue
+            assert call[1] == "look"
+            assert arguments["city"].strip() in ("Köln", 'a "b"')
+            assert 1 <= arguments["days"] <= 42
+            assert isinstance(arguments.get("why", ""), str)
+    begin = form.grammar({"a": NOTHING}, is_one=True)
+    thinking = form.grammar({"a": NOTHING}, is_one=True, reasoning=reasoning, thinks=True)
+    firsts = []
+    for grammar, before in ((begin, ""), (thinking, f"Hm. {reasoning.end}\n\n")):
+        matcher = asyncio.run(compiler.compile("structural_tag", grammar))
+        assert all(matcher.accept_token(token) for token in tokenizer.encode(before).ids)
+        firsts.append(allowed(matcher))
+    assert firsts[0] == firsts[1]

@@ -1,0 +1,124 @@
+"""Turns a conversation with calls, their results and reasoning into what a model's chat template reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+Message = dict[str, Any]
+_THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """Return arguments of a call as an object; text that is none, under the name that Anthropic gives it."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if isinstance(arguments, dict):
+        return arguments
+    return {"INVALID_JSON": text}
+
+
+def replayed(
+    messages: list[Message], *, template: str, has_channels: bool, call_id: str, has_text_arguments: bool
+) -> list[Message]:
+    """Return messages as the template of a model reads them.
+
+    Args:
+        messages: arguments of calls are objects. Each message is a dict that this call may change.
+        template: text of the template.
+        has_channels: whether an answer consists of messages in channels.
+        call_id: how the template wants the ids of calls, with {name} and {index}; empty for any.
+        has_text_arguments: whether it wants arguments as text.
+    """
+    for message in messages:
+        thoughts = [message[name] for name in _THOUGHT_NAMES if isinstance(message.get(name), str) and message[name]]
+        for name in _THOUGHT_NAMES if thoughts else ():
+            message.setdefault(name, thoughts[0])
+    if has_channels:
+        messages = list(_one_call_a_message(messages))
+    if "tool_responses" in template:
+        messages = _with_responses(messages)
+    if call_id:
+        _rename_calls(messages, call_id)
+    if has_text_arguments:
+        for function in _functions(messages):
+            function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return messages
+
+
+def _functions(messages: list[Message]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            yield call["function"]
+
+
+def _rename_calls(messages: list[Message], form: str) -> None:
+    """Give calls and their results ids of a form: templates of Mistral refuse others, Kimi's write them out."""
+    num_calls = 0
+    names: dict[str, str] = {}  # new ids by those of the client
+    unanswered: list[str] = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            identity = form.format(name=call["function"]["name"], index=num_calls)
+            names[str(call.get("id"))] = identity
+            call["id"] = identity
+            unanswered.append(identity)
+            num_calls += 1
+        if message["role"] == "tool":
+            identity = names.get(str(message.get("tool_call_id")), "")
+            if not identity and unanswered:
+                identity = unanswered[0]
+            if identity in unanswered:
+                unanswered.remove(identity)
+            if identity:
+                message["tool_call_id"] = identity
+
+
+def _one_call_a_message(messages: list[Message]) -> Iterator[Message]:
+    """Yield a message for each call, before its result: the template of gpt-oss shows the first call of a message.
+
+    It takes content or reasoning beside a call, not both.
+    """
+    results: dict[str, Message] = {}
+    for message in messages:
+        if message["role"] == "tool" and "tool_call_id" in message:
+            results[str(message["tool_call_id"])] = message
+    shown: set[int] = set()  # results that stand behind their calls
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if id(message) in shown:
+            continue
+        if calls and message.get("content") and message.get("thinking"):
+            message["thinking"] = f"{message['thinking']}\n\n{message['content']}"
+            message["content"] = ""
+        if len(calls) < 2:
+            yield message
+            continue
+        for index, call in enumerate(calls):
+            if index == 0:
+                yield message | {"tool_calls": [call]}
+            else:
+                yield {"role": message["role"], "content": "", "tool_calls": [call]}
+            result = results.get(str(call.get("id")))
+            if result is not None:
+                shown.add(id(result))
+                yield result
+
+
+def _with_responses(messages: list[Message]) -> list[Message]:
+    """Put results of tools into the message with the calls, where the templates of Gemma 4 look for them."""
+    merged: list[Message] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        for call in calls:
+            names[str(call.get("id"))] = call["function"]["name"]
+        if message["role"] != "tool" or not merged or not merged[-1].get("tool_calls"):
+            merged.append(message)
+            continue
+        name = names.get(str(message.get("tool_call_id")), message.get("name") or "unknown")
+        merged[-1].setdefault("tool_responses", []).append({"name": name, "response": message["content"]})
+    return merged
