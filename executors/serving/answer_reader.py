@@ -6,6 +6,7 @@ linear in its length, however it is cut. What turns out to be no call is content
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Generator, Mapping
@@ -25,6 +26,7 @@ _PIECES = re.compile(r"(\s+|\{\w+\})")
 _BETWEEN_CALLS = " \t\r\n;,]"
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_BEHIND_STRINGS = ("", *",:=)]} \t\r\n")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _OPENING, _CLOSING = {"(": "[", "[": "[", "{": "{"}, {")": "]", "]": "]", "}": "}"}
@@ -361,7 +363,7 @@ class AnswerReader:
             if not (yield from self._up_to(ends, pieces.append)):
                 self._put_arguments("".join(pieces))
                 return True
-            self._put_arguments(_as_json("".join(pieces)))
+            self._put_arguments(_as_json("".join(pieces), is_known=isinstance(value_schema, Mapping)))
         if before:
             self._head = None
         is_ended = yield from self._comes(form.call[2].strip() or form.end)
@@ -425,8 +427,13 @@ class AnswerReader:
         while (yield from self._next()):
             text = yield from self._while(lambda letter: letter != quote and letter != "\\")
             self._put_escaped(text)
-            if not (yield from self._next()) or self._advance(self._at + 1) == quote:
+            if not (yield from self._next()):
                 return
+            if self._advance(self._at + 1) == quote:
+                if (yield from self._next()) in _BEHIND_STRINGS:
+                    return
+                self._put_escaped(quote)  # the template of LFM2 writes it without a backslash
+                continue
             letter = yield from self._next()
             if not letter:
                 return
@@ -548,11 +555,17 @@ def _dumps(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _as_json(text: str) -> str:
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return _dumps(text)
+def _as_json(text: str, *, is_known: bool) -> str:
+    """Return a value as JSON; is_known: whether its schema is, so that None and others of Python are no texts."""
+    readers: list[Callable[[str], Any]] = [json.loads]
+    if is_known:
+        readers.append(ast.literal_eval)
+    for read in readers:
+        try:
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return _dumps(text)
 
 
 @lru_cache(maxsize=64)

@@ -57,7 +57,7 @@ class ToolFormat:
         other_begins: further markers like `begin`.
         extra: what may stand before the text after the name.
         prefix: what a name may begin with, which is no part of it.
-        has_text_arguments: whether the chat template takes arguments as text in place of an object.
+        has_text_arguments: whether the chat template takes arguments as text, unless it writes them as JSON itself.
         call_id: how the chat template wants the ids of calls; empty for any.
     """
 
@@ -169,7 +169,13 @@ TOOL_FORMATS = {
         is_section=True, separator="", has_text_arguments=True,
     ),
     "deepseek_v32": ToolFormat(
-        "DeepSeek V3.2", ("｜DSML｜",), "<｜DSML｜function_calls>", "</｜DSML｜function_calls>",
+        "DeepSeek V3.2", ("｜DSML｜", "function_calls>"), "<｜DSML｜function_calls>", "</｜DSML｜function_calls>",
+        ('\n<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n"),
+        is_section=True, separator="", arguments="tags",
+        tags=Tags('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n", style="deepseek_xml"),
+    ),
+    "deepseek_v4": ToolFormat(
+        "DeepSeek V4", ("｜DSML｜",), "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>",
         ('\n<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n"),
         is_section=True, separator="", arguments="tags",
         tags=Tags('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n", style="deepseek_xml"),
@@ -201,8 +207,8 @@ TOOL_FORMATS = {
         arguments="tags", tags=Tags(*_XML[:3], style="qwen_xml"),
     ),
     "qwen_xml": ToolFormat(
-        "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5", ("<function=",), "<tool_call>", "</tool_call>", _FUNCTION,
-        arguments="tags", tags=Tags(*_XML[:3], is_in_lines=True, style="qwen_xml"),
+        "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5", ("<function=", "<parameter="), "<tool_call>", "</tool_call>",
+        _FUNCTION, arguments="tags", tags=Tags(*_XML[:3], is_in_lines=True, style="qwen_xml"),
     ),
     "gemma4": ToolFormat(
         "Gemma 4", ("<|tool_call>",), "<|tool_call>", "<tool_call|>", ("call:", "{", ""), separator="",

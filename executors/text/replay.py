@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
+_AS_JSON = re.compile(r"arguments['\"\]]*\s*\|\s*tojson")
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -31,19 +33,22 @@ def replayed(
         template: text of the template.
         has_channels: whether an answer consists of messages in channels.
         call_id: how the template wants the ids of calls, with {name} and {index}; empty for any.
-        has_text_arguments: whether it wants arguments as text.
+        has_text_arguments: whether it wants arguments as text, unless it writes them as JSON itself.
     """
     for message in messages:
         thoughts = [message[name] for name in _THOUGHT_NAMES if isinstance(message.get(name), str) and message[name]]
         for name in _THOUGHT_NAMES if thoughts else ():
             message.setdefault(name, thoughts[0])
-    if has_channels:
+        if has_channels and message.get("tool_calls") and message.get("content") and thoughts:
+            message["thinking"] = f"{message['thinking']}\n\n{message['content']}"  # the template takes one of both
+            message["content"] = ""
+    if has_channels or "only supports single tool-calls" in template:
         messages = list(_one_call_a_message(messages))
     if "tool_responses" in template:
         messages = _with_responses(messages)
     if call_id:
         _rename_calls(messages, call_id)
-    if has_text_arguments:
+    if has_text_arguments and _AS_JSON.search(template) is None:
         for function in _functions(messages):
             function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return messages
@@ -78,10 +83,7 @@ def _rename_calls(messages: list[Message], form: str) -> None:
 
 
 def _one_call_a_message(messages: list[Message]) -> Iterator[Message]:
-    """Yield a message for each call, before its result: the template of gpt-oss shows the first call of a message.
-
-    It takes content or reasoning beside a call, not both.
-    """
+    """Yield a message for each call, before its result: templates of gpt-oss and Llama 3 take one call a message."""
     results: dict[str, Message] = {}
     for message in messages:
         if message["role"] == "tool" and "tool_call_id" in message:
@@ -91,9 +93,6 @@ def _one_call_a_message(messages: list[Message]) -> Iterator[Message]:
         calls = message.get("tool_calls") or []
         if id(message) in shown:
             continue
-        if calls and message.get("content") and message.get("thinking"):
-            message["thinking"] = f"{message['thinking']}\n\n{message['content']}"
-            message["content"] = ""
         if len(calls) < 2:
             yield message
             continue

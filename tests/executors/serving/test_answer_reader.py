@@ -82,6 +82,21 @@ CASES: list[tuple[str, str, str, bool, list[Any]]] = [
         False,
         [("call", "look", {"city": "a'b\nü", "days": [1, -2.5, None], "ok": True, "more": {"k": [{}]}})],
     ),
+    (  # as the template of LFM2 writes a quote in a text, and that of Seed-OSS what is no text
+        "lfm2",
+        THINK,
+        "<|tool_call_start|>[look(city='a'b')]<|tool_call_end|>",
+        False,
+        [("call", "look", {"city": "a'b"})],
+    ),
+    (
+        "seed_oss",
+        THINK,
+        "<seed:tool_call>\n<function=look>\n<parameter=city>None</parameter>\n<parameter=days>[{'a': None}, True]"
+        "</parameter>\n<parameter=more>None</parameter>\n</function>\n</seed:tool_call>",
+        False,
+        [("call", "look", {"city": "None", "days": [{"a": None}, True], "more": "None"})],
+    ),
     ("none", THINK, "<tool_call>{}</tool_call>", False, [("content", "<tool_call>{}</tool_call>")]),
     (
         "qwen_xml",
@@ -141,7 +156,7 @@ CASES: list[tuple[str, str, str, bool, list[Any]]] = [
         [("content", "{}")],
     ),
 ]
-PARAMETERS = {"look": {"properties": {"city": {"type": "string"}}}}
+PARAMETERS = {"look": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}}}
 
 
 @pytest.mark.parametrize(("form", "reasoning", "text", "thinks", "expected"), CASES, ids=range(len(CASES)))

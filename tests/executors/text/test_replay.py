@@ -35,7 +35,12 @@ GPT_OSS = (
     "{{ raise_exception('both') }}{% endif %}{{ m.thinking }}!{{ m.tool_calls[0].function.name }}{% else %}"
     "{{ m.content }}{% endif %};{% endfor %}"
 )
+LLAMA = (
+    '{# {"name": function name} This model only supports single tool-calls #}{% for m in messages %}{{ m.role }}'
+    "{% for c in m.tool_calls or [] %} {{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+)
 CASES = {
+    "llama3": (LLAMA, 'user;assistant {"a": 1};tool;assistant {"INVALID_JSON": "{\\"b"};tool;'),
     "kimi_k2": (
         KIMI,
         '<|tool_calls_section_begin|>functions.look:0{"a": 1}'
