@@ -26,7 +26,7 @@ from paged.executors.serving.chat import chat, read_again, template_variables
 from paged.executors.serving.completions import complete, embed
 from paged.executors.serving.errors import ApiError, as_api_error, reply
 from paged.executors.serving.gate import LOG, Gate
-from paged.executors.serving.messages import answer_messages
+from paged.executors.serving.messages import answer_messages, count_tokens
 from paged.executors.serving.responses import respond_to_input
 from paged.executors.serving.service import Service, service_of
 from paged.seq_id import SeqId
@@ -233,6 +233,7 @@ _ROUTES: dict[str, dict[str, Callable[..., Awaitable[Response]]]] = {
         "/v1/embeddings": embed,
         "/v1/load_lora_adapter": load_adapter,
         "/v1/messages": answer_messages,
+        "/v1/messages/count_tokens": count_tokens,
         "/v1/responses": respond_to_input,
         "/v1/unload_lora_adapter": unload_adapter,
     },

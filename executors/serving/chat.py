@@ -80,9 +80,10 @@ class Conversation(Form):
         if forced and "constraint" in options:
             param = options["constraint"]
             raise ApiError(400, f"{param}: not beside a tool_choice that forces a call", param)
-        listed = [{"type": "function", "function": function} for function in functions] or None
         size = len(await self.request.body())
-        prompt, embeds = await service.encode_chat(messages, {"tools": listed, **(variables or {})}, size)
+        prompt, embeds = await service.encode_chat(
+            messages, {"tools": listed_tools(functions), **(variables or {})}, size
+        )
         if embeds is not None:
             options["prompt_embeds"] = embeds
         params = service.check_prompts([prompt], params)
@@ -239,6 +240,11 @@ class _Chat(Conversation):
         best = sorted(rows, key=lambda token: -rows[token])[: self._num_top]  # all, and the token itself
         top = [entry(token, texts.bytes(token, is_first=row.is_first)) for token in best]
         return entry(row.token, row.bytes) | {"top_logprobs": top}
+
+
+def listed_tools(functions: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return functions as chat templates read them; None for none."""
+    return [{"type": "function", "function": function} for function in functions] or None
 
 
 def _schemas(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -11,9 +11,18 @@ from starlette.responses import Response
 
 from paged.executors.serving.answer_reader import Delta
 from paged.executors.serving.answers import Event
-from paged.executors.serving.chat import Conversation, Tools
-from paged.executors.serving.errors import ApiError
-from paged.executors.serving.schemas import MessagesBody, MessagesMessage, Sampling, Text, ToolUse
+from paged.executors.serving.chat import Conversation, Tools, listed_tools
+from paged.executors.serving.errors import ApiError, reply
+from paged.executors.serving.schemas import (
+    CountTokensBody,
+    MessagesBody,
+    MessagesMessage,
+    Sampling,
+    Text,
+    Thinking,
+    ToolResult,
+    ToolUse,
+)
 from paged.executors.serving.service import Piece, service_of
 from paged.executors.text.replay import call_arguments
 
@@ -44,23 +53,42 @@ async def answer_messages(body: MessagesBody, request: Request) -> Response:
         raise ApiError(400, "tool_choice: only with tools", "tool_choice")
     if choice is not None and (choice.name is None) == (choice.type == "tool"):
         raise ApiError(400, "tool_choice.name: expected with the type tool, and no other", "tool_choice.name")
-    messages: list[dict[str, Any]] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text_of(body.system)})
-    for message in body.messages:
-        messages += _as_template(message)
-    functions: list[dict[str, Any]] = [
-        {"name": tool.name, "parameters": tool.input_schema} for tool in body.tools or ()
-    ]
-    for function, tool in zip(functions, body.tools or (), strict=True):
-        if tool.description is not None:
-            function["description"] = tool.description
+    messages, functions = _prompt_of(body)
     tools = Tools(functions)
     if choice is not None:
         tools = Tools(
             functions, _CHOICES[choice.type], choice.name, choice.disable_parallel_tool_use or choice.name is not None
         )
     return await _Message(request, body).converse(body, messages, params, tools)
+
+
+async def count_tokens(body: CountTokensBody, request: Request) -> Response:
+    """Answer with the number of tokens of the prompt that a conversation makes."""
+    service = service_of(request)
+    await service.adapter(body.model)
+    messages, functions = _prompt_of(body)
+    if body.tool_choice is not None and body.tool_choice.type == "none":
+        functions = []
+    listed = listed_tools(functions)
+    size = len(await request.body())
+    prompt, _ = await service.encode_chat(messages, {"tools": listed}, size, longest=service.longest_text)
+    return reply({"input_tokens": len(prompt)})
+
+
+def _prompt_of(body: MessagesBody | CountTokensBody) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return messages as templates read them, and functions as OpenAI has them."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text_of(body.system)})
+    for message in body.messages:
+        messages += _as_template(message)
+    functions: list[dict[str, Any]] = []
+    for tool in body.tools or ():
+        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+        if tool.description is not None:
+            function["description"] = tool.description
+        functions.append(function)
+    return messages, functions
 
 
 def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
@@ -70,17 +98,22 @@ def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []  # results of tools, then what remains of the message
     calls: list[dict[str, Any]] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     for block in message.content:
         if isinstance(block, Text):
             texts.append(block.text)
         elif isinstance(block, ToolUse):
             function = {"name": block.name, "arguments": block.input}
             calls.append({"id": block.id, "type": "function", "function": function})
-        else:
+        elif isinstance(block, Thinking):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolResult):
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text_of(block.content)})
     text = "".join(texts)
-    if text or calls or not messages:
+    if text or calls or thoughts or not messages:
         messages.append({"role": message.role, "content": text})
+    if thoughts:
+        messages[-1]["reasoning"] = "".join(thoughts)
     if calls:
         messages[-1]["tool_calls"] = calls
     return messages

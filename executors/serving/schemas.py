@@ -244,9 +244,17 @@ class ToolResult(Struct, tag="tool_result"):
     content: str | list[Text] | None = None
 
 
+class Thinking(Struct, tag="thinking"):
+    thinking: str
+
+
+class RedactedThinking(Struct, tag="redacted_thinking"):
+    """Another server's reasoning, which nothing here can read."""
+
+
 class MessagesMessage(Body):
     role: Literal["user", "assistant"]
-    content: str | list[Text | ToolUse | ToolResult]
+    content: str | list[Text | ToolUse | ToolResult | Thinking | RedactedThinking]
 
 
 class MessagesTool(Function):
@@ -267,6 +275,19 @@ class MessagesBody(ConversationBody, kw_only=True):
     max_tokens: Count
     system: str | list[Text] | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=256)] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesChoice | None = None
+
+
+class CountTokensBody(Body, kw_only=True):
+    """The part of a MessagesBody that becomes the prompt."""
+
+    max_values = ConversationBody.max_values
+    names = _OF_MESSAGES
+
+    messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
+    model: str | None = None
+    system: str | list[Text] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesChoice | None = None
 

@@ -31,6 +31,10 @@ def test_messages_whole_and_streamed(claude: anthropic.Anthropic) -> None:
     with claude.messages.stream(messages=history, system="finch: drum;", **given) as stream:
         assert "".join(stream.text_stream) == "brass lantern"
         assert stream.get_final_message().usage == answer.usage
+    thoughts: Any = [{"type": "thinking", "thinking": "", "signature": ""}, {"type": "redacted_thinking", "data": "a"}]
+    for messages in (history, [history[0], {"role": "assistant", "content": thoughts}, *history[1:]]):
+        counted = claude.messages.count_tokens(model="recall", messages=messages, system="finch: drum;")
+        assert counted.input_tokens == answer.usage.input_tokens
     stopped = claude.messages.create(messages=MESSAGES, stop_sequences=["lantern"], **given)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "lantern")
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
