@@ -122,6 +122,11 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._embeddings = _EmbeddingLine()
 
+    @property
+    def is_accepting(self) -> bool:
+        """Whether it takes requests. Does not wait for the step that runs."""
+        return self._is_accepting and not self._is_stopped
+
     async def __aenter__(self) -> AsyncEngine:
         return self
 

@@ -21,6 +21,8 @@ from starlette.responses import Response
 import paged
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError
+from paged.executors.engine.async_engine import EngineStoppedError
+from paged.executors.engine.config import QueueFullError
 from paged.executors.serving import schemas
 from paged.executors.serving.chat import chat, read_again, template_variables
 from paged.executors.serving.completions import complete, embed
@@ -156,8 +158,19 @@ async def unload_adapter(body: schemas.AdapterBody, request: Request) -> Respons
 
 
 async def health(request: Request) -> Response:
-    await service_of(request).engine.status()  # behind the step that runs; raises where the engine has stopped
+    """Answer at once whether the server lives, however long its step takes."""
+    if not service_of(request).engine.is_accepting:
+        raise EngineStoppedError("the engine was shut down")
     return reply({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """Answer behind the step that runs whether the queue has room."""
+    service = service_of(request)
+    status = await service.engine.status()
+    if status.waiting >= service.config.max_waiting:
+        raise QueueFullError(f"{status.waiting} completions wait, see --max-waiting")
+    return reply({"status": "ok", "waiting": status.waiting})
 
 
 async def version() -> Response:
@@ -220,6 +233,7 @@ _ROUTES: dict[str, dict[str, Callable[..., Awaitable[Response]]]] = {
         "/": page,
         "/health": health,
         "/metrics": metrics,
+        "/ready": ready,
         "/v1/models": models,
         "/v1/models/{name:path}": model,
         "/v1/paged/blocks": blocks,

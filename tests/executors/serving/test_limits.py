@@ -8,7 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +154,21 @@ def test_limits_of_a_request(chat_folder: Path) -> None:
             assert (status, body["error"]["param"]) == (400, param)
         status, _, body = ask(served, "/v1/completions", {"prompt": PROMPT, "stream": True})
         assert (status, body["error"]["code"]) == (504, "timeout")
+
+
+def test_health_waits_for_no_step(served: Served) -> None:
+    """While a step runs, the server lives but is not ready; with a full queue it is not ready either."""
+    blocked = threading.Event()
+    served.service.engine._worker.submit(blocked.wait)
+    with ThreadPoolExecutor() as pool:
+        ready = pool.submit(ask, served, "/ready")
+        assert ask(served, "/health")[0] == 200
+        assert not ready.done()
+        blocked.set()
+        assert ready.result()[0] == 200
+    served.service.config, config = replace(served.service.config, max_waiting=0), served.service.config
+    assert ask(served, "/ready")[0] == 429
+    served.service.config = config
 
 
 def test_key_is_asked_for_on_every_route(chat_folder: Path) -> None:

@@ -28,6 +28,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": PROMPT},
     "/v1/responses": {"input": PROMPT},
     "/v1/messages": {"messages": [MESSAGE], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [MESSAGE]},
     "/tokenize": {"prompt": PROMPT},
     "/detokenize": {"tokens": [1]},
 }
