@@ -19,6 +19,7 @@ from paged.models.loading.checkpoint_folder import checkpoint_folder
 from paged.printable import one_line
 
 if TYPE_CHECKING:
+    from paged.cache.manager import PagedKvCacheManager
     from paged.executors.text.chat_tokenizer import ChatTokenizer
     from paged.executors.vision.vision_model import VisionModel
 
@@ -82,13 +83,16 @@ def run(args: argparse.Namespace) -> int:
 
     async def serve() -> None:
         async with AsyncEngine(engine) as running:
-            app = make_app(Service(running, tokenizer, config, defaults, vision))
+            service = Service(running, tokenizer, config, defaults, vision)
+            app = make_app(service)
             free = 0 if manager is None else manager.stats().free_blocks * manager.config.block_size
             print(
                 f"paged: {where}{note}, {one_line(config.model_name)} in {info.dtype} on {info.device}, "
                 f"{free:,} tokens of cache free, backend {backend_of(info.device)[0]}",
                 flush=True,
             )
+            weight_bytes = engine.executor.capabilities().memory_requirements.weight_bytes
+            print(memory_line(weight_bytes, manager, service.longest), file=sys.stderr, flush=True)
             await protocol.Server(app, config).serve(sockets=[listener])
 
     with contextlib.ExitStack() as stack:
@@ -98,6 +102,17 @@ def run(args: argparse.Namespace) -> int:
         protocol.run(serve())
     sys.stdout.flush()
     os._exit(0)  # Python would join threads, which may never end, and take 2 s to free its modules
+
+
+def memory_line(weight_bytes: int, manager: PagedKvCacheManager | None, longest: int) -> str:
+    """Return a line with the bytes of weights and cache, and the tokens of the longest request."""
+    line = f"paged: memory: weights {weight_bytes:,} bytes"
+    if manager is not None:
+        num_blocks, block_size = manager.config.num_blocks + 1, manager.config.block_size  # one for padding
+        block_bytes = manager.config.block_bytes(manager.tensors.storage.dtype)
+        line += f", cache {num_blocks:,} blocks (one for padding) of {block_size} tokens x {block_bytes:,} bytes"
+        line += f" = {num_blocks * block_bytes:,} bytes"
+    return f"{line}, longest request {longest:,} tokens"
 
 
 def vision_of(folder: Path, tokenizer: ChatTokenizer, args: argparse.Namespace) -> VisionModel | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from paged.executors.text.chat_tokenizer import ChatTokenizer
@@ -321,18 +321,7 @@ class Tongue(NamedTuple):
 
     def markers(self) -> str:
         """Return all text of the formats; a special token in it is kept when an answer is decoded."""
-        texts = []
-        for form in (self.tools, self.reasoning):
-            if form is None:
-                continue
-            names = form._fields if isinstance(form, Reasoning) else [field.name for field in fields(form)]
-            for name in names:
-                value = getattr(form, name)
-                if name not in ("models", "hints"):
-                    texts.append(str(value))
-        if self.reasoning is not None and self.reasoning.has_channels:
-            texts.append("<|start|>")
-        return "\n".join(texts) + GEMMA_QUOTE
+        return f"{self.tools} {self.reasoning} {GEMMA_QUOTE} <|start|>"
 
 
 GEMMA_QUOTE = '<|"|>'

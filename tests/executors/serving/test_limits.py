@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import zmq
 
-from paged import EngineConfig
+from paged import EngineConfig, LlmExecutor
+from paged.executors.command_line.cli import RECALL
 from tests.deadline import HANG_S
 from tests.executors.serving.conftest import Served, serving
 from tests.executors.serving.test_openai import PROMPT, check_idle
@@ -244,6 +245,12 @@ def test_drain(signals: int, tmp_path: Path) -> None:
     events.close(linger=0)
     lines = process.stderr.read().splitlines()
     assert lines[0].startswith("paged: loading "), "off a terminal too"
+    memory = re.search(r"weights ([\d,]+) bytes, cache 257 blocks .* = ([\d,]+) bytes, longest request 1,024", lines[1])
+    assert memory is not None, lines
+    weights, cache = (int(count.replace(",", "")) for count in memory.groups())
+    executor = LlmExecutor.from_pretrained(RECALL, num_blocks=256)
+    assert weights == executor.capabilities().memory_requirements.weight_bytes
+    assert cache == executor.model.kv_manager.tensors.storage.nbytes
     record = json.loads(lines[-1])
     assert record["end"] == ("length" if signals == 1 else "left")
     assert record["new_tokens"] == 900 or signals == 2
