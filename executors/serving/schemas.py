@@ -204,8 +204,31 @@ class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ResponsesItem(Message):
-    type: Literal["message"] = "message"
+class ReasoningText(Struct, tag="reasoning_text"):
+    text: str
+
+
+class ResponsesItem(Struct, kw_only=True):
+    """A message, a call of a function, its result, or reasoning; each reads its own entries."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant", "tool"] | None = None
+    content: str | list[Text | InputText | OutputText | Image | ReasoningText] | None = None
+    name: FunctionName | None = None
+    arguments: str = ""
+    call_id: str = ""
+    output: str | list[InputText] = ""
+
+
+class ResponsesTool(Function):
+    type: Literal["function"]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ResponsesChoice(Body):
+    type: Literal["function"]
+    name: FunctionName
 
 
 class TextFormat(Struct):
@@ -226,6 +249,9 @@ class ResponsesBody(ConversationBody, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: ResponsesText | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     def grammar(self) -> Grammar | None:
         if self.text is None or self.text.format is None:

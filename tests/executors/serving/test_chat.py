@@ -60,6 +60,21 @@ def test_calls_and_reasoning(talking: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
         client.chat.completions.create(**given | {"tool_choice": {"type": "function", "function": {"name": "run"}}})
 
+    asked: Any = {"model": "recall", "temperature": 0, "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+    items: Any = list(MESSAGES)
+    for turn in range(3):
+        if turn % 2:
+            with client.responses.stream(input=items, **asked) as stream:
+                response: Any = stream.get_final_response()
+        else:
+            response = client.responses.create(input=items, **asked)
+        assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+        reasoning, text, call = response.output
+        assert (reasoning.content[0].text, text.content[0].text) == ("Hm.", "Yes. ")
+        assert (call.name, json.loads(call.arguments)) == ("look", {"a": [1]})
+        items += [item.to_dict() for item in response.output]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": MESSAGES[-1]["content"]})
+
     claude = anthropic.Anthropic(base_url=talking.url, api_key="none", max_retries=0)
     tools: Any = [{"name": "look", "input_schema": {"type": "object"}}]
     asked: Any = {"model": "recall", "messages": MESSAGES, "max_tokens": 9, "extra_body": {"temperature": 0}}
