@@ -62,7 +62,11 @@ ARCHITECTURES: dict[str, type[Llama]] = {
 }
 
 # Names that transformers does not have, and the architectures with the same code.
-ALIASES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM", "MiMoForCausalLM": "Qwen2ForCausalLM"}
+ALIASES = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
 
 # Families that are only text parts of multimodal models, by model_type.
 TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS)}

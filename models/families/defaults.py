@@ -71,6 +71,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "olmo_hybrid": (100_352, 3840, 11_008, 32, 30, None, None, 65_536, 1e-6, 1e4),
     "olmoe": (50_304, 2048, 2048, 16, 16, None, None, 4096, 1e-5, 1e4),
     "phi3": (32_064, 3072, 8192, 32, 32, None, None, 4096, 1e-5, 1e4),
+    "phimoe": (32_064, 4096, 6400, 32, 32, 8, None, 131_072, 1e-5, 1e6),
     "qwen2": (*_QWEN, None, 32_768, 1e-6, 1e4),
     "qwen2_5_vl_text": _QWEN_VL,
     "qwen2_moe": (151_936, 2048, 5632, 24, 16, 16, None, 32_768, 1e-6, 1e4),
@@ -260,6 +261,7 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "olmo_hybrid": {"linear_conv_kernel_dim": 4},
     "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
     "phi3": {"original_max_position_embeddings": 4096},
+    "phimoe": {"num_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01},
     "qwen2": _QWEN_WINDOW,
     "qwen2_5_vl_text": {"sliding_window": 4096, "max_window_layers": 80},
     "qwen2_moe": {

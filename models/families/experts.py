@@ -5,9 +5,10 @@ Fields are joined as in `dense`: none is given twice.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from paged.errors import CheckpointError
+from paged.errors import CheckpointError, UnsupportedError
 from paged.models.families.dense import (
     HUNYUAN_RENAMES,
     NO_BIAS,
@@ -25,7 +26,7 @@ from paged.models.layers.decoder_config import (
     rotating_layers,
     weights_dtype,
 )
-from paged.models.layers.rope import rope_config
+from paged.models.layers.rope import rope_config, rope_section
 from paged.models.loading.hf_config import HfConfig
 
 # Constants of `fused_moe`'s clamped SwiGLU, and renormalised weights of the chosen experts.
@@ -188,6 +189,27 @@ def _olmoe(hf: HfConfig) -> dict[str, Any]:
     return {"qk_norm": "width", "moe": moe_config(hf, renormalize=hf.flag("norm_topk_prob"))}
 
 
+def _phimoe(hf: HfConfig) -> dict[str, Any]:
+    """Phi-3.5-MoE (Microsoft, 2024): two experts a token by SparseMixer, layer norms, a head with a bias."""
+    hf.choice("num_experts_per_tok", 2)
+    margin = 2 * hf.number("router_jitter_noise", may_be_zero=True)
+    hf.value("input_jitter_noise")  # of training
+    rope, section = rope_config(hf), rope_section(hf)
+    if rope.kind == "longrope":
+        factor = section.number("short_mscale")
+        if section.number("long_mscale") != factor:
+            raise UnsupportedError(f"{section.source}: long_mscale, expected short_mscale {factor}")
+        rope = replace(rope, attention_factor=factor)
+    return {
+        "rope": rope,
+        "window": hf.optional_integer("sliding_window"),
+        "subtracts_mean": True,
+        "bias": True,
+        "head_bias": hf.flag("lm_head_bias"),
+        "moe": moe_config(hf, renormalize=False, mixer_margin=margin, **MIXTRAL_NAMES),
+    }
+
+
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
     """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens; among the first
     layers, every second has a window."""
@@ -242,6 +264,7 @@ EXPERTS = {
     "Llama4ForCausalLM": family("llama4_text", _llama4),
     "MixtralForCausalLM": family("mixtral", _mixtral, MIXTRAL_RENAMES),
     "OlmoeForCausalLM": family("olmoe", _olmoe),
+    "PhimoeForCausalLM": family("phimoe", _phimoe, MIXTRAL_RENAMES),
     "Qwen2MoeForCausalLM": family("qwen2_moe", _qwen2_moe),
     "Qwen3MoeForCausalLM": family("qwen3_moe", _qwen3_moe),
 }

@@ -240,7 +240,7 @@ class Llama(nn.Module):
         self.num_weights: int | None = None
         self._packed_embedding: torch.Tensor | None = None
         sizes = config.hidden_size, {"lm_head": self.num_logits}
-        self.lm_head = None if config.tie_word_embeddings else Linear(*sizes)
+        self.lm_head = None if config.tie_word_embeddings else Linear(*sizes, bias=config.head_bias)
         if config.quantization is not None:
             quantize(self, "model", config, config.quantization)
 
@@ -422,7 +422,7 @@ class Llama(nn.Module):
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits in the weights' dtype, [num_rows, num_logits], in `out` if given."""
-        if self.lm_head is not None and self.lm_head.packed is not None:
+        if self.lm_head is not None and (self.lm_head.packed is not None or self.lm_head.bias is not None):
             logits = self.lm_head(hidden)
         else:
             tied = self.embed_tokens if self._packed_embedding is None else self._packed_embedding

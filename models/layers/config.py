@@ -180,6 +180,7 @@ class MoeConfig:
         latent_size: input and output size of experts, between projections from and to the hidden size; None for the
             hidden size, without projections.
         renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
+        mixer_margin: margin of `choose_by_mixer`, which then chooses experts; None for `route_tokens`.
         sums_two_best: whether a group's score is the sum of its two best experts' also without a correction bias.
         correction_bias: checkpoint name of its tensor; None for none.
         correction_in_row: whether that tensor is [1, num_experts], not [num_experts].
@@ -205,6 +206,7 @@ class MoeConfig:
     num_expert_groups: int = 1
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
+    mixer_margin: float | None = None
     sums_two_best: bool = False
     latent_size: int | None = None
     correction_bias: str | None = None
@@ -254,6 +256,7 @@ class DecoderConfig:
         embedding_scale, residual_scale, logits_scale: factors for embeddings, for everything added to the residual
             stream, and for logits.
         logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
+        head_bias: whether the head has a bias.
         tie_word_embeddings: whether the head's weights are the embedding.
         dtype: dtype of the weights as published.
         quantization: format of packed weights; None for plain weights.
@@ -284,6 +287,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
+    head_bias: bool = False
     tie_word_embeddings: bool
     dtype: torch.dtype
     quantization: Quantization | None

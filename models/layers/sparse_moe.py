@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -231,6 +232,7 @@ class SparseMoe(nn.Module):
         routed_by: the router's input, if it is not x.
         """
         # Choose experts.
+        moe = self.config
         if routed_by is None:
             routed_by = x
         logits = self.router(routed_by.to(self.router.weight.dtype))  # [R, num_experts]
@@ -243,7 +245,9 @@ class SparseMoe(nn.Module):
                 sizes = len(x), self.routing.top_k, self.down.w
                 self._block_sizes[key] = moe_block_size(*sizes, dtype=x.dtype, **self._tile_options())
             block_size = self._block_sizes[key]
-        if block_size is None:
+        if moe.mixer_margin is not None:
+            topk_weights, topk_ids = choose_by_mixer(logits.float(), moe.mixer_margin)  # both [R, 2]
+        elif block_size is None:
             topk_weights, topk_ids = self.route_tokens(logits, **vars(self.routing))  # both [R, top_k]
         else:
             num_held: int | None = None
@@ -357,6 +361,27 @@ def capture_experts(network: Any, captured: CapturedStates) -> Iterator[None]:
     finally:
         for module in modules:
             module.chosen = None
+
+
+def choose_by_mixer(logits: torch.Tensor, margin: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose two experts of each token, the second without the first (SparseMixer; Liu et al., 2023).
+
+    The weight is that of a softmax over the experts whose logits differ from the best one by at most `margin` of its
+    size, or of their own if that is larger.
+
+    logits: float32 [T, num_experts]. Returns weights float32 and ids int32, both [T, 2].
+    """
+    weights: list[torch.Tensor] = []
+    ids: list[torch.Tensor] = []
+    candidates = logits
+    for _ in range(2):
+        best, expert = candidates.max(-1, keepdim=True)  # both [T, 1]
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > margin
+        shares = candidates.masked_fill(is_far, -math.inf).softmax(-1)
+        weights.append(shares.gather(-1, expert))
+        ids.append(expert)
+        candidates = candidates.scatter(-1, expert, -math.inf)
+    return torch.cat(weights, -1), torch.cat(ids, -1).int()
 
 
 def _products(weight: Any) -> Sequence[Product]:

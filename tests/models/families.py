@@ -84,6 +84,9 @@ _WORDS: dict[str, dict[str, Any]] = {
     "laguna_rope": _by_layer_type(100.0, **_yarn(partial_rotary_factor=0.5)["rope_parameters"]),
     "olmo3_rope": _by_layer_type(500.0, **_yarn()["rope_parameters"]),
     "long_rope": {"rope_parameters": _LONG},
+    "phimoe_rope": {
+        "rope_parameters": _LONG_8 | {"original_max_position_embeddings": 128, "short_mscale": 1.2, "long_mscale": 1.2}
+    },
     "long_rope_8": {"rope_parameters": _LONG_8},
     "mrope": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}},
     "half_mrope": {
@@ -218,6 +221,8 @@ FAMILIES = Families(
     olmo_hybrid="OlmoHybrid gated_delta pad_token_id=0 linear_value_head_dim=32 linear_num_key_heads=2",
     olmoe="Olmoe head_dim=16 num_experts=4 num_experts_per_tok=2 norm_topk_prob=True pad_token_id=0",
     phi3="Phi3 head_dim=16 pad_token_id=0 long_rope original_max_position_embeddings=128",
+    phimoe="""Phimoe head_dim=16 local_experts num_local_experts=8 attention_bias=True lm_head_bias=True
+        router_jitter_noise=0.2 phimoe_rope""",
     qwen2="Qwen2",
     qwen2_moe="Qwen2Moe experts shared_expert_intermediate_size=48 norm_topk_prob=True",
     qwen2_yarn_window_in_one_layer="Qwen2 window_from_1 tied yarn_1e6",

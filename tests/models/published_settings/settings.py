@@ -68,6 +68,10 @@ _ROWS = {
         attention_dropout=0.0 decoder_sparse_step=1 eps=1e-6 gating='per-head' mlp_only_layers=[0]
         moe_apply_router_weight_on_input=False moe=1024 moe_routed_scaling_factor=2.5 moe_router_logit_softcapping=0.0
         norm_topk_prob=True num_experts=256 router_aux_loss_coef=0.0 shared=1024 window=512 top=10 untied v=100352""",
+    "microsoft/Phi-3.5-MoE-instruct": """Phimoe silu bias h=4096 i=6400 l=32 q=32 kv=8 max=131072 eps=1e-5 experts=16
+        hidden_dropout=0.0 input_jitter_noise=0.01 lm_head_bias=True original_max_position_embeddings=4096
+        output_router_logits=False router_aux_loss_coef=0.0 router_jitter_noise=0.01 phimoe_factors theta=10000.0
+        window=131072 top=2 untied v=32064""",
     # Mistral
     "mistralai/Mistral-7B-v0.1": """Mistral silu h=4096 i=14336 l=32 q=32 kv=8 max=32768 eps=1e-5 theta=10000.0
         window=4096 untied v=32000""",

@@ -117,6 +117,14 @@ WORDS: dict[str, dict[str, Any]] = {
         output_router_logits=False router_aux_loss_coef=0.001"""
     ),
     "factors_48": _factors(48),
+    "phimoe_factors": {
+        "rope_scaling": _factors(64)["rope_scaling"]
+        | {
+            "long_mscale": 1.243163121016122,
+            "short_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 4096,
+        }
+    },
     "glm_5_2": {
         "indexer_types": [*["full"] * 3, *[*["shared"] * 3, "full"] * 18, *["shared"] * 3],
         "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 75],
