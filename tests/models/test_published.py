@@ -42,8 +42,8 @@ _MOST = options(
 
 # Families whose layers others have too.
 _SAME_LAYERS = (
-    *("Arcee", "Dots1", "Ernie4_5For", "GemmaFor", "Glm4v", "Helium", "HunYuanDense", "InternVL", "Llava"),
-    *("Olmoe", "Qwen2_5", "SeedOss", "SolarOpen"),
+    *("Arcee", "CohereFor", "Dots1", "Ernie4_5For", "ExaoneMoe", "GemmaFor", "Glm4v", "HYV3", "Helium"),
+    *("HunYuanDense", "InternVL", "Llava", "Olmoe", "Qwen2_5", "SeedOss", "SolarOpen"),
 )
 
 
