@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,10 +71,12 @@ class _OwnInput(nn.Module):
         self.projection = Linear(size, {"per_layer_projection": config.hidden_size})
         self.norm, self.silu_and_mul = stream_norm(config), Bound(silu_and_mul)
 
-    def forward(self, residual: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        gated = self.silu_and_mul(torch.cat((self.gate(residual), own), -1), activation=self.activation)
-        added: torch.Tensor = self.norm(self.projection(gated))[0]
-        return added
+    def forward(self, residual: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the residual stream, [R, hidden_size]. layer_input: [R, layer_input_size]."""
+        gate = self.gate(residual)  # [R, layer_input_size]
+        gated = self.silu_and_mul(torch.cat((gate, layer_input), -1), activation=self.activation)
+        normed: torch.Tensor = self.norm(self.projection(gated))[0]
+        return normed
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         norm = self.norm.weight_slots(f"{prefix}.post_per_layer_input_norm")
@@ -102,14 +105,14 @@ class Gemma4Layer(DecoderLayer):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
-        own: torch.Tensor | None = None,
+        layer_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """own: this layer's separate input, [num_tokens, layer_input_size]."""
+        """layer_input: this layer's separate input, [num_tokens, layer_input_size]."""
         hidden, residual = super().forward(hidden, residual, positions, metadata, outputs)
         assert residual is not None
         residual.add_(hidden)
-        if self.own_input is not None and own is not None:
-            residual.add_(self.own_input(residual, rows_of(own, outputs)))
+        if self.own_input is not None and layer_input is not None:
+            residual.add_(self.own_input(residual, rows_of(layer_input, outputs)))
         return residual.mul_(self.layer_scalar), None
 
     @staticmethod
@@ -163,7 +166,8 @@ class Gemma4(Llama):
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         if self.own_inputs is None:
             return super().layer_inputs(input_ids, hidden)
-        return [(own,) for own in self.own_inputs(input_ids, hidden).unbind(1)]
+        inputs = self.own_inputs(input_ids, hidden)  # [num_tokens, num_layers, layer_input_size]
+        return [(layer_input,) for layer_input in inputs.unbind(1)]
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots()
@@ -239,15 +243,20 @@ def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfi
         UnsupportedError: per_layer_config sets another value.
     """
     heads = hf.integer("num_global_key_value_heads", hf.integer("num_key_value_heads"))
-    everywhere = hf.integer("global_head_dim"), heads
-    overrides = hf.section("per_layer_config")
-    if overrides is None:
-        own = dict(zip(_SIZES, everywhere if k_eq_v else everywhere[:1], strict=False)) if sees_all else {}
+    head_dim = hf.integer("global_head_dim")
+    sizes: dict[str, Any] = {}
+    layers = hf.section("per_layer_config")
+    if layers is None:
+        if sees_all:
+            sizes["head_dim"] = head_dim
+            if k_eq_v:
+                sizes["num_key_value_heads"] = heads
     else:
-        # transformers pads layer numbers with zeros.
-        keys = [key for key in overrides.values if key.isdecimal() and int(key) == index]
-        section = overrides.section(keys[0]) if keys else None
-        own = dict(section.values) if section is not None else {}
-    if unknown := own.keys() - set(_SIZES):
+        for key in layers.values:
+            if key.isdecimal() and int(key) == index:  # transformers pads layer numbers with zeros
+                section = layers.section(key)
+                if section is not None:
+                    sizes = dict(section.values)
+    if unknown := sizes.keys() - set(_SIZES):
         raise UnsupportedError(f"{hf.source}: per_layer_config: {shown(min(unknown))}, known are {', '.join(_SIZES)}")
-    return hf.overridden(own)
+    return hf.overridden(sizes)

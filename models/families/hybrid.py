@@ -172,8 +172,14 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
 
     With a null `rope_theta`, as published, no layer rotates.
     """
-    most = hf.integer("num_hidden_layers") - 1
-    kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[layer % 4 == 3 or (layer == most < 3)])
+    num_layers = hf.integer("num_hidden_layers")
+
+    def kind_of(layer: int) -> str:
+        """Return the kind of a layer by default: of fewer than four layers, the last one attends."""
+        attends = layer % 4 == 3 or (layer == num_layers - 1 and num_layers < 4)
+        return "full_attention" if attends else "linear_attention"
+
+    kinds = layer_kinds(hf, _KINDS, kind_of)
     heads = hf.integer("num_attention_heads")
     key_heads = hf.integer("linear_num_key_heads", heads)
     key_dim = hf.integer("linear_key_head_dim", int(0.75 * hf.integer("hidden_size") / key_heads))

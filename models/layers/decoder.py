@@ -86,10 +86,12 @@ class Linear(nn.Module):
     def pack(self, dtype: torch.dtype) -> None:
         """Hold the weights as a CPU multiplies them faster; see `pack` and `cpu_product`. dtype: of activations."""
         if isinstance(self.packed, PackedWeights):
-            found = self.packed.for_cpu(dtype)
-            self.packed = None if isinstance(found, torch.Tensor) else found
-            if isinstance(found, torch.Tensor):
-                self.weight = nn.Parameter(found, requires_grad=False)
+            weights = self.packed.for_cpu(dtype)
+            if isinstance(weights, torch.Tensor):
+                self.packed = None
+                self.weight = nn.Parameter(weights, requires_grad=False)
+            else:
+                self.packed = weights
         if self.packed is None:
             self.weight = nn.Parameter(pack(self.weight), requires_grad=False)
 

@@ -178,9 +178,9 @@ def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
     return layer_windows(hf, hf.optional_integer("sliding_window"), lambda layer: (layer + 1) % period != 0)
 
 
-def by_window(windows: Sequence[int | None], whole: Any, local: Any) -> tuple[Any, ...]:
-    """Return `local` for each layer with a window, `whole` for the others."""
-    return tuple(whole if window is None else local for window in windows)
+def by_window(windows: Sequence[int | None], unwindowed: Any, windowed: Any) -> tuple[Any, ...]:
+    """Return a value for each layer: `windowed` for those with a window, else `unwindowed`."""
+    return tuple(unwindowed if window is None else windowed for window in windows)
 
 
 def layer_kinds(

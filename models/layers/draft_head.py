@@ -83,8 +83,12 @@ class DraftHead(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits over the target's vocabulary, float32; -inf for tokens that the head lacks."""
-        own = self._logits(hidden) if self.lm_head is None else linear(hidden, self.lm_head).float()
+        if self.lm_head is None:
+            logits = self._logits(hidden)
+        else:
+            logits = linear(hidden, self.lm_head).float()
         if self.offsets is None:
-            return own
-        tokens = torch.arange(len(self.offsets), device=own.device) + self.offsets
-        return own.new_full((len(own), self.vocab_size), -torch.inf).index_copy_(1, tokens, own)
+            return logits
+        token_ids = torch.arange(len(self.offsets), device=logits.device) + self.offsets
+        all_logits = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return all_logits.index_copy_(1, token_ids, logits)

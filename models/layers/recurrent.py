@@ -155,7 +155,8 @@ class GatedDeltaNet(RecurrentLayer):
             parts = {"q_proj": keys, "k_proj": keys, "v_proj": values, "in_proj_z": values}
         else:
             parts = {"in_proj_qkv": layer.channels, "in_proj_z": values}
-        self.in_proj, self.gates_proj = (Linear(config.hidden_size, one) for one in (parts, gates))
+        self.in_proj = Linear(config.hidden_size, parts)
+        self.gates_proj = Linear(config.hidden_size, gates)
         self.out_proj = Linear(values, {"out_proj": config.hidden_size})
         self.norm_weight = empty_parameter(layer.head_dim)
         self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule, step="batch")

@@ -78,11 +78,11 @@ def rope_config(
 
 
 def rope_section(hf: HfConfig) -> HfConfig:
-    """The object of a config.json that says how all layers rotate."""
+    """Return the object of a config.json that says how all layers rotate."""
     scaling = hf.section("rope_scaling")
-    # Empty parameters are parameters, those of a plain rotation; an empty scaling is none.
-    given = scaling if scaling is not None and scaling.values else hf.section("rope_parameters")
-    return given or HfConfig({}, hf.source)
+    if scaling is not None and scaling.values:  # an empty one counts as absent
+        return scaling
+    return hf.section("rope_parameters") or HfConfig({}, hf.source)
 
 
 def scaled_rope(
@@ -141,19 +141,19 @@ def ropes_by_kind(hf: HfConfig, local_theta: float, *, is_partial: bool = False)
     Raises:
         UnsupportedError, CheckpointError: as `rope_config`, or a key belongs to neither kind of layer.
     """
-    parameters = hf.section("rope_parameters") or HfConfig({}, hf.source)
-    whole, local = (
-        parameters.section(kind) or HfConfig({}, hf.source) for kind in ("full_attention", "sliding_attention")
-    )
+    absent = HfConfig({}, hf.source)
+    parameters = hf.section("rope_parameters") or absent
+    unwindowed = parameters.section("full_attention") or absent
+    windowed = parameters.section("sliding_attention") or absent
     if unknown := sorted(parameters.values.keys() - parameters.read_keys):
         raise UnsupportedError(f"{parameters.source}: {shown(unknown[0])} is not for a known type of layer")
-    scaling = hf.section("rope_scaling") or HfConfig({}, hf.source)
+    scaling = hf.section("rope_scaling") or absent
     if "type" in scaling.values and "rope_type" not in scaling.values:  # transformers ignores it in these families
         raise UnsupportedError(f"{scaling.source}: type {shown(scaling.value('type'))}, expected it as rope_type")
-    whole = HfConfig({**whole.values, **scaling.values}, hf.source)
+    scaled = HfConfig({**unwindowed.values, **scaling.values}, hf.source)
     return (
-        scaled_rope(hf, whole, hf.number("rope_theta"), is_partial=is_partial),
-        scaled_rope(hf, local, local_theta, is_partial=is_partial),
+        scaled_rope(hf, scaled, hf.number("rope_theta"), is_partial=is_partial),
+        scaled_rope(hf, windowed, local_theta, is_partial=is_partial),
     )
 
 
