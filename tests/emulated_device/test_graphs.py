@@ -27,19 +27,21 @@ LENGTHS = (7, 3)
 ALWAYS = ("gpt_oss",)
 # The layers of other families are among theirs.
 REPLAYED = (
-    *("cohere2", "deepseek_v32", "ernie4_5_moe", "falcon_h1", "gemma3", "gemma4_moe", "gemma4_shared_kv", "glm4_moe"),
+    *("cohere", "ernie4_5_moe", "falcon_h1", "gemma3", "gemma4_moe", "gemma4_shared_kv", "glm4_moe"),
     *(
         "glm_moe_dsa",
         "gpt_oss",
         "granite_moe_hybrid",
         "hunyuan_moe",
+        "laguna",
         "lfm2_moe",
         "llama4",
+        "mimo_v2_flash",
         "minicpm3",
         "minimax_m2",
         "ministral3",
     ),
-    *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "starcoder2"),
+    *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "phimoe", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "starcoder2"),
 )
 
 
