@@ -105,7 +105,6 @@ def _hy3(hf: HfConfig) -> dict[str, Any]:
 def _laguna(hf: HfConfig) -> dict[str, Any]:
     """Laguna (Poolside, 2026): layers have their own numbers of query heads, whose outputs are gated by softplus;
     sigmoid routing with a bias and a shared MLP; another rotation in layers with a window."""
-    hf.choice("attention_bias", False)  # the gate has none
     hf.choice("moe_apply_router_weight_on_input", False)
     hf.choice("moe_router_logit_softcapping", 0)
     hf.choice("norm_topk_prob", True)

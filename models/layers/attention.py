@@ -91,6 +91,9 @@ class Attention(nn.Module):
         parts = {"qkv_proj": sum(self.sizes)} if layer.fused else sizes
         self.qkv_proj = Linear(config.hidden_size, parts, bias=layer.qkv_bias)
         self.o_proj = Linear(layer.num_heads * layer.v_head_dim, {"o_proj": config.hidden_size}, bias=layer.o_bias)
+        self.gate_proj: Linear | None = None
+        if layer.softplus_gate:
+            self.gate_proj = Linear(config.hidden_size, {"g_proj": layer.num_heads * layer.softplus_gate})
         self.q_norm: RmsNorm | None = None
         self.k_norm: RmsNorm | None = None
         if layer.qk_norm == "head":
@@ -133,17 +136,17 @@ class Attention(nn.Module):
         block_table, slot_mapping = metadata.table(self.table)
 
         # Project.
-        parts = list(self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1))
-        gate: torch.Tensor | None = None
-        if layer.softplus_gate:
-            gate = parts.pop().unflatten(-1, (layer.num_heads, -1))  # [T, Hq, 1 or Dv]
-            gate = functional.softplus(gate.float()).to(gate.dtype)
+        parts = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
         q = parts[0].unflatten(-1, (layer.num_heads, -1))  # [T, Hq, D]
         k = parts[1].unflatten(-1, (layer.num_kv_heads, -1))  # [T, Hkv, D]
         v = parts[-1].unflatten(-1, (layer.num_kv_heads, -1))  # [T, Hkv, Dv]; the keys if there is no `v_proj`
+        gate: torch.Tensor | None = None
         if layer.output_gate:
             q, gate = q.chunk(2, -1)  # both [T, Hq, D]
             gate = gate.sigmoid()
+        elif self.gate_proj is not None:
+            gate = self.gate_proj(hidden).unflatten(-1, (layer.num_heads, -1))  # [T, Hq, 1 or Dv]
+            gate = functional.softplus(gate.float()).to(q.dtype)
 
         # Norm, rotate and write.
         write: Callable[..., torch.Tensor] = self.qk_norm_rope_and_cache
@@ -232,6 +235,8 @@ class Attention(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)
+        if self.gate_proj is not None:
+            slots |= self.gate_proj.weight_slots(prefix)
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
                 slots |= norm.weight_slots(f"{prefix}.{name}")
@@ -281,6 +286,4 @@ def _projected_sizes(layer: AttentionConfig) -> dict[str, int]:
         sizes["k_proj"] = layer.num_kv_heads * layer.head_dim
         if not layer.k_eq_v:
             sizes["v_proj"] = layer.num_kv_heads * layer.v_head_dim
-    if layer.softplus_gate:
-        sizes["g_proj"] = layer.num_heads * layer.softplus_gate
     return sizes

@@ -264,7 +264,7 @@ VARIANTS = Families(
     granite_moe_shared_biases_tied="""GraniteMoeShared multipliers tied llama3_rope num_local_experts=6
         num_experts_per_tok=3 shared_intermediate_size=32 hidden_act='gelu' attention_bias=True""",
     laguna_gates_elements="""Laguna head_dim=16 window_first experts num_experts=8 shared_expert_intermediate_size=24
-        gating='per-element' mlp_layer_types=['sparse','dense']""",
+        gating='per-element' attention_bias=True mlp_layer_types=['sparse','dense']""",
     llama4_dense_layer="""Llama4Text llama3_rope pad_token_id=0 intermediate_size_mlp=80 attention_chunk_size=8
         num_local_experts=4 interleave_moe_layer_step=2 no_rope_layer_interval=2 use_qk_norm=False
         attn_temperature_tuning=False attention_bias=True""",
