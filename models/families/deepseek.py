@@ -16,6 +16,9 @@ from paged.models.layers.decoder_config import count_layers, moe_config
 from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig
 
+# Letters of `index_topk_pattern`, and the types of layers that they stand for.
+_INDEXER_LETTERS = {"F": "full", "S": "shared"}
+
 
 def _latent_attention(hf: HfConfig, index: IndexConfig | None = None) -> dict[str, Any]:
     """Return the fields of attention.
@@ -106,9 +109,6 @@ def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
     return {**fields, "latent": tuple(latents)}
 
 
-_INDEXER_LETTERS = {"F": "full", "S": "shared"}
-
-
 def _indexer_types(hf: HfConfig) -> list[str]:
     """Return for each layer "full", with an indexer, or "shared", without.
 
@@ -123,9 +123,10 @@ def _indexer_types(hf: HfConfig) -> list[str]:
     first = hf.integer("index_skip_topk_offset", 2, least=0) - 1
     types: list[str] = hf.items("indexer_types", str)
     pattern = hf.value("index_topk_pattern")
-    if not types and pattern is not None:
-        letters = hf.text("index_topk_pattern") if isinstance(pattern, str) else hf.items("index_topk_pattern", str)
-        types = [_INDEXER_LETTERS.get(letter, letter) for letter in letters]
+    if not types and isinstance(pattern, str):
+        types = [_INDEXER_LETTERS.get(letter, letter) for letter in pattern]
+    elif not types and pattern is not None:
+        types = hf.items("index_topk_pattern", str)
     elif not types:
         for layer in range(num_layers):
             has_indexer = max(layer - first, 0) % frequency == 0

@@ -42,7 +42,18 @@ _MOST = options(
 
 # Families whose layers others have too.
 _SAME_LAYERS = (
-    *("Arcee", "CohereFor", "Dots1", "Ernie4_5For", "ExaoneMoe", "GemmaFor", "Glm4v", "HYV3", "Helium"),
+    *(
+        "Arcee",
+        "CohereFor",
+        "Dots1",
+        "Ernie4_5For",
+        "ExaoneMoe",
+        "Gemma3ForConditional",
+        "GemmaFor",
+        "Glm4v",
+        "HYV3",
+        "Helium",
+    ),
     *("HunYuanDense", "InternVL", "Llava", "Olmoe", "Qwen2_5", "SeedOss", "SolarOpen"),
 )
 
