@@ -31,7 +31,6 @@ _MIMO_RENAMES = {r"\.attention_sink_bias$": ".sinks"}
 
 def _dots1(hf: HfConfig) -> dict[str, Any]:
     """dots.llm1 (rednote, 2025): norms of heads, experts as in GLM-4.5; the last layers may have a window."""
-    _check_sigmoid(hf)
     hf.value("use_sliding_window")  # published, and ignored
     window, first = hf.optional_integer("sliding_window"), hf.integer("max_window_layers", least=0)
     return {
@@ -43,6 +42,7 @@ def _dots1(hf: HfConfig) -> dict[str, Any]:
 
 def _exaone_moe(hf: HfConfig) -> dict[str, Any]:
     """K-EXAONE (LG AI Research, 2025): attention of EXAONE 4, sigmoid routing with a bias, shared experts."""
+    _check_sigmoid(hf)
     moe = moe_config(
         hf,
         size_key="moe_intermediate_size",
@@ -81,6 +81,7 @@ def _hy3(hf: HfConfig) -> dict[str, Any]:
         hf.value(f"enable_{part}")  # roundings of the authors' code
     size = hf.integer("moe_intermediate_size")
     hf.choice("expert_hidden_dim", size)
+    _check_sigmoid(hf)
     hf.value("use_grouped_mm")
     moe = moe_config(
         hf,
@@ -107,6 +108,7 @@ def _laguna(hf: HfConfig) -> dict[str, Any]:
     sigmoid routing with a bias and a shared MLP; another rotation in layers with a window."""
     hf.choice("moe_apply_router_weight_on_input", False)
     hf.choice("moe_router_logit_softcapping", 0)
+    _check_sigmoid(hf)
     hf.choice("norm_topk_prob", True)
     hf.choice("decoder_sparse_step", 1)
     num_layers, head_dim = count_layers(hf), read_head_dim(hf)
@@ -152,6 +154,7 @@ def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
     for key, size in (("num_attention_heads", num_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         hf.choice(f"swa_{key}", size)
     hf.choice("attention_projection_layout", "split")
+    _check_sigmoid(hf)
 
     # `hybrid_layer_pattern` has 1 for each layer with a window; by default, the first and every sixth have none.
     window = hf.integer("sliding_window")
@@ -232,6 +235,7 @@ def sigmoid_experts(hf: HfConfig, shared_size: int | None = None) -> MoeConfig:
 
     shared_size: intermediate size of the shared MLP; None for `n_shared_experts` times that of an expert.
     """
+    _check_sigmoid(hf)
     bias = "gate.e_score_correction_bias"
     return grouped_experts(hf, shared_size, scoring="sigmoid", correction_bias=bias, float32_router=True)
 
@@ -266,7 +270,6 @@ def by_mlp_layer_types(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, 
     Raises:
         CheckpointError: there are not as many types as layers, or one is unknown.
     """
-    _check_sigmoid(hf)
     by_count, kinds = after_dense(hf, moe), hf.items("mlp_layer_types", str)
     if not kinds:
         return by_count
