@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from paged.errors import InvalidInputError, PagedError
 from paged.executors.command_line.cli import RECALL
 from paged.executors.command_line.safe_output import native_stderr_dropped, print_json
+from paged.executors.command_line.sizes import as_bytes
 from paged.executors.progress import progress_bar
 from paged.models.loading.checkpoint_folder import checkpoint_folder, local_folder
 from paged.printable import one_line
@@ -119,6 +120,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, adapters: str) -> None
     model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
     model.add_argument("--num-blocks", type=int, help="number of KV cache blocks")
     model.add_argument("--num-swap-blocks", type=int, default=0, help="blocks of host memory for preempted sequences")
+    model.add_argument("--host-cache", metavar="SIZE", help="host memory for evicted prefixes, as 8GiB; default: none")
+    model.add_argument("--cache-folder", metavar="DIR", help="folder that keeps prefixes for restarts and others")
+    model.add_argument("--cache-folder-limit", metavar="SIZE", help="most bytes of all files there; default: no limit")
     model.add_argument("--max-seq-len", type=int, help="longest sequence; default: the model's own limit")
     model.add_argument(
         "--lora",
@@ -175,6 +179,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     is_streamed = len(outputs) == params.n == 1 and prompts[0].expected is None and not args.json
     peak_blocks, seconds = _run(engine, outputs, is_streamed=is_streamed, shows_bar=not args.json)
+    if executor.kv_manager is not None:
+        executor.kv_manager.close_tiers()
     for (index, _), output in zip(pairs, outputs, strict=True):
         if output.error is not None:
             raise PagedError(f"prompt {index}: {output.error}")
@@ -199,7 +205,7 @@ def make_engine(
     from paged.executors.engine.engine import Engine
     from paged.models.loading.hf_config import read_eos_token_ids
 
-    executor = _executor(folder, args, _draft_head(args))
+    executor = _executor(folder, args, _draft_head(args), **_tiers(args))
     for name, adapter in _lora_folders(args.lora).items():
         executor.load_lora(name, adapter)
     if args.warmup:
@@ -318,11 +324,22 @@ def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:
     return folders
 
 
-def _executor(folder: Path, args: argparse.Namespace, head: str | None = None) -> LlmExecutor:
+def _tiers(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the prefix cache's tiers; a draft model has none."""
+    options: dict[str, Any] = {"cache_folder": args.cache_folder}
+    if args.host_cache is not None:
+        options["host_cache_bytes"] = as_bytes("--host-cache", args.host_cache)
+    if args.cache_folder_limit is not None:
+        options["cache_folder_bytes"] = as_bytes("--cache-folder-limit", args.cache_folder_limit)
+    return options
+
+
+def _executor(folder: Path, args: argparse.Namespace, head: str | None = None, **tiers: Any) -> LlmExecutor:
     from paged.executors.llm_executor import LlmExecutor
 
     names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype max_lora_rank".split()
     options = {name: getattr(args, name) for name in names}
+    options |= tiers
     return LlmExecutor.from_pretrained(folder, **options, draft=head, max_loras=max(len(args.lora), args.max_loras))
 
 

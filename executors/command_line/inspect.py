@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paged.errors import InvalidInputError, PagedError
 from paged.executors.command_line.generate import add_model_arguments
 from paged.executors.command_line.safe_output import print_json
+from paged.executors.command_line.sizes import as_bytes
 from paged.models.loading.checkpoint_folder import checkpoint_folder
 from paged.printable import one_line
 
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Describe a checkpoint without loading it: whether it is supported, its sizes, its memory and the tokens that fit "
     "beside it. The exit code is 1 if it cannot run. With --cache, draw a KV cache in which the model runs "
-    "sequences that share a prefix, fork, are swapped out and leave cached blocks."
+    "sequences that share a prefix, fork, are swapped out and leave cached blocks. With --cache-folder, verify the "
+    "files of a prefix cache; the exit code is 1 if one is damaged."
 )
 # Numbers of ranks in the table.
 _SIZES = (2, 4, 8, 16, 32, 64)
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Lines to print: label, the value that the line needs, and the text.
 _LINES = (
     ("folder", "folder", "{folder}"),
@@ -65,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     spread.add_argument("--tensor-parallel", type=int, metavar="N", help="memory and traffic of each of N ranks")
     spread.add_argument("--expert-parallel", action="store_true", help="place whole experts on ranks")
     spread.add_argument("--bandwidth", metavar="SIZE", default="50GB", help="bytes each rank sends per second; 50GB")
+    parser.add_argument("--cache-folder", type=Path, metavar="DIR", help="list and verify a cache folder, and exit")
     cache = parser.add_argument_group("the picture")
     cache.add_argument("--cache", action="store_true", help="run a small workload and draw its cache")
     cache.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
         print("\n".join(sorted(known_architectures())))
         return 0
+    if args.cache_folder is not None:
+        return _verify(args)
     if args.cache:
         return _draw(args)
     from paged.executors.command_line.checkpoint_summary import summarize
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from paged.models.parallel.share import Share
 
     folder = checkpoint_folder(args.model, is_run=False)
-    device_bytes = _bytes("--device-memory", args.device_memory) if args.device_memory else None
+    device_bytes = as_bytes("--device-memory", args.device_memory) if args.device_memory else None
     spreads = []
     if args.tensor_parallel is not None:
         parallel = ParallelConfig(args.tensor_parallel, args.expert_parallel)
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(summary)
     else:
         _print(summary)
-        _print_ranks(summary, _bytes("--bandwidth", args.bandwidth))
+        _print_ranks(summary, as_bytes("--bandwidth", args.bandwidth))
     unfit = [
         rank for rank in summary["ranks"] if rank["tensor_parallel_size"] == args.tensor_parallel and rank["reason"]
     ]
@@ -136,6 +138,40 @@ def _forms(folder: Path) -> dict[str, str | None]:
         return {"tools": None, "reasoning": None}
     tools, reasoning = tongue.reasons
     return {"tools": tools, "reasoning": reasoning}
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Print what a cache folder holds by model and layout, and its damaged files; return 1 if there are some."""
+    from paged.cache.tiers.block_file import BlockFileError, decode
+    from paged.cache.tiers.folder import CacheFolder
+
+    if not args.cache_folder.is_dir():
+        raise InvalidInputError(f"--cache-folder {args.cache_folder}: expected a folder")
+    digests: dict[str, dict[str, int]] = {}
+    damaged: dict[str, str] = {}
+    for file in CacheFolder(args.cache_folder, None).files():
+        counts = digests.setdefault(file.path.parent.name, {"blocks": 0, "tokens": 0, "bytes": 0})
+        counts["bytes"] += file.num_bytes
+        try:
+            block = decode(file.path.read_bytes())
+            if file.path != args.cache_folder / block.key.path:
+                raise BlockFileError(f"holds block {block.key.path}")
+        except (BlockFileError, OSError) as error:
+            damaged[str(file.path)] = str(error)
+            continue
+        counts["blocks"] += 1
+        if block.key.column == 0:
+            counts["tokens"] += len(block.token_ids)
+    if args.json:
+        print_json({"digests": digests, "damaged": damaged})
+        return int(bool(damaged))
+    for digest, counts in digests.items():
+        print(f"{digest}  {counts['blocks']:,} blocks, {counts['tokens']:,} tokens, {_size(counts['bytes'])}")
+    for path, reason in damaged.items():
+        print(f"damaged: {one_line(path)}: {one_line(reason)}")
+    if not digests:
+        print("no blocks")
+    return int(bool(damaged))
 
 
 def _draw(args: argparse.Namespace) -> int:
@@ -188,16 +224,6 @@ def _run_tour(executor: LlmExecutor) -> PagedKvCacheManager:
     manager.fork(second, "an idle fork")
     manager.swap_out(start("swapped out", ids(9, 2 * size)))
     return manager
-
-
-def _bytes(name: str, text: str) -> int:
-    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
-    try:
-        if match is not None:
-            return int(float(match[1]) * _UNITS[match[2].upper()])
-    except (ValueError, KeyError, OverflowError):
-        pass
-    raise InvalidInputError(f"{name} {text}: expected a size such as 141GB or 80GiB")
 
 
 def _size(num_bytes: int | None) -> str | None:

@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         if config.kv_events is not None and manager is not None:
             stack.callback(event_publisher(manager, config.kv_events, config).close)
         protocol.run(serve())
+        if manager is not None:
+            manager.close_tiers()
     sys.stdout.flush()
     os._exit(0)  # Python would join threads, which may never end, and take 2 s to free its modules
 

@@ -181,6 +181,7 @@ class BlockSpace:
             completion.hold(handle)
             if request.first_token is None:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
+                request.output.num_loaded_tokens = handle.num_loaded_tokens
 
     def _growth_of(self, completion: Completion) -> int:
         """Return the number of blocks that a completion lacks for the tokens that the admission policy counts."""

@@ -68,9 +68,11 @@ class Engine(RequestDoor):
         scheduler, manager = self._scheduler, self.executor.kv_manager
         used_blocks: int | None = None
         num_blocks: int | None = None
+        tiers: dict[str, int] = {}
         if manager is not None:
             stats = manager.stats()
             used_blocks, num_blocks = stats.used_blocks, stats.num_blocks
+            tiers = stats.of_tiers()
         return EngineStatus(
             waiting=len(scheduler.waiting),
             swapped=scheduler.num_swapped,
@@ -79,6 +81,7 @@ class Engine(RequestDoor):
             used_blocks=used_blocks,
             num_blocks=num_blocks,
             lora=self.executor.lora_metrics_snapshot(),
+            tiers=tiers,
         )
 
     def picture(self) -> CachePicture:

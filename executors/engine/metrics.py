@@ -88,6 +88,7 @@ class EngineStatus:
         prefilling, decoding: completions that run.
         used_blocks, num_blocks: of the KV cache; None without a cache manager.
         lora: the executor's `lora_metrics_snapshot`.
+        tiers: `CacheStats.of_tiers`.
     """
 
     waiting: int
@@ -97,6 +98,7 @@ class EngineStatus:
     used_blocks: int | None
     num_blocks: int | None
     lora: Mapping[str, Any] | None = None
+    tiers: Mapping[str, int] = field(default_factory=dict)
 
 
 def prometheus_text(metrics: EngineMetrics, status: EngineStatus) -> str:
@@ -132,6 +134,7 @@ def _families(metrics: EngineMetrics, status: EngineStatus) -> Iterator[Metric]:
             yield CounterMetricFamily(f"paged_{name}", text, value=value)
     lora = status.lora or {}
     gauges = vars(status) | {f"lora_{name}": value for name, value in lora.items()}
+    gauges |= {f"cache_{name}": value for name, value in status.tiers.items()}
     for name, gauge in gauges.items():
         if isinstance(gauge, int | float):
             yield GaugeMetricFamily(f"paged_{name}", name.replace("_", " "), value=gauge)

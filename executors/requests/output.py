@@ -132,6 +132,7 @@ class Moment(NamedTuple):
     error: str | None
     metrics: RequestMetrics
     prompt_table: list[dict[int, float] | None] | None
+    num_loaded_tokens: int
 
 
 @dataclass(eq=False)
@@ -142,6 +143,7 @@ class RequestOutput:
         prompt: token ids of the prompt, which copies share; `prompt_token_ids` is the reader's own list.
         finished: whether all completions have ended.
         num_cached_tokens: prompt tokens whose K/V were found in the cache.
+        num_loaded_tokens: those of them whose K/V came from host memory or from files.
         error: reason of a failure.
         prompt_table: `prompt_logprobs`, which copies share and which grows until the first token.
     """
@@ -154,6 +156,7 @@ class RequestOutput:
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_table: list[dict[int, float] | None] | None = None
+    num_loaded_tokens: int = 0
 
     @classmethod
     def begin(cls, request_id: SeqId, prompt: tuple[int, ...], params: SamplingParams) -> RequestOutput:
@@ -198,7 +201,7 @@ class RequestOutput:
         for completion in self.outputs:
             completions.append((completion.finish_reason, completion.stop_reason, completion.mark))
         fields = self.finished, self.num_cached_tokens, self.error, self.metrics, self.prompt_table
-        return Moment(completions, *fields)
+        return Moment(completions, *fields, self.num_loaded_tokens)
 
     def at(self, moment: Moment, begins: Sequence[Mark]) -> RequestOutput:
         """Return a copy of a moment, with the part of each completion after its mark."""

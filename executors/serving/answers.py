@@ -60,11 +60,15 @@ class Form:
 
     def usage(self) -> Event:
         record = self.record
+        details: Event = {"cached_tokens": record.cached_tokens}
+        if record.loaded_tokens:
+            num_on_device = record.cached_tokens - record.loaded_tokens
+            details["cached_tokens_details"] = {"device": num_on_device, "host": record.loaded_tokens}
         return {
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.new_tokens,
             "total_tokens": record.prompt_tokens + record.new_tokens,
-            "prompt_tokens_details": {"cached_tokens": record.cached_tokens},
+            "prompt_tokens_details": details,
         }
 
     async def answer(

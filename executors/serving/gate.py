@@ -37,6 +37,7 @@ class Record:
     status: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     new_tokens: int = 0
     most_tokens: int = 0
     queued_s: float | None = None

@@ -60,9 +60,12 @@ class ServerMetrics:
             "num_requests_waiting": status.waiting,
             "kv_cache_usage_perc": (status.used_blocks or 0) / (status.num_blocks or 1),
         }
+        cache = None if manager is None else manager.stats()
         totals = {
             "prefix_cache_queries": self._prompt_tokens,
-            "prefix_cache_hits": 0 if manager is None else manager.stats().prefix_hit_tokens,
+            "prefix_cache_hits": 0 if cache is None else cache.prefix_hit_tokens,
+            "external_prefix_cache_queries": 0 if cache is None else cache.host_query_tokens,
+            "external_prefix_cache_hits": 0 if cache is None else cache.host_hit_tokens,
             "num_preemptions": counts.preempted.total(),
             "prompt_tokens": self._prompt_tokens,
             "generation_tokens": counts.generated_tokens,

@@ -286,6 +286,7 @@ class Service:
             lengths = [part.mark.token_ids for output in last.values() for part in output.outputs]
             record.new_tokens, record.most_tokens = sum(lengths), max(lengths, default=0)
             record.cached_tokens = sum(output.num_cached_tokens for output in last.values())
+            record.loaded_tokens = sum(output.num_loaded_tokens for output in last.values())
             for known in (output.metrics for output in last.values() if output.finished):
                 record.queued_s, record.first_token_s = known.queued_s, record.first_token_s or known.first_token_s
             record.end = record.end or ",".join(dict.fromkeys(ended.values()))

@@ -53,6 +53,7 @@ class CacheStats:
         host_stored_blocks, host_loaded_blocks: evicted blocks copied to the tier, and blocks copied back for a prompt.
         host_dropped_blocks: evicted blocks for which the tier had no memory.
         host_hits, host_misses: prompts that the tier has continued, or not.
+        host_query_tokens, host_hit_tokens: prompt tokens that the device did not have, and those that the tier had.
         folder_read_blocks, folder_written_blocks: blocks read from the cache folder, and written to it.
         folder_dropped_blocks: blocks that were not written.
         folder_faults: files or folders that could not be read or written, or were damaged.
@@ -92,11 +93,19 @@ class CacheStats:
     host_dropped_blocks: int = 0
     host_hits: int = 0
     host_misses: int = 0
+    host_query_tokens: int = 0
+    host_hit_tokens: int = 0
     folder_read_blocks: int = 0
     folder_written_blocks: int = 0
     folder_dropped_blocks: int = 0
     folder_faults: int = 0
     folder_late_reads: int = 0
+
+    def of_tiers(self) -> dict[str, int]:
+        """Return the counts of host memory and of the cache folder; none without a tier."""
+        if not self.host_blocks:
+            return {}
+        return {name: value for name, value in vars(self).items() if name.startswith(("host_", "folder_"))}
 
 
 def count_stats(
@@ -130,6 +139,8 @@ def count_stats(
             "host_dropped_blocks": tier.num_dropped,
             "host_hits": tier.num_hits,
             "host_misses": tier.num_misses,
+            "host_query_tokens": tier.num_query_tokens,
+            "host_hit_tokens": tier.num_hit_tokens,
         }
         if tier.files is not None:
             of_tier |= {

@@ -310,6 +310,11 @@ class KvCacheHandle:
         return self._state.num_cached_tokens
 
     @property
+    def num_loaded_tokens(self) -> int:
+        """Number of those tokens whose K/V came from host memory or from files."""
+        return min(self._state.num_loaded_tokens, self._state.num_cached_tokens)
+
+    @property
     def num_known_tokens(self) -> int:
         """Number of leading positions whose token ids the cache knows."""
         return len(self._state.chain.ids)

@@ -69,6 +69,7 @@ class PrefixCache:
             matched, chain = self.index.match(token_ids, state.namespace)
             length, blocks = self._usable(matched, longest)
             state.num_loaded_tokens = length - num_on_device
+            self.tier.num_hit_tokens += state.num_loaded_tokens
         held = [block for block in blocks if block] if len(self._tables) > 1 else blocks
         fresh = max(0, num_needed - len(blocks) // len(self._tables))
         if fresh * self._num_whole + len(held) > self.pool.num_free:

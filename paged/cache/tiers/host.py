@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paged.cache.tensors import KvCacheTensors
     from paged.cache.token_chain import Hash
 
-_COUNTS = ("num_stored", "num_loaded", "num_dropped", "num_hits", "num_misses")
+_COUNTS = ("num_stored", "num_loaded", "num_dropped", "num_hits", "num_misses", "num_query_tokens", "num_hit_tokens")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,6 +50,7 @@ class HostTier:
     entries: by host block. pool: set by the manager, with `entries` as the published blocks.
     num_stored, num_loaded: blocks copied to the host and back. num_dropped: evicted blocks that found no host block.
     num_hits, num_misses: prompts that a look-up has continued from here, or not.
+    num_query_tokens, num_hit_tokens: tokens that the device did not have, and those that came from here.
     """
 
     pool: BlockPool
@@ -58,7 +59,7 @@ class HostTier:
     def __init__(self, tensors: KvCacheTensors, index: PrefixIndex, block_size: int, rollback: Rollback) -> None:
         self.entries: dict[int, HostEntry] = {}
         self.num_stored = self.num_loaded = self.num_dropped = 0
-        self.num_hits = self.num_misses = 0
+        self.num_hits = self.num_misses = self.num_query_tokens = self.num_hit_tokens = 0
         self._hosts: dict[tuple[Hash, int], int] = {}
         self._tensors = tensors
         self._index = index
@@ -128,6 +129,7 @@ class HostTier:
         self._rollback.keep_fields(self, _COUNTS)
         self.num_hits += len(rows) > len(hashes)
         self.num_misses += len(rows) <= len(hashes)
+        self.num_query_tokens += len(token_ids) - len(hashes) * size
         return np.array(rows, np.int64).reshape(len(rows), len(is_needed))
 
     def pin(self, hosts: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.executors.engine.metrics import prometheus_text
 from tests.models.edits import Tensors, edit_tensors
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
@@ -106,3 +107,20 @@ def test_a_restart_begins_with_hits(folder: Path, other_folder: Path, tmp_path: 
         num_cached.append(executor.kv_manager.stats().prefix_hit_tokens)
         executor.shutdown()
     assert num_cached == [0, 3 * 39, 0, 0]
+
+
+def test_what_came_from_the_host_is_counted(folder: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    executor = load(folder, **HOST)
+    answers(executor)
+    engine = Engine(executor, EngineConfig(), eos_token_ids=())
+    first = engine.generate(PROMPTS[:1], GREEDY, progress=False)[0]
+    again = engine.generate(PROMPTS[:1], GREEDY, progress=False)[0]
+    assert first.num_loaded_tokens == first.num_cached_tokens == 39
+    assert (again.num_loaded_tokens, again.num_cached_tokens) == (0, 39)
+    page = prometheus_text(engine.metrics, engine.status())
+    assert executor.kv_manager is not None
+    tiers = executor.kv_manager.stats().of_tiers()
+    assert tiers["host_hit_tokens"] == 39
+    for name, value in tiers.items():
+        assert f"paged_cache_{name} {float(value)}" in page

@@ -55,6 +55,27 @@ def test_a_checkpoint_is_described_as_it_loads(inspect: Inspect, monkeypatch: py
     assert inspect("--device-memory", "1KB")["kv_tokens"] == 0
 
 
+def test_a_cache_folder_is_verified(run: Inspect, inspect: Inspect, tmp_path: Path) -> None:
+    """Two runs of a prompt: the second finds the files of the first."""
+    folder = tmp_path / "cache"
+    command = ("generate", "--prompt", "7 3 9 1 " * 12, "--max-new-tokens", "2", "--device", "cpu")
+    tiers = ("--host-cache", "1MiB", "--cache-folder", str(folder), "--cache-folder-limit", "64MiB")
+    answers, computed = [], []
+    for options in ((), tiers, tiers):
+        found = run(*command, *options)
+        answers.append(found["answers"])
+        computed.append(found["summary"]["prefill_tokens"])
+    assert answers[0] == answers[1] == answers[2]
+    assert computed[0] == computed[1] > computed[2]
+    ((digest, counts),) = inspect("--cache-folder", str(folder))["digests"].items()
+    assert counts["tokens"] == 16 * counts["blocks"] >= computed[0] - computed[2]
+    damaged = next((folder / digest).iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert list(inspect("--cache-folder", str(folder), code=1)["damaged"]) == [str(damaged)]
+    for options in (("--host-cache", "many"), ("--cache-folder", str(damaged)), ("--cache-folder-limit", "1GB")):
+        assert "cache" in run(*command, *options, code=1)["error"]
+
+
 def test_sizes_of_memory(inspect: Inspect) -> None:
     for text, expected in (("141GB", 141 * 10**9), ("1.5 GiB", 3 << 29), ("4096", 4096)):
         assert inspect("--device-memory", text)["device_bytes"] == expected
