@@ -54,6 +54,7 @@ class CacheStats:
         host_dropped_blocks: evicted blocks for which the tier had no memory.
         host_hits, host_misses: prompts that the tier has continued, or not.
         host_query_tokens, host_hit_tokens: prompt tokens that the device did not have, and those that the tier had.
+        host_states, host_loaded_states: states of recurrent layers in the tier, and states copied back for a prompt.
         folder_read_blocks, folder_written_blocks: blocks read from the cache folder, and written to it.
         folder_dropped_blocks: blocks that were not written.
         folder_faults: files or folders that could not be read or written, or were damaged.
@@ -95,6 +96,8 @@ class CacheStats:
     host_misses: int = 0
     host_query_tokens: int = 0
     host_hit_tokens: int = 0
+    host_states: int = 0
+    host_loaded_states: int = 0
     folder_read_blocks: int = 0
     folder_written_blocks: int = 0
     folder_dropped_blocks: int = 0
@@ -142,6 +145,11 @@ def count_stats(
             "host_query_tokens": tier.num_query_tokens,
             "host_hit_tokens": tier.num_hit_tokens,
         }
+        if recurrent is not None and recurrent.tier is not None:
+            of_tier |= {
+                "host_states": len(recurrent.tier.entries),
+                "host_loaded_states": recurrent.tier.num_loaded,
+            }
         if tier.files is not None:
             of_tier |= {
                 "folder_read_blocks": tier.files.num_read,

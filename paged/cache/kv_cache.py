@@ -57,8 +57,8 @@ class PagedKvCacheConfig:
             own.
         recurrent: states of recurrent layers, and how many sequences they have memory for; None without such layers.
         host_cache_bytes: host memory where published blocks go when the device evicts them, and from where a prompt
-            that begins with them gets them back; 0 for none. The blocks of `num_swap_blocks` are in it. Hashes are then
-            those of "sha256".
+            that begins with them gets them back; 0 for none. The blocks of `num_swap_blocks` are in it. Half of it is
+            for states of recurrent layers, if there are any. Hashes are then those of "sha256".
         cache_folder: folder where the blocks that go to host memory are written, too, and found again by other
             processes and after a restart. A cache without a model does not know its weights: its namespaces must
             name them, or `set_fingerprint`. Without `host_cache_bytes`, 64 MiB of host memory are taken.
@@ -151,6 +151,11 @@ class PagedKvCacheConfig:
         """Whether evicted blocks go to host memory."""
         return self.enable_prefix_cache and (self.host_cache_bytes > 0 or self.cache_folder is not None)
 
+    @property
+    def host_state_bytes(self) -> int:
+        """The part of `host_cache_bytes` that is for states of recurrent layers."""
+        return self.host_cache_bytes // 2 if self.has_tier and self.recurrent is not None else 0
+
     def num_host_blocks(self, dtype: torch.dtype) -> int:
         """Return the number of host blocks of a cache of `dtype`, those for swapped sequences included.
 
@@ -160,8 +165,8 @@ class PagedKvCacheConfig:
         if not self.has_tier:
             return self.num_swap_blocks
         block_bytes, num_least = self.block_bytes(dtype), max(1, self.num_swap_blocks)
-        num_bytes = self.host_cache_bytes
-        if not num_bytes:
+        num_bytes = self.host_cache_bytes - self.host_state_bytes
+        if not self.host_cache_bytes:
             num_bytes = max(_FOLDER_HOST_BYTES, num_least * block_bytes)
         if num_bytes < num_least * block_bytes:
             expected = f"0 or at least {num_least * block_bytes}, {num_least} blocks of {block_bytes}"

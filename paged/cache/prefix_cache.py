@@ -148,13 +148,18 @@ class PrefixCache:
         assert self.tier is not None
         size, num_tables, num_matched = self._block_size, len(self._tables), len(matched)
         is_needed = [table.sliding_window is None for table in self._tables]
-        in_tier = self.tier.find(token_ids, namespace, chain.hashes, is_needed)
+        in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes, is_needed)
         rows = np.zeros((len(in_tier), num_tables), np.int64)
         rows[:num_matched, 0] = matched
         if self.index.other_tables is not None and matched:
             rows[:num_matched, 1:] = self.index.other_tables.rows[matched]
         longest = max(len(token_ids) - 1, 0)
-        usable = None if self.recurrent is None else self.recurrent.usable(matched, longest)
+        usable: list[int] | None = None
+        if self.recurrent is not None and self.recurrent.tier is not None:
+            usable = self.recurrent.usable(matched, longest)
+            for end, hash_ in enumerate(hashes, 1):
+                if hash_ in self.recurrent.tier.entries and end * size <= longest:
+                    usable.append(end)
         count = self._longest(rows + in_tier, longest, usable)
         length = min(count * size, longest)
         if length <= num_usable:
@@ -169,6 +174,11 @@ class PrefixCache:
         num_fresh = max(0, num_needed - count) * self._num_whole
         if len(places) + num_revived + num_fresh > self.pool.num_free:
             return False
+        slot = 0
+        if self.recurrent is not None and not (count <= num_matched and matched[count - 1] in self.recurrent.snapshots):
+            slot = self.recurrent.take_slot(hashes[count - 1])
+            if not slot:
+                return False
         self.pool.share(held)
         sources = in_tier[missing].tolist()
         self.tier.pin(sources)  # what is evicted from the device goes to the tier, and must not replace them there
@@ -177,6 +187,8 @@ class PrefixCache:
         self.tier.load(sources, targets)
         rows[missing] = targets
         self._publish_loaded(rows[:count], num_matched, chain, token_ids, namespace)
+        if slot and self.recurrent is not None:
+            self.recurrent.load(hashes[count - 1], slot, int(rows[count - 1, 0]))
         self.pool.release(held + targets)
         return True
 
@@ -315,6 +327,8 @@ class PrefixCache:
         self.pool.unpublished(published)
         if self.tier is not None:
             self.tier.clear()
+        if self.recurrent is not None and self.recurrent.tier is not None:
+            self.recurrent.tier.clear()
         for state in states:
             state.chain.cut(len(state.chain.ids), 0, self._rollback)
         if self._listeners.on_event:
@@ -332,6 +346,8 @@ class PrefixCache:
     def _evict(self, blocks: list[int]) -> None:
         if self.tier is not None:
             self.tier.store(blocks)
+            if self.recurrent is not None:
+                self.recurrent.store(dict.fromkeys(first for first, _, _ in self.index.withdrawn_with(blocks)))
         self._forget_evicted(blocks)
 
     def _forget_evicted(self, blocks: list[int]) -> None:

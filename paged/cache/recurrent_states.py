@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from paged.cache.guard import Rollback
 from paged.cache.prefix_index import PrefixIndex
 from paged.cache.slot_reservation import StateStep
+from paged.cache.tiers.states import StateTier
 from paged.errors import InvalidInputError, OutOfStateSlotsError, PagedError
 
 if TYPE_CHECKING:
     from paged.cache.kv_cache import PagedKvCacheConfig
     from paged.cache.slot_reservation import SequenceState
     from paged.cache.tensors import StateTensors
+    from paged.cache.token_chain import Hash
 
 # Chunks of the scan start at multiples of this position, whatever a step's tokens are.
 SCAN_CHUNK = 64
@@ -159,6 +161,7 @@ class RecurrentStates:
     one is never written, so snapshots and forks cost no copy. Nothing that is held changes before `commit`.
 
     snapshots: by the published block before their position, least recently used first; gone with its publication.
+    tier: where snapshots go whose slot or block is given to others, if there is one.
     num_evictions: snapshots dropped for their slots. num_restored: sequences that began with a snapshot.
     """
 
@@ -179,6 +182,9 @@ class RecurrentStates:
         self._block_size = block_size
         self._index, self._is_caching = index, config.enable_prefix_cache
         self._rollback = rollback
+        self.tier: StateTier | None = None
+        if config.has_tier:
+            self.tier = StateTier(tensors, spec.num_swap_slots, rollback)
         self._poisons = os.environ.get("PAGED_CHECK") == "1"  # then a read of a freed state shows
         index.on_forget = self._forget
 
@@ -385,6 +391,48 @@ class RecurrentStates:
         self.snapshots[block] = snapshot
         return True
 
+    def store(self, blocks: Iterable[int]) -> None:
+        """Copy the snapshots of blocks that are about to be withdrawn to the tier."""
+        if self.tier is None:
+            return
+        for block in blocks:
+            snapshot, hash_ = self.snapshots.get(block), self._index.hash_of(block)
+            if snapshot is not None and hash_ is not None:
+                slot, position = snapshot
+                self.tier.store(hash_, slot, position, self.slots.starts[slot], self.slots.ends[slot])
+
+    def take_slot(self, hash_: Hash) -> int:
+        """Return a slot for a state of the tier, with one reference; 0 if there is none, or the state is gone."""
+        assert self.tier is not None
+        if not self.num_free or hash_ not in self.tier.entries:
+            return 0
+        slot = self._take()
+        if hash_ not in self.tier.entries:  # the snapshot that was in the slot has replaced it
+            self.slots.release(slot)
+            return 0
+        return slot
+
+    def load(self, hash_: Hash, slot: int, block: int) -> None:
+        """Copy a state from the tier to a slot of `take_slot`, as the snapshot behind a block; without it, if the block
+        was not published.
+        """
+        assert self.tier is not None
+        if block not in self._index.published:
+            self.slots.release(slot)
+            return
+        state = self.tier.load(hash_, slot)
+        self.slots.place(slot, state.start, state.end)
+        self._rollback.append((self.snapshots.pop, block))
+        self.snapshots[block] = Snapshot(slot, state.position)
+
+    def _take(self) -> int:
+        """Return a slot to be written before the call ends; the caller has made sure that there is one."""
+        blocks = [*self.snapshots]
+        slot = self._allocate()
+        lost = [block for block in blocks if block not in self.snapshots]
+        self._rollback.keep_lost(self._forget, lost)  # what was overwritten stays evicted
+        return slot
+
     def _forget(self, blocks: Iterable[int]) -> None:
         """Drop the snapshots of blocks that are no longer published."""
         for block in self.snapshots.keys() & set(blocks):
@@ -415,6 +463,7 @@ class RecurrentStates:
             self._rollback.keep_fields(self, _COUNTS)
             blocks = [block for block, snapshot in self.snapshots.items() if snapshot.slot == slot]
             self.num_evictions += len(blocks)
+            self.store(blocks)
             self._forget(blocks)
         return self.slots.allocate()
 
@@ -479,10 +528,7 @@ class RecurrentStates:
             return
         hosts.check(host, state.num_tokens)
         self._require(1)
-        blocks = [*self.snapshots]
-        slot = self._allocate()
-        lost = [block for block in blocks if block not in self.snapshots]
-        self._rollback.keep_lost(self._forget, lost)  # what was overwritten stays evicted
+        slot = self._take()
         self.tensors.swap_in([(host, slot)])
         self.slots.place(slot, hosts.starts[host], hosts.ends[host])
         state.slot, state.host_slot = slot, 0
@@ -494,6 +540,8 @@ class RecurrentStates:
         """Derive the reference counts from the sequences and snapshots that a rollback has restored."""
         self.slots.recount(self._held(states))
         self.host_slots.recount(state.host_slot for state in states)
+        if self.tier is not None:
+            self.tier.recount()
 
     def check_integrity(self, states: Sequence[SequenceState]) -> None:
         """Recount every reference, and compare positions; raise PagedError for the first error."""

@@ -151,7 +151,10 @@ class StateTensors:
 
     listener: Callable[[str, tuple[Any, ...]], None] | None = None
 
-    def __init__(self, spec: RecurrentSpec, cache_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: RecurrentSpec, cache_dtype: torch.dtype, device: torch.device, num_tier_bytes: int = 0
+    ) -> None:
+        """num_tier_bytes: host memory for a tier's states, beside the slots for swapped sequences."""
         """cache_dtype: of K and V."""
         is_wide = cache_dtype.is_floating_point and cache_dtype.itemsize > 1
         conv_dtype = spec.conv_dtype or (cache_dtype if is_wide else torch.float32)
@@ -172,7 +175,9 @@ class StateTensors:
                 name: torch.zeros((*begin, *shape), dtype=dtype, device=device)
                 for name, (shape, dtype) in shapes.items()
             }
-            self.host_slots = [HostBlocks(tensor, spec.num_swap_slots) for tensor in self.all.values()]
+            self.num_tier_slots = num_tier_bytes // self.bytes_per_slot
+            num_host_slots = spec.num_swap_slots + self.num_tier_slots
+            self.host_slots = [HostBlocks(tensor, num_host_slots) for tensor in self.all.values()]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -246,7 +251,9 @@ class KvCacheTensors:
                 self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=torch.float32))
             self.host_blocks = [HostBlocks(storage, self.num_host_blocks) for storage in self.storages]
             spec = config.recurrent
-            self.states = None if spec is None else StateTensors(spec, dtype, self.storage.device)
+            self.states = None
+            if spec is not None:
+                self.states = StateTensors(spec, dtype, self.storage.device, config.host_state_bytes)
         except (torch.OutOfMemoryError, InvalidInputError):
             raise
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # not enough memory, or no such device

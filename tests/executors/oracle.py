@@ -13,7 +13,7 @@ from paged.executors.paged_attention_executor import PagedAttentionExecutor, Pag
 from paged.forward_step import ForwardStep
 from tests.tolerance import assert_close
 
-_OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "dtype", "groups")
+_OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "dtype", "groups", "host_cache_bytes")
 
 
 class EchoExecutor(PagedAttentionExecutor):

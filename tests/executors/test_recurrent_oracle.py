@@ -63,6 +63,31 @@ def test_same_tokens_in_every_way(way: str) -> None:
     assert not sizes or sum(engine.metrics.preempted.values())
 
 
+@pytest.mark.parametrize(
+    ("states", "config"),
+    [
+        ({"num_slots": 6}, {}),
+        pytest.param({"num_slots": 4, "snapshot_interval": 8}, {"chunk_size": 7}, marks=pytest.mark.thorough),
+        pytest.param({"num_slots": 6, "num_swap_slots": 8}, {"preemption": "swap"}, marks=pytest.mark.thorough),
+    ],
+    ids=["few slots", "snapshots at every block", "swap"],
+)
+def test_same_tokens_with_a_tier(states: dict[str, Any], config: dict[str, Any]) -> None:
+    """Blocks and states that the device gave to others come back; a prompt begins only where it has both."""
+    engine = Engine(_executor(states, num_blocks=42, host_cache_bytes=1 << 24), EngineConfig(**config))
+    manager = engine.executor.kv_manager
+    for _ in range(3):
+        found = []
+        for prompt_ids in PROMPTS:
+            found += tokens_of(engine.generate([prompt_ids], PARAMS, progress=False))
+            manager.check_integrity()
+        assert found == alone()
+        assert _answers(engine) == alone()
+        manager.evict(42)
+    stats = manager.stats()
+    assert min(stats.host_loaded_blocks, stats.host_loaded_states, stats.host_hit_tokens) > 0
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_tokens", [3, 7])
 def test_same_tokens_with_drafts(num_tokens: int) -> None:

@@ -96,8 +96,8 @@ class HostTier:
 
     def find(
         self, token_ids: list[int], namespace: Hashable, hashes: Sequence[Hash], is_needed: Sequence[bool]
-    ) -> NDArray[np.int64]:
-        """Return the host blocks that a prompt can use, by position and table; 0 for none.
+    ) -> tuple[NDArray[np.int64], list[Hash]]:
+        """Return the host blocks that a prompt can use, by position and table, 0 for none; and the positions' hashes.
 
         The rows are those of the positions on the device, and further ones as far as the host has a block of the first
         table and of all needed ones.
@@ -106,11 +106,12 @@ class HostTier:
         """
         size = self._block_size
         rows: list[list[int]] = []
+        known: list[Hash] = []
         is_fetched = False
         previous = self._index.root_hash(namespace)
         if hashes and len(is_needed) == 1:  # the device lacks nothing at its positions
             rows = [[0]] * len(hashes)
-            previous = hashes[-1]
+            known, previous = list(hashes), hashes[-1]
         for start in range(len(rows) * size, len(token_ids) - size + 1, size):
             ids = token_ids[start : start + size]
             is_on_device = len(rows) < len(hashes)
@@ -125,12 +126,13 @@ class HostTier:
                 row = self._row(previous, ids, is_needed)
             if not is_on_device and not row:
                 break
+            known.append(previous)
             rows.append(row or [self._host_of(previous, column, ids) for column in range(len(is_needed))])
         self._rollback.keep_fields(self, _COUNTS)
         self.num_hits += len(rows) > len(hashes)
         self.num_misses += len(rows) <= len(hashes)
         self.num_query_tokens += len(token_ids) - len(hashes) * size
-        return np.array(rows, np.int64).reshape(len(rows), len(is_needed))
+        return np.array(rows, np.int64).reshape(len(rows), len(is_needed)), known
 
     def pin(self, hosts: Sequence[int]) -> None:
         """Keep entries until `load`, or a release, however much is stored meanwhile."""

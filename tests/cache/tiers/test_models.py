@@ -109,6 +109,25 @@ def test_a_restart_begins_with_hits(folder: Path, other_folder: Path, tmp_path: 
     assert num_cached == [0, 3 * 39, 0, 0]
 
 
+KINDS = {"windows": "gemma3", "latents": "deepseek_v3", "states": "qwen3_next", "convolutions": "lfm2_moe"}
+KINDS |= {"indexer keys": "deepseek_v32"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["states", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS if kind != "states")]
+)
+def test_models_of_every_kind_of_cache(kind: str, tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES[KINDS[kind]], tmp_path)
+    expected = answers(load(tmp_path))
+    executor = load(tmp_path, host_cache_bytes=1 << 24)
+    for _ in range(3):
+        assert answers(executor) == expected
+    assert executor.kv_manager is not None
+    stats = executor.kv_manager.stats()
+    assert stats.host_hit_tokens > 0
+    assert (stats.host_loaded_states > 0) == (executor.kv_manager.config.recurrent is not None)
+
+
 def test_what_came_from_the_host_is_counted(folder: Path) -> None:
     pytest.importorskip("prometheus_client")
     executor = load(folder, **HOST)
