@@ -19,10 +19,10 @@ CONFIG = EngineConfig(admission_tokens=0, token_budget=96, chunk_size=16, preemp
 
 @pytest.fixture(scope="module")
 def executors(tmp_path_factory: pytest.TempPathFactory, followers: Followers) -> Iterator[list[LlmExecutor]]:
-    """One process, and two, with two adapters."""
+    """One process, and two that also have a tier for evicted prefixes, with two adapters."""
     root = tmp_path_factory.mktemp("engine")
     save_checkpoint(FAMILIES["llama"], root / "base")
-    with followers.load(root / "base", 2, **OPTIONS) as spread:
+    with followers.load(root / "base", 2, **OPTIONS, host_cache_bytes=1 << 20) as spread:
         both = [LlmExecutor.from_pretrained(root / "base", **OPTIONS), spread]
         for seed, name in enumerate(("adapter1", "adapter2"), start=1):
             Adapter(TARGETS, rank=4 * seed, seed=seed).save(root / name, root / "base")
@@ -48,6 +48,7 @@ def test_same_tokens_with_preemption_prefixes_adapters_and_drafts(executors: lis
         assert engine.metrics.accepted_tokens > 0
         assert executor.kv_manager.stats().prefix_hits > 0
     assert found[0] == found[1]
+    assert executors[1].kv_manager.stats().host_loaded_blocks > 0
 
 
 FEW = [{"top_k": 1 + seed % 5, "top_p": (1.0, 0.7)[seed % 2], "min_p": (0.0, 0.1, 0.0)[seed % 3]} for seed in range(9)]
