@@ -133,6 +133,7 @@ EXAMPLES = {
     "cache": "the same result without the cached prefix",
     "grpo": "the engine's log probabilities are the trainer's",
     "oracle": "the changed kernel: found, sees_a_future_key",
+    "prefill_decode": "576 of 600 prompt tokens came from the other process",
     "ray_batch": "wren: -> pipe",
     "ray_serve": "2 replicas answer",
     "reference": "zebra: green wild compass ; (16 of 19 tokens cached)",

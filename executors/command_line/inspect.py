@@ -154,8 +154,8 @@ def _verify(args: argparse.Namespace) -> int:
         counts["bytes"] += file.num_bytes
         try:
             block = decode(file.path.read_bytes())
-            if file.path != args.cache_folder / block.key.path:
-                raise BlockFileError(f"holds block {block.key.path}")
+            if file.path != args.cache_folder / block.key.name:
+                raise BlockFileError(f"holds block {block.key.name}")
         except (BlockFileError, OSError) as error:
             damaged[str(file.path)] = str(error)
             continue

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,13 @@ from paged.cache.slot_allocator import KvSlotAllocator, SlidingWindow
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
+from paged.cache.tiers.block_store import BlockStore
 from paged.cache.tiers.files import FileTier, layout_text
 from paged.cache.tiers.folder import CacheFolder
 from paged.cache.tiers.host import HostTier
 from paged.cache.token_chain import TokenChain, pack
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.scalars import as_int
+from paged.kernels.common.scalars import as_int, shown
 from paged.metadata import AttentionMetadata, HostMetadata
 from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.staging import to_device
@@ -78,7 +78,12 @@ class PagedKvCacheManager(KvInspection):
             host_pool = tier.pool = BlockPool(num_host_blocks, tier.entries.keys(), tier.drop, rollback)
             self._prefixes.tier = tier
             if config.cache_folder is not None:
-                tier.files = self._open_folder(config.cache_folder)
+                try:
+                    self.attach_store(CacheFolder(Path(config.cache_folder), config.cache_folder_bytes))
+                except OSError as error:
+                    raise InvalidInputError(
+                        f"cache_folder: {config.cache_folder}, expected a folder: {error}"
+                    ) from error
         self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors, host_pool)
         rollback.recount = partial(recount, self._sequences, self._prefixes, self._swap.pool)
         self._handles = self._sequences.handles
@@ -513,13 +518,17 @@ class PagedKvCacheManager(KvInspection):
         with self._guard:
             check_integrity(self._sequences, self._prefixes, self._swap.pool)
 
-    def _open_folder(self, path: str | PathLike[str]) -> FileTier:
-        config = self.config
-        try:
-            folder = CacheFolder(Path(path), config.cache_folder_bytes)
-        except OSError as error:
-            raise InvalidInputError(f"cache_folder: {path}, expected a folder: {error}") from error
-        storage = self._tensors.storage
+    def attach_store(self, store: BlockStore) -> None:
+        """Keep blocks that go to host memory in a store, too, and look there for those that a prompt begins with.
+
+        It takes the place of a cache folder. The weights are named by `set_fingerprint`, which comes after this call.
+
+        Raises:
+            InvalidInputError: it is no BlockStore, or the cache has no host tier.
+        """
+        config, storage, tier = self.config, self._tensors.storage, self._prefixes.tier
+        if tier is None or not isinstance(store, BlockStore):
+            raise InvalidInputError(f"store: {shown(store)}, expected a BlockStore, and host_cache_bytes above 0")
         layout = layout_text(
             dtype=str(storage.dtype),
             device=storage.device.type,
@@ -529,7 +538,7 @@ class PagedKvCacheManager(KvInspection):
             tables=config.tables,
         )
         is_needed = [table.sliding_window is None for table in config.tables]
-        return FileTier(folder, layout, self._tensors.bytes_per_host_block, is_needed)
+        tier.files = FileTier(store, layout, self._tensors.bytes_per_host_block, is_needed)
 
     def _new_handle(self, state: SequenceState) -> KvCacheHandle:
         """Register a sequence that this call has made."""

@@ -6,7 +6,6 @@ import hashlib
 import json
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 MAGIC = b"paged-kv"
@@ -37,9 +36,9 @@ class BlockKey(NamedTuple):
     column: int
 
     @property
-    def path(self) -> Path:
-        """The file's path in a cache folder."""
-        return Path(self.digest.hex()[:32], f"{self.hash.hex()}-{self.column}{SUFFIX}")
+    def name(self) -> str:
+        """The block's name in a store, the file's path in a folder."""
+        return f"{self.digest.hex()[:32]}/{self.hash.hex()}-{self.column}{SUFFIX}"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,7 +79,7 @@ def decode(content: bytes, expected: BlockKey | None = None) -> StoredBlock:
         raise BlockFileError("the checksum differs")
     key = BlockKey(digest, hash_, column)
     if expected is not None and key != expected:
-        raise BlockFileError(f"holds block {key.path}, expected {expected.path}")
+        raise BlockFileError(f"holds block {key.name}, expected {expected.name}")
     start = _HEADER.size + num_id_bytes
     token_ids = json.loads(content[_HEADER.size : start])
     return StoredBlock(key, token_ids, memoryview(content)[start:-_CHECKSUM_BYTES])

@@ -11,8 +11,8 @@ from threading import Condition, Thread
 from time import monotonic
 from typing import NamedTuple
 
-from paged.cache.tiers.block_file import BlockFileError, BlockKey, StoredBlock
-from paged.cache.tiers.folder import CacheFolder
+from paged.cache.tiers.block_file import BlockFileError, BlockKey, StoredBlock, decode
+from paged.cache.tiers.block_store import BlockStore
 
 _LOG = logging.getLogger("paged")
 
@@ -58,9 +58,9 @@ class FileTier:
     too many waited, their memory was used again, or the limit of the folder is too small.
     """
 
-    def __init__(self, folder: CacheFolder, layout: str, num_block_bytes: int, is_needed: Sequence[bool]) -> None:
+    def __init__(self, store: BlockStore, layout: str, num_block_bytes: int, is_needed: Sequence[bool]) -> None:
         """layout: all that decides what the bytes of a block mean. is_needed: whether each table has no window."""
-        self.folder = folder
+        self.store = store
         self.num_read = self.num_written = self.num_faults = self.num_late = self.num_dropped = 0
         self.digest = b""
         self._layout, self._num_block_bytes, self._is_needed = layout, num_block_bytes, is_needed
@@ -95,7 +95,7 @@ class FileTier:
             job.is_abandoned = True
             if not job.is_done:
                 self.num_late += 1
-                _LOG.warning("cache folder %s: too slow, computing the rest", self.folder.path)
+                _LOG.warning("%s: too slow, computing the rest", self.store)
             self.num_read += len(job.blocks)
             return list(job.blocks)
 
@@ -119,11 +119,16 @@ class FileTier:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._writes and not self._is_writing, timeout_s)
             if self._writes:
-                _LOG.warning("cache folder %s: %d blocks dropped", self.folder.path, len(self._writes))
+                _LOG.warning("%s: %d blocks dropped", self.store, len(self._writes))
             self.num_dropped += len(self._writes)
             self._writes.clear()
             self._is_closed = True
             self._changed.notify_all()
+        if not self._is_writing:
+            try:
+                self.store.complete()
+            except Exception as error:  # of others' code
+                self._count_fault(error)
 
     def _is_running(self) -> bool:
         """Start the threads at the first use. A forked process has none of them, and uses no files."""
@@ -144,7 +149,7 @@ class FileTier:
                 return
             try:
                 self._run(job)
-            except (OSError, BlockFileError, ValueError) as error:
+            except Exception as error:  # also of others' code
                 self._count_fault(error)
             finally:
                 with self._changed:
@@ -168,13 +173,18 @@ class FileTier:
                 job.blocks += row
 
     def _read_block(self, key: BlockKey, position: Position) -> StoredBlock | None:
-        block = self.folder.read(key)
-        if block is None:
+        content = self.store.load(key.name)
+        if content is None:
             return None
+        try:
+            block = decode(content, key)
+        except BlockFileError:
+            self.store.remove(key.name)
+            raise
         if block.token_ids != position.token_ids:
-            raise BlockFileError(f"{key.path}: other token ids than the prompt's")
+            raise BlockFileError(f"{key.name}: other token ids than the prompt's")
         if len(block.data) != self._num_block_bytes:
-            raise BlockFileError(f"{key.path}: {len(block.data)} bytes, expected {self._num_block_bytes}")
+            raise BlockFileError(f"{key.name}: {len(block.data)} bytes, expected {self._num_block_bytes}")
         return block
 
     def _write_blocks(self) -> None:
@@ -188,20 +198,20 @@ class FileTier:
                 write = self._writes.popleft()
                 self._is_writing = True
             try:
-                if self.folder.has(write.key):
+                if self.store.lookup([write.key.name]):
                     continue
                 block = write.make()
-                if block is not None and self.folder.write(block):
+                if block is not None and self.store.store(write.key.name, block.encode()):
                     self.num_written += 1
                 else:
                     self.num_dropped += 1
-            except OSError as error:
+            except Exception as error:  # also of others' code
                 self._count_fault(error)
 
     def _count_fault(self, error: Exception) -> None:
         with self._changed:
             self.num_faults += 1
-        _LOG.warning("cache folder %s: %s", self.folder.path, error)
+        _LOG.warning("%s: %s", self.store, error)
 
 
 def layout_text(**parts: object) -> str:

@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from paged.cache.tiers.block_file import SUFFIX, BlockFileError, BlockKey, StoredBlock, decode
+from paged.cache.tiers.block_file import SUFFIX
+from paged.cache.tiers.block_store import BlockStore
 
 _LOCK_NAME = ".lock"
 _PART_SUFFIX = ".part"
@@ -28,7 +29,7 @@ class CacheFile(NamedTuple):
     used_at: float
 
 
-class CacheFolder:
+class CacheFolder(BlockStore):
     """Reads and writes blocks in a folder. Methods raise OSError where the file system does.
 
     Files are written under a temporary name and renamed, so that no process sees half a file. With a limit, a lock
@@ -43,34 +44,35 @@ class CacheFolder:
         self.limit_bytes = limit_bytes
         self._numbers = itertools.count()
 
-    def read(self, key: BlockKey) -> StoredBlock | None:
-        """Return a block after checking all of its file; None if there is no file.
+    def __str__(self) -> str:
+        return f"cache folder {self.path}"
 
-        Raises:
-            BlockFileError: the file is damaged; it is removed.
-        """
-        path = self.path / key.path
+    def lookup(self, names: Sequence[str]) -> int:
+        count = 0
+        while count < len(names) and (self.path / names[count]).exists():
+            count += 1
+        return count
+
+    def load(self, name: str) -> bytes | None:
+        path = self.path / name
         try:
             content = path.read_bytes()
         except FileNotFoundError:
             return None
-        try:
-            block = decode(content, key)
-        except BlockFileError:
-            path.unlink(missing_ok=True)
-            raise
         with contextlib.suppress(OSError):  # another process may have removed it
             os.utime(path)
-        return block
+        return content
 
-    def has(self, key: BlockKey) -> bool:
-        """Return whether there is a file of the block."""
-        return (self.path / key.path).exists()
+    def remove(self, name: str) -> bool:
+        (self.path / name).unlink(missing_ok=True)
+        return True
 
-    def write(self, block: StoredBlock) -> bool:
-        """Write a block unless its file exists; False if it is larger than the limit."""
-        path = self.path / block.key.path
-        content = block.encode()
+    def complete(self) -> None:
+        """Do nothing: a file is there for others as soon as it has its name."""
+
+    def store(self, name: str, content: bytes) -> bool:
+        """Write a file unless it exists; False if it is larger than the limit."""
+        path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.limit_bytes is None:
             self._write(path, content)

@@ -4,7 +4,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from paged import InvalidInputError
 from paged.cache.groups import CacheGroup
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
+from paged.cache.tiers.block_store import BlockStore
 from paged.cache.tiers.files import PATIENCE_S, FileTier
 from paged.cache.tiers.folder import CacheFolder
 from tests.cache.prefix_cache import BLOCK, Cache
@@ -24,7 +25,7 @@ TOKENS = range(41)
 NUM_BLOCKS = 10
 
 
-def make(folder: Path, **changes: Any) -> Cache:
+def make(folder: Path | None, **changes: Any) -> Cache:
     return Cache(device="cpu", **{"num_blocks": 30, "host_cache_bytes": 1 << 16, "cache_folder": folder} | changes)
 
 
@@ -171,7 +172,7 @@ def _paths_by_position(folder: Path) -> list[Path]:
     for start in range(0, 40, BLOCK):
         hash_ = index.next_hash(hash_, list(TOKENS[start : start + BLOCK]))
         assert isinstance(hash_, bytes)
-        found.append(BlockKey(digest, hash_, 0).path)
+        found.append(Path(BlockKey(digest, hash_, 0).name))
     return found
 
 
@@ -203,13 +204,13 @@ def test_a_folder_that_is_gone_is_a_miss(tmp_path: Path) -> None:
 
 def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
-    answer, read = Event(), CacheFolder.read
+    answer, load = Event(), CacheFolder.load
 
-    def read_late(folder: CacheFolder, key: BlockKey) -> StoredBlock | None:
+    def load_late(folder: CacheFolder, name: str) -> bytes | None:
         assert answer.wait(HANG_S)
-        return read(folder, key)
+        return load(folder, name)
 
-    monkeypatch.setattr(CacheFolder, "read", read_late)
+    monkeypatch.setattr(CacheFolder, "load", load_late)
     cache = make(tmp_path)
     tier = files_of(cache)
     waits: list[float] = []
@@ -271,13 +272,71 @@ def test_the_limit_holds_for_all_processes(tmp_path: Path) -> None:
         return StoredBlock(key, [number], bytes(block_bytes - 200))
 
     for number in range(40):
-        assert folders[number % 2].write(block(number))
-        os.utime(tmp_path / block(number).key.path, (number, number))
+        assert folders[number % 2].store(block(number).key.name, block(number).encode())
+        os.utime(tmp_path / block(number).key.name, (number, number))
         assert sum(file.num_bytes for file in folders[0].files()) <= limit
         if number:
-            assert folders[0].has(block(number - 1).key)
+            assert folders[0].lookup([block(number - 1).key.name]) == 1
     assert len(folders[0].files()) > 5
-    assert not folders[0].write(StoredBlock(block(99).key, [1], bytes(limit)))
+    assert not folders[0].store("a/b", bytes(limit + 1))
+
+
+class DictStore(BlockStore):
+    """Shared by two caches; `fault` is a call that fails."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.blocks: dict[str, bytes] = {}
+        self.fault = fault
+        self.num_completed = 0
+
+    def _fail(self, call: str) -> None:
+        if call == self.fault:
+            raise RuntimeError(call)
+
+    def lookup(self, names: Sequence[str]) -> int:
+        self._fail("lookup")
+        return int(names[0] in self.blocks)
+
+    def load(self, name: str) -> bytes | None:
+        self._fail("load")
+        content = self.blocks.get(name)
+        return content and (content[::-1] if self.fault == "garbage" else content)
+
+    def store(self, name: str, content: bytes) -> bool:
+        self._fail("store")
+        self.blocks[name] = content
+        return True
+
+    def complete(self) -> None:
+        self.num_completed += 1
+        self._fail("complete")
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_cached"), {"": 40, "lookup": 0, "load": 0, "garbage": 0, "store": 0, "complete": 40}.items()
+)
+def test_a_store_of_others(fault: str, num_cached: int) -> None:
+    """Whatever it does, prompts get their own data."""
+    store = DictStore(fault)
+    found = []
+    for _ in range(2):
+        cache = make(None)
+        cache.manager.attach_store(store)
+        handle = cache.run("a", TOKENS)
+        cache.check()
+        found.append(handle.num_cached_tokens)
+        cache.free(handle)
+        cache.manager.close_tiers(HANG_S)
+        assert (files_of(cache).num_faults > 0) == (fault not in ("", "garbage") or found == [0, 0])
+    assert found == [0, num_cached]
+    assert store.num_completed == 2
+
+
+def test_refuses_stores() -> None:
+    with pytest.raises(InvalidInputError, match="store"):
+        Cache(host_cache_bytes=1 << 16).manager.attach_store("folder")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="store"):
+        Cache().manager.attach_store(DictStore())
 
 
 @pytest.mark.parametrize(
