@@ -525,10 +525,13 @@ class PagedKvCacheManager(KvInspection):
 
         Raises:
             InvalidInputError: it is no BlockStore, or the cache has no host tier.
+            UnsupportedError: other ranks mirror the memory; they would not get what the store returns.
         """
         config, storage, tier = self.config, self._tensors.storage, self._prefixes.tier
         if tier is None or not isinstance(store, BlockStore):
             raise InvalidInputError(f"store: {shown(store)}, expected a BlockStore, and host_cache_bytes above 0")
+        if self._tensors.listener is not None:
+            raise UnsupportedError("attach_store: other ranks mirror this cache; expected a model of one rank")
         layout = layout_text(
             dtype=str(storage.dtype),
             device=storage.device.type,

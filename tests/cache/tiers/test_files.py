@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from paged import InvalidInputError
+from paged import InvalidInputError, UnsupportedError
 from paged.cache.groups import CacheGroup
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
 from paged.cache.tiers.block_store import BlockStore
@@ -337,6 +337,10 @@ def test_refuses_stores() -> None:
         Cache(host_cache_bytes=1 << 16).manager.attach_store("folder")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="store"):
         Cache().manager.attach_store(DictStore())
+    manager = make(None).manager
+    manager.tensors.listener = lambda name, arguments: None
+    with pytest.raises(UnsupportedError, match="other ranks"):
+        manager.attach_store(DictStore())
 
 
 @pytest.mark.parametrize(
