@@ -18,6 +18,7 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.forward_step import ForwardStep
 from paged.kernels.common.device import use_triton, wants_loops
 from paged.kernels.common.numba_ops.recording import Recording
+from paged.kernels.common.operation import are_calls_watched
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.families.llama import Llama
@@ -200,7 +201,7 @@ class StepGraphs:
         num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
         is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
         has_logits = len(step.row_ids) and not step.returns_hidden
-        if step.captured is not None:
+        if step.captured is not None or are_calls_watched():
             return None
         if step.embeds is not None or is_stale or num_tokens > self._sizes[-1] or not has_logits:
             return None

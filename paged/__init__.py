@@ -6,6 +6,7 @@ Every public name is exported here and loaded on first use, so `import paged` ta
 from __future__ import annotations
 
 import importlib
+import os
 
 # Importing `typing` would take half of the time before the command line handles an interrupt without a traceback.
 TYPE_CHECKING = False
@@ -105,6 +106,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),
     "paged.models.parallel.ranks": ("ParallelConfig",),
+    "paged.recorder": ("record",),
     "paged.prompt_embeds": ("EmbedsLimits", "PromptEmbeds", "mrope_positions"),
     "paged.picture": ("CachePicture", "cache_picture"),
 }
@@ -125,3 +127,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "PAGED_RECORD" in os.environ:
+    importlib.import_module("paged.recorder").record_as_environment_says()

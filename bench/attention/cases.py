@@ -201,13 +201,6 @@ def ours_with_planning(step: Step, layers: list[Layer]) -> list[Call]:
     return [functools.partial(plan_and_attend, layer) for layer in layers]
 
 
-def expected(step: Step, layer: Layer) -> torch.Tensor:
-    """Return the whole output from the float64 reference."""
-    tables = step.arguments
-    del tables["max_seqlen_q"]
-    return reference.paged_attention(**vars(layer), **tables)[0]
-
-
 def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Tensor]]:
     """Return outputs of single query tokens, if the batch is too large for the reference: (token, heads, output).
 

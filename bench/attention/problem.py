@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import paged
+from paged.bench.operations import on_cpu
 from paged.kernels.attention import reference
 
 
@@ -163,14 +164,6 @@ class Solved:
     expected_out: torch.Tensor
     expected_lse: torch.Tensor
     arguments: dict[str, Any]
-
-
-def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    moved = dict(arguments)
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            moved[name] = value.cpu()
-    return moved
 
 
 def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) -> Solved:

@@ -1,4 +1,4 @@
-"""Builds the work of each public kernel on random tensors, with its cost and its reference."""
+"""Builds the work of each public kernel on random tensors, with its cost."""
 
 from __future__ import annotations
 
@@ -9,66 +9,43 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 import paged
-from paged.bench.attention.cases import AttentionCase, Layer, expected, ours
+from paged.bench.attention.cases import AttentionCase
 from paged.bench.attention.problem import Problem
 from paged.bench.check import Result
 from paged.bench.limits import Cost
 from paged.bench.mla.problem import index_problem
 from paged.bench.moe.cases import MoeCase, MoeModel
-from paged.bench.timing import Call
+from paged.bench.operations import DEFINITIONS, Arguments, Judgement
 from paged.cache.kv_cache import row_bytes
-from paged.kernels.attention import reference as attention_reference
 from paged.kernels.attention.cascade_attention import cascade_plans
-from paged.kernels.cache import reference as cache_reference
 from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
-from paged.kernels.layers import reference as layers_reference
-from paged.kernels.lora import reference as lora_reference
-from paged.kernels.mla import reference as mla_reference
-from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.moe_align_block_size import max_num_blocks
-from paged.kernels.quantization import reference as quantization_reference
 from paged.kernels.quantization.quantize import quantize
-from paged.kernels.sampling import reference as sampling_reference
 
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operation and its tensors.
+    """One operation and its arguments by name.
 
-    call: runs it and returns the tensors that it made or changed.
-    expected: the same tensors from the float64 reference; to be called first, as operations work in place.
-    judged_as: for each tensor the dtype whose error budget counts; empty for their own. budgets: factor on it.
+    judgement: replaces that of the operation's definition.
     """
 
-    call: Call
-    expected: Call
+    operation: str
+    arguments: Arguments
     cost: Cost
-    judged_as: tuple[torch.dtype, ...] = ()
-    budgets: float = 1
+    judgement: Judgement | None = None
+
+    def call(self) -> Any:
+        """Run the operation and return what it returns."""
+        return getattr(paged, self.operation)(**self.arguments)
 
     def results(self) -> list[Result]:
         """Run the reference, then the operation."""
-        want = tensors(self.expected())
-        got = tensors(self.call())
-        results = []
-        for index, (tensor, reference) in enumerate(zip(got, want, strict=True)):
-            judged_as = None
-            if self.judged_as:
-                judged_as = self.judged_as[index]
-            results.append(Result(tensor, reference, judged_as, self.budgets))
-        return results
-
-
-def tensors(result: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return an operation's result as a sequence of tensors."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return result
+        return list(DEFINITIONS[self.operation].check(self.arguments, self.judgement).values())
 
 
 def _bytes(*tensors: torch.Tensor) -> int:
@@ -101,26 +78,11 @@ class Draw:
         return self.permutation(tokens), torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def work_of(operation: str, reference: Any, cost: Cost | int, *arguments: Any, **options: Any) -> Work:
-    """Of an operation and the function of its name in a module of references, which take the same arguments.
-
-    cost: bytes alone where nothing is multiplied.
-    """
+def work_of(operation: str, cost: Cost | int, *positional: Any, **named: Any) -> Work:
+    """cost: bytes alone where nothing is multiplied."""
     if isinstance(cost, int):
         cost = Cost(0, cost)
-    return Work(
-        lambda: getattr(paged, operation)(*arguments, **options),
-        lambda: getattr(reference, operation)(*arguments, **options),
-        cost,
-    )
-
-
-@dataclass(frozen=True)
-class _Int8Layer(Layer):
-    """One whose caches are int8, with the scales of their rows."""
-
-    k_scale: torch.Tensor
-    v_scale: torch.Tensor
+    return Work(operation, DEFINITIONS[operation].by_name(*positional, **named), cost)
 
 
 def paged_attention(
@@ -130,15 +92,14 @@ def paged_attention(
     case = AttentionCase("kernels", "lengths", groups, heads, BLOCK_SIZE, dim)
     step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
     cost = case.cost(draw.dtype)
+    arguments = {**vars(layer), **step.arguments, "plan": step.plan()}
     if is_int8:
         rows = 2 * heads[1] * sum(seq_len for _, seq_len in lengths)
         cost = Cost(cost.flops, cost.num_bytes - rows * (dim * draw.dtype.itemsize - row_bytes(dim, torch.int8)))
-        k_cache, k_scale = cast_to_cache(layer.k_cache, None, torch.int8)
-        v_cache, v_scale = cast_to_cache(layer.v_cache, None, torch.int8)
-        assert k_scale is not None
-        assert v_scale is not None
-        layer = _Int8Layer(layer.q, k_cache, v_cache, k_scale, v_scale)
-    return Work(ours(step, [layer])[0], lambda: expected(step, layer), cost)
+        for name in ("k", "v"):
+            cache = arguments[f"{name}_cache"]
+            arguments[f"{name}_cache"], arguments[f"{name}_scale"] = cast_to_cache(cache, None, torch.int8)
+    return Work("paged_attention", arguments, cost)
 
 
 def paged_mla_attention(
@@ -150,22 +111,18 @@ def paged_mla_attention(
     case = AttentionCase("kernels", "latents", groups, (heads, 1), 64, latent + rope, latent, latent=True)
     step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
     cost = case.cost(draw.dtype)
-    if not chosen:
-        return Work(ours(step, [layer])[0], lambda: expected(step, layer), cost)
-    first = torch.arange(len(layer.q), device=draw.device).remainder(7)[:, None]
-    indices = (torch.arange(chosen, device=draw.device) * 3 + first).to(torch.int32)
-    seq_lens = [seq_len for _, seq_len in lengths]
-    indices = torch.where(indices < min(seq_lens), indices, -1)
-    seen = int((indices >= 0).sum())
-    unread = max(sum(seq_lens) - seen, 0) * (latent + rope) * draw.dtype.itemsize
-    arguments = {"q": layer.q, "kv_cache": layer.k_cache[:, :, 0], **step.arguments, "indices": indices}
+    arguments = {"q": layer.q, "kv_cache": layer.k_cache[:, :, 0], **step.arguments, "plan": step.plan()}
     arguments |= {"softmax_scale": (latent + rope) ** -0.5, "v_head_dim": latent}
-    max_seqlen_q, plan = arguments.pop("max_seqlen_q"), step.plan()
-    return Work(
-        lambda: paged.paged_mla_attention(**arguments, max_seqlen_q=max_seqlen_q, plan=plan),
-        lambda: mla_reference.paged_mla_attention(**arguments)[0],
-        Cost(2 * heads * (2 * latent + rope) * seen, cost.num_bytes - unread),
-    )
+    if chosen:
+        first = torch.arange(len(layer.q), device=draw.device).remainder(7)[:, None]
+        indices = (torch.arange(chosen, device=draw.device) * 3 + first).to(torch.int32)
+        seq_lens = [seq_len for _, seq_len in lengths]
+        indices = torch.where(indices < min(seq_lens), indices, -1)
+        seen = int((indices >= 0).sum())
+        unread = max(sum(seq_lens) - seen, 0) * (latent + rope) * draw.dtype.itemsize
+        cost = Cost(2 * heads * (2 * latent + rope) * seen, cost.num_bytes - unread)
+        arguments["indices"] = indices
+    return Work("paged_mla_attention", arguments, cost)
 
 
 def choose_keys(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, dim: int, top_k: int) -> Work:
@@ -177,7 +134,7 @@ def choose_keys(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, d
         pairs += q_len * (2 * seq_len - q_len + 1) // 2
         num_keys += seq_len
     num_bytes = num_keys * (dim + 4) + 8 * pairs + _bytes(arguments["q"], arguments["weights"])
-    return work_of("choose_keys", mla_reference, Cost(2 * heads * dim * pairs, num_bytes), **arguments, top_k=top_k)
+    return work_of("choose_keys", Cost(2 * heads * dim * pairs, num_bytes), **arguments, top_k=top_k)
 
 
 def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int]) -> Work:
@@ -185,37 +142,18 @@ def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int]) -> 
     num_blocks = -(-2 * tokens // BLOCK_SIZE)
     cache = draw.normal(num_blocks, BLOCK_SIZE, sum(sizes))
     slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
-
-    def call() -> torch.Tensor:
-        paged.concat_and_cache_mla(latent, k_rope, cache, slots)
-        return cache
-
-    def expected() -> torch.Tensor:
-        return cache_reference.concat_and_cache_mla(latent.cpu(), k_rope.cpu(), cache.cpu(), slots.cpu())
-
-    return Work(call, expected, Cost(0, 2 * _bytes(latent, k_rope) + _bytes(slots)))
+    num_bytes = 2 * _bytes(latent, k_rope) + _bytes(slots)
+    return work_of("concat_and_cache_mla", num_bytes, latent, k_rope, cache, slots)
 
 
 def concat_and_cache_mla_packed(draw: Draw, *, tokens: int, sizes: tuple[int, int]) -> Work:
-    """Rows of 656 bytes: codes in e4m3, float32 scales, and the rotated part in bfloat16. Each part is judged as what
-    it is: a code may be the neighbour of the nearest, as float32 rounds before the code is chosen."""
+    """Rows of 656 bytes: codes in e4m3, float32 scales, and the rotated part in bfloat16."""
     latent, k_rope = draw.normal(tokens, sizes[0]), draw.normal(tokens, sizes[1])
     num_blocks = -(-2 * tokens // BLOCK_SIZE)
-    cache = torch.zeros(num_blocks * BLOCK_SIZE, 656, dtype=torch.uint8, device=draw.device)
-    slots = draw.permutation(len(cache))[:tokens]
-
-    def call() -> list[torch.Tensor]:
-        paged.concat_and_cache_mla(latent, k_rope, cache.view(num_blocks, BLOCK_SIZE, 656), slots)
-        codes, scales, rope = cache.split((512, 16, 128), 1)
-        return [codes.view(torch.float8_e4m3fn), scales.view(torch.float32), rope.view(torch.bfloat16)]
-
-    def expected() -> list[torch.Tensor]:
-        caches = []
-        for rows in cache_reference.packed_latents(latent.cpu(), k_rope.cpu()):
-            caches.append(rows.new_zeros(len(cache), rows.shape[1]).index_copy_(0, slots.cpu(), rows))
-        return caches
-
-    return Work(call, expected, Cost(0, _bytes(latent, k_rope, slots) + 656 * tokens))
+    cache = torch.zeros(num_blocks, BLOCK_SIZE, 656, dtype=torch.uint8, device=draw.device)
+    slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
+    num_bytes = _bytes(latent, k_rope, slots) + 656 * tokens
+    return work_of("concat_and_cache_mla", num_bytes, latent, k_rope, cache, slots)
 
 
 def mla_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: int, sizes: tuple[int, int]) -> Work:
@@ -225,20 +163,9 @@ def mla_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: int, sizes: tuple
     cache = draw.normal(-(-2 * tokens // BLOCK_SIZE), BLOCK_SIZE, size + rope)
     slots = draw.permutation(len(cache) * BLOCK_SIZE)[:tokens]
     positions, cos_sin = draw.rotary(tokens, rope)
-    weight = draw.normal(size)
-
-    def expected() -> tuple[torch.Tensor, torch.Tensor]:
-        rotation = positions.cpu(), cos_sin.cpu(), True
-        normed = layers_reference.rms_norm(latent, weight, 1e-6)
-        rotated = layers_reference.rotate(k_rope.cpu().unsqueeze(1), *rotation)[:, 0]
-        want = cache_reference.concat_and_cache_mla(normed, rotated, cache.cpu().double(), slots.cpu())
-        return layers_reference.rotate(q.cpu(), *rotation), want
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        paged.mla_norm_rope_and_cache(q, latent, k_rope, cache, slots, positions, cos_sin, weight, interleaved=True)
-        return q, cache
-
-    return Work(call, expected, Cost(0, 2 * _bytes(q, latent, k_rope) + _bytes(slots, positions, cos_sin)))
+    tensors = q, latent, k_rope, cache, slots, positions, cos_sin, draw.normal(size)
+    num_bytes = 2 * _bytes(q, latent, k_rope) + _bytes(slots, positions, cos_sin)
+    return work_of("mla_norm_rope_and_cache", num_bytes, *tensors, interleaved=True)
 
 
 def cascade_attention(
@@ -251,14 +178,11 @@ def cascade_attention(
     step.block_table[:, :num_blocks] = step.block_table[0, :num_blocks]
     lengths = {"shared_prefix_len": prefix, "max_seqlen_q": 1, "max_seqlen_k": step.max_seqlen_k}
     plan, prefix_plan = cascade_plans(step.cu_seqlens_q, step.seq_lens, num_tokens=sequences, **lengths)
-    tensors = {**vars(layer), **step.arguments, "plan": plan, "prefix_plan": prefix_plan}
+    arguments = {**vars(layer), **step.arguments, "plan": plan, "prefix_plan": prefix_plan}
+    arguments["shared_prefix_len"] = prefix
     cost = case.cost(draw.dtype)
     repeated = 2 * (sequences - 1) * prefix * heads[1] * dim * draw.dtype.itemsize
-    return Work(
-        lambda: paged.cascade_attention(**tensors, shared_prefix_len=prefix),
-        lambda: expected(step, layer),
-        Cost(cost.flops, cost.num_bytes - repeated),
-    )
+    return Work("cascade_attention", arguments, Cost(cost.flops, cost.num_bytes - repeated))
 
 
 class _CacheWrite:
@@ -285,103 +209,61 @@ class _CacheWrite:
         written = (self.k.numel() + self.v.numel()) * self.k_cache.element_size()
         return _bytes(self.k, self.v, self.slots, *self.scales.values()) + int(written)
 
-    def expected(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The caches in float64, unrounded."""
-        k_cache, v_cache = self.k_cache.double().cpu(), self.v_cache.double().cpu()
-        slots = self.slots.cpu()
-        return cache_reference.reshape_and_cache(keys.cpu(), self.v.cpu(), k_cache, v_cache, slots, **self.scales)
-
 
 def reshape_and_cache(draw: Draw, *, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool = False) -> Work:
     write = _CacheWrite(draw, tokens, num_kv_heads, dim, is_fp8)
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        paged.reshape_and_cache(*write.arguments, **write.scales)
-        return write.k_cache, write.v_cache
-
-    return Work(call, lambda: write.expected(write.k), Cost(0, write.num_bytes))
+    return work_of("reshape_and_cache", write.num_bytes, *write.arguments, **write.scales)
 
 
 def copy_blocks(draw: Draw, *, num_caches: int, pairs: int, num_kv_heads: int, dim: int) -> Work:
     caches = draw.normals(num_caches, 2 * pairs, BLOCK_SIZE, num_kv_heads, dim)
     block_pairs = draw.permutation(2 * pairs).view(pairs, 2)
-
-    def call() -> list[torch.Tensor]:
-        paged.copy_blocks(caches, block_pairs)
-        return caches
-
-    def expected() -> list[torch.Tensor]:
-        copies = [cache.clone() for cache in caches]
-        for copy in copies:
-            for source, destination in block_pairs.tolist():
-                copy[destination] = copy[source]
-        return copies
-
-    return Work(call, expected, Cost(0, _bytes(*caches) + _bytes(block_pairs)))
+    return work_of("copy_blocks", _bytes(*caches) + _bytes(block_pairs), caches, block_pairs)
 
 
 def merge_attn_states(draw: Draw, *, tokens: int, num_heads: int, dim: int) -> Work:
     out_a, out_b = draw.normals(2, tokens, num_heads, dim)
     lse_a, lse_b = draw.floats(2, num_heads, tokens)
     num_bytes = 3 * _bytes(out_a, lse_a)
-    return work_of("merge_attn_states", attention_reference, num_bytes, out_a, lse_a, out_b, lse_b)
+    return work_of("merge_attn_states", num_bytes, out_a, lse_a, out_b, lse_b)
 
 
 def rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
     x, weight = draw.normal(tokens, hidden_size), draw.normal(hidden_size)
-    return work_of("rms_norm", layers_reference, _bytes(x, x, weight), x, weight, eps=1e-6)
+    return work_of("rms_norm", _bytes(x, x, weight), x, weight)
 
 
 def fused_add_rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
     x, residual = draw.normals(2, tokens, hidden_size)
     weight = draw.normal(hidden_size)
-
-    def expected() -> tuple[torch.Tensor, torch.Tensor]:
-        total = (x.double() + residual.double()).to(draw.dtype)
-        return layers_reference.rms_norm(total, weight, 1e-6), total
-
-    cost = Cost(0, 2 * _bytes(x, residual) + _bytes(weight))
-    return Work(lambda: paged.fused_add_rms_norm(x, residual, weight), expected, cost)
+    return work_of("fused_add_rms_norm", 2 * _bytes(x, residual) + _bytes(weight), x, residual, weight)
 
 
 def rotary_embedding(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int) -> Work:
     q, k = draw.normal(tokens, heads[0], dim), draw.normal(tokens, heads[1], dim)
     positions, cos_sin = draw.rotary(tokens, dim)
-    return Work(
-        lambda: paged.rotary_embedding(positions, q, k, cos_sin),
-        lambda: [layers_reference.rotate(x, positions, cos_sin, False) for x in (q, k)],
-        Cost(0, 2 * _bytes(q, k) + _bytes(positions, cos_sin)),
-    )
+    num_bytes = 2 * _bytes(q, k) + _bytes(positions, cos_sin)
+    return work_of("rotary_embedding", num_bytes, positions, q, k, cos_sin)
 
 
 def qk_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int, is_fp8: bool = False) -> Work:
     q, write = draw.normal(tokens, heads[0], dim), _CacheWrite(draw, tokens, heads[1], dim, is_fp8)
     positions, cos_sin = draw.rotary(tokens, dim)
     q_weight, k_weight = draw.normals(2, dim)
-
-    def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weights = {"q_weight": q_weight, "k_weight": k_weight}
-        rotated = paged.qk_norm_rope_and_cache(q, *write.arguments, positions, cos_sin, **weights, **write.scales)
-        return rotated, write.k_cache, write.v_cache
-
-    def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        normed_q = layers_reference.rms_norm(q, q_weight, 1e-6)
-        normed_k = layers_reference.rms_norm(write.k, k_weight, 1e-6)
-        rotated_k = layers_reference.rotate(normed_k, positions, cos_sin, False)
-        return layers_reference.rotate(normed_q, positions, cos_sin, False), *write.expected(rotated_k)
-
-    cost = Cost(0, write.num_bytes + 2 * _bytes(q) + _bytes(positions, cos_sin, q_weight, k_weight))
-    return Work(call, expected, cost)
+    num_bytes = write.num_bytes + 2 * _bytes(q) + _bytes(positions, cos_sin, q_weight, k_weight)
+    weights = {"q_weight": q_weight, "k_weight": k_weight}
+    rotation = positions, cos_sin
+    return work_of("qk_norm_rope_and_cache", num_bytes, q, *write.arguments, *rotation, **weights, **write.scales)
 
 
 def silu_and_mul(draw: Draw, *, tokens: int, size: int) -> Work:
     x = draw.normal(tokens, 2 * size)
-    return work_of("silu_and_mul", layers_reference, _bytes(x) * 3 // 2, x)
+    return work_of("silu_and_mul", _bytes(x) * 3 // 2, x)
 
 
 def greedy_argmax(draw: Draw, *, rows: int, vocab_size: int) -> Work:
     logits = draw.normal(rows, vocab_size)
-    return work_of("greedy_argmax", sampling_reference, _bytes(logits) + 8 * rows, logits)
+    return work_of("greedy_argmax", _bytes(logits) + 8 * rows, logits)
 
 
 def sample_tokens(draw: Draw, *, rows: int, vocab_size: int, **filters: float) -> Work:
@@ -393,32 +275,18 @@ def sample_tokens(draw: Draw, *, rows: int, vocab_size: int, **filters: float) -
     num_bytes = _bytes(logits) + 8 * rows
     if filters:
         num_bytes += 2 * _bytes(logits)
-    return work_of("sample_tokens", sampling_reference, num_bytes, logits, keys, temperature, **options)
+    return work_of("sample_tokens", num_bytes, logits, keys, temperature, **options)
 
 
 def route_tokens(draw: Draw, *, tokens: int, num_experts: int, top_k: int) -> Work:
     logits = draw.normal(tokens, num_experts)
-    return work_of("route_tokens", moe_reference, _bytes(logits) + 8 * tokens * top_k, logits, top_k)
+    return work_of("route_tokens", _bytes(logits) + 8 * tokens * top_k, logits, top_k)
 
 
 def moe_align_block_size(draw: Draw, *, tokens: int, num_experts: int, top_k: int, block_size: int) -> Work:
     ids = draw.floats(tokens, num_experts).topk(top_k).indices.int().contiguous()
-    return Work(
-        lambda: paged.moe_align_block_size(ids, block_size, num_experts),
-        lambda: _alignment(ids, block_size, num_experts),
-        Cost(0, _bytes(ids) + _alignment_bytes(ids.numel(), block_size, num_experts)),
-    )
-
-
-def _alignment(ids: torch.Tensor, block_size: int, num_experts: int) -> list[torch.Tensor]:
-    """The reference's alignment as the operation returns it."""
-    blocks, experts, num_padded = moe_reference.moe_align_block_size(ids, block_size, num_experts)
-    unused = max_num_blocks(ids.numel(), block_size, num_experts) - len(experts)
-    return [
-        functional.pad(torch.tensor(blocks).flatten(), (0, unused * block_size), value=ids.numel()),
-        functional.pad(torch.tensor(experts), (0, unused), value=-1),
-        torch.tensor([num_padded]),
-    ]
+    num_bytes = _bytes(ids) + _alignment_bytes(ids.numel(), block_size, num_experts)
+    return work_of("moe_align_block_size", num_bytes, ids, block_size, num_experts)
 
 
 def _alignment_bytes(num_entries: int, block_size: int, num_experts: int) -> int:
@@ -430,20 +298,9 @@ def _alignment_bytes(num_entries: int, block_size: int, num_experts: int) -> int
 def route_and_align(draw: Draw, *, tokens: int, num_experts: int, top_k: int, block_size: int) -> Work:
     logits = draw.normal(tokens, num_experts)
     ticket = torch.zeros(1, dtype=torch.int32, device=draw.device)
-    routing = paged.Routing(top_k)
-
-    def call() -> list[torch.Tensor]:
-        weights, ids, aligned = paged.route_and_align(logits, routing, block_size, ticket=ticket)
-        return [weights, ids, *aligned]
-
-    def expected() -> list[torch.Tensor]:
-        weights, ids = moe_reference.route_tokens(logits, top_k)
-        return [weights, ids, *_alignment(ids, block_size, num_experts)]
-
     entries = tokens * top_k
-    return Work(
-        call, expected, Cost(0, _bytes(logits) + 8 * entries + _alignment_bytes(entries, block_size, num_experts))
-    )
+    num_bytes = _bytes(logits) + 8 * entries + _alignment_bytes(entries, block_size, num_experts)
+    return work_of("route_and_align", num_bytes, logits, paged.Routing(top_k), block_size, ticket=ticket)
 
 
 def fused_moe(
@@ -452,20 +309,7 @@ def fused_moe(
     model = MoeModel("kernels", num_experts, top_k, hidden_size, intermediate_size, num_experts)
     case = MoeCase(model, tokens, "balanced")
     layer, batch = case.layer(draw.device, draw.dtype), case.batch(draw.device, draw.dtype)
-    return Work(
-        layer.call(batch),
-        lambda: moe_reference.fused_moe(*layer.arguments(batch)),
-        case.cost(layer, batch),
-        budgets=moe_budgets(draw.dtype),
-    )
-
-
-def moe_budgets(dtype: torch.dtype) -> int:
-    """Return how many budgets the results of experts have: in 16 bits the activation is rounded too, which takes up to
-    0.84 of one among 600 tokens."""
-    if dtype == torch.float32:
-        return 1
-    return 2
+    return work_of("fused_moe", case.cost(layer, batch), *layer.arguments(batch))
 
 
 def quantized_linear(
@@ -477,7 +321,7 @@ def quantized_linear(
     weight = quantize(draw.floats(out_features, in_features) / math.sqrt(in_features), form, group_size=group_size)
     moved = _bytes(x, weight.values, weight.scale) + tokens * out_features * draw.dtype.itemsize
     cost = Cost(2 * tokens * in_features * out_features, moved)
-    return work_of("quantized_linear", quantization_reference, cost, x, weight)
+    return Work("quantized_linear", {"x": x, "weight": weight}, cost, Judgement())
 
 
 def add_lora(
@@ -503,7 +347,6 @@ def lora_work(
     a = torch.full_like(x[:1], math.nan).repeat(num_adapters, num_parts, max_rank, 1)
     b = torch.full_like(out[:1], math.nan).repeat(num_adapters, max_rank, 1)
     scales = torch.rand(num_adapters, num_parts, device=draw.device) + 0.5
-    adapters: list[dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = [{} for _ in ranks]
     products = [0] * num_adapters  # of a row
     for slot, part in itertools.product(range(num_adapters), range(num_parts)):
         rank = ranks[slot][part]
@@ -512,7 +355,6 @@ def lora_work(
             down, up = a[slot, part, :rank], b[slot, :rank].split(part_sizes, dim=-1)[part]
             down.normal_(0, in_features**-0.5)
             up.normal_(0, rank**-0.5)
-            adapters[slot][part] = down, up.T, float(scales[slot, part])
     rank_table = torch.tensor(ranks, dtype=torch.int32, device=draw.device)
     weights = paged.LoraWeights(a, b, rank_table, scales, part_sizes)
     grouped = paged.LoraBatch.group(torch.tensor(row_slots, dtype=torch.int32))
@@ -520,8 +362,5 @@ def lora_work(
     slots = [slot for slot in row_slots if slot >= 0]
     num_products = sum(products[slot] for slot in slots)
     moved = len(slots) * ((in_features + 2 * out_features) * draw.dtype.itemsize + 4)
-    return Work(
-        lambda: paged.add_lora(out, x, weights, batch),
-        lambda: lora_reference.add_lora(out, x, adapters, part_sizes, row_slots),
-        Cost(2 * num_products, moved + _bytes(a, b, rank_table, scales)),
-    )
+    cost = Cost(2 * num_products, moved + _bytes(a, b, rank_table, scales))
+    return work_of("add_lora", cost, out, x, weights, batch)

@@ -10,6 +10,7 @@ import torch
 
 import paged
 from paged.bench.attention import problem as attention_problem
+from paged.bench.operations import on_cpu
 from paged.kernels.mla import reference
 
 
@@ -130,5 +131,5 @@ def solve(problem: Problem, device: torch.device) -> attention_problem.Solved:
         **arguments, max_seqlen_q=longest, out=out, return_lse=True, deterministic=problem.deterministic
     )
     assert result is out
-    cpu = attention_problem.on_cpu(arguments)
+    cpu = on_cpu(arguments)
     return attention_problem.Solved(out, lse, *reference.paged_mla_attention(**cpu), cpu)

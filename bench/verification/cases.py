@@ -9,32 +9,26 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 
-import paged
 from paged.batch import DecodeInput, UnifiedBatch, UnifiedBatchItem
 from paged.bench.attention.problem import Problem, Solved, solve
 from paged.bench.attention.problems import PROBLEMS
 from paged.bench.check import Result
 from paged.bench.kernels.cases import CASES, Case
-from paged.bench.kernels.work import Draw, lora_work, moe_budgets, tensors
+from paged.bench.kernels.work import Draw, lora_work
 from paged.bench.mla import problem as mla_problem
 from paged.bench.moe.cases import MoeCase, MoeModel
 from paged.bench.moe.formats import FORMATS
+from paged.bench.operations import DEFINITIONS, Judgement
+from paged.bench.verification.candidate import NotTakenError
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
-from paged.kernels.attention import reference as attention_reference
-from paged.kernels.cache import reference as cache_reference
 from paged.kernels.common.device import use_triton
-from paged.kernels.layers import reference as layers_reference
-from paged.kernels.mla import reference as mla_reference
-from paged.kernels.moe import reference as moe_reference
-from paged.kernels.sampling import reference as sampling_reference
 
 Results = Iterator[Result]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
@@ -76,32 +70,49 @@ def _attention(problem: Problem, device: torch.device, dtype: torch.dtype) -> Re
         yield from _solved(solve(problem, device, return_lse=False))
 
 
+def _far_blocks(device: torch.device, dtype: torch.dtype) -> Results:
+    """Three blocks 2^30 elements apart: the last one's offset needs 64 bits. Only the pages touched take memory."""
+    if dtype == torch.float32:
+        dtype = torch.float16
+    num_elements = 2**31 + 8 * 32
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 2 * num_elements + 2**28:
+        raise NotTakenError("4.3 GB of memory are not free")
+    far = torch.empty(num_elements, device=device, dtype=dtype).as_strided((3, 8, 1, 32), (2**30, 32, 32, 1))
+    near = torch.randn(3, 8, 1, 32, device=device, dtype=dtype)
+    far.copy_(near)
+    lengths: dict[str, Any] = {"block_table": [[2, 1]], "cu_seqlens_q": [0, 2], "seq_lens": [14]}
+    call: dict[str, Any] = {}
+    for name, values in lengths.items():
+        call[name] = torch.tensor(values, device=device, dtype=torch.int32)
+    call |= {"q": torch.randn(2, 2, 32, device=device, dtype=dtype), "max_seqlen_q": 2}
+    definition = DEFINITIONS["paged_attention"]
+    want = definition.want({**call, "k_cache": near, "v_cache": near})
+    got = definition.call({**call, "k_cache": far, "v_cache": far})
+    yield from definition.beside(got, want, Judgement()).values()
+
+
 def _latent_attention(problem: mla_problem.Problem, device: torch.device, dtype: torch.dtype) -> Results:
-    # Scaled codes of the published fp8 form are rounded to the dtype of q.
-    judged_as = None
-    if problem.form == "packed":
-        judged_as = torch.bfloat16
-    return _solved(mla_problem.solve(replace(problem, dtype=dtype), device), judged_as)
+    solved = mla_problem.solve(replace(problem, dtype=dtype), device)
+    return _solved(solved, DEFINITIONS["paged_mla_attention"].judge(solved.arguments).dtype)
 
 
 def _solved(solved: Solved, judged_as: torch.dtype | None = None) -> Results:
-    yield Result(solved.out, solved.expected_out, judged_as)
+    yield Result(solved.out, solved.expected_out, judged_as, name="out")
     if solved.lse is not None:
-        yield Result(solved.lse, solved.expected_lse, judged_as)
+        yield Result(solved.lse, solved.expected_lse, judged_as, name="lse")
 
 
 def _chosen_keys(is_packed: bool, device: torch.device, dtype: torch.dtype) -> Results:
     problem = Problem("", ((1, 300), (3, 3), (9, 40)), (32, 1), 128, padding_rows=1, dtype=dtype)
     arguments = mla_problem.index_problem(problem, device, is_packed=is_packed)
     for top_k in (16, 2048):
-        yield from _both("choose_keys", mla_reference, **arguments, top_k=top_k)
+        yield from _both("choose_keys", **arguments, top_k=top_k)
 
 
-def _both(operation: str, reference: ModuleType, *arguments: Any, **options: Any) -> Results:
-    """An operation beside the function of its name in a module of references, for the same arguments."""
-    got = getattr(paged, operation)(*arguments, **options)
-    want = getattr(reference, operation)(*arguments, **options)
-    yield from map(Result, tensors(got), tensors(want))
+def _both(operation: str, *positional: Any, **named: Any) -> Results:
+    """An operation beside its reference, for the same arguments."""
+    definition = DEFINITIONS[operation]
+    yield from definition.check(definition.by_name(*positional, **named)).values()
 
 
 def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> Results:
@@ -119,20 +130,13 @@ def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> R
             "w2_bias": torch.randn(8, 48, device=device),
             "expert_map": torch.tensor([3, 0, -1, 7, 5, -1, 1, 2], dtype=torch.int32, device=device),
         }
-        for result in _both("fused_moe", moe_reference, x, 4 * w1, w2, topk_weights, topk_ids, **options):
-            yield result._replace(budgets=moe_budgets(dtype))
+        yield from _both("fused_moe", x, 4 * w1, w2, topk_weights, topk_ids, **options)
 
 
 def _quantized_moe(layout: str, device: torch.device, dtype: torch.dtype) -> Results:
     case = MoeCase(MoeModel("", 3, 2, 192, 96, 3), 5, "balanced", FORMATS[layout])
     layer = case.layer(device, torch.float32)
-    results = _both("fused_moe", moe_reference, *layer.arguments(case.batch(device, dtype)), **layer.options)
-    if not layout.startswith("e4m3"):
-        yield from results
-        return
-    # What e4m3 weights multiply is rounded to e4m3: the hidden states, then the activation. Both may tip either way.
-    for result in results:
-        yield result._replace(judged_as=torch.float8_e4m3fn, budgets=2)
+    yield from _both("fused_moe", *layer.arguments(case.batch(device, dtype)), **layer.options)
 
 
 def _routing(device: torch.device, dtype: torch.dtype) -> Results:
@@ -148,7 +152,7 @@ def _routing(device: torch.device, dtype: torch.dtype) -> Results:
             "routed_scaling_factor": 2.5,
             "num_shared_experts": 2,
         }
-        yield from _both("route_tokens", moe_reference, logits, 8, **options)
+        yield from _both("route_tokens", logits, 8, **options)
 
 
 def _argmax(device: torch.device, dtype: torch.dtype) -> Results:
@@ -160,7 +164,7 @@ def _argmax(device: torch.device, dtype: torch.dtype) -> Results:
             "token_mask": torch.rand(shape, device=device) < 0.8,
             "repetition_penalty": torch.where(torch.rand(shape, device=device) < 0.5, 1.0, 1.3),
         }
-        yield from _both("greedy_argmax", sampling_reference, logits, **options)
+        yield from _both("greedy_argmax", logits, **options)
 
 
 def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Results:
@@ -170,11 +174,7 @@ def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Resu
     positions = torch.tensor([0, 40, 7, 7], device=device)
     q = torch.randn(4, 5, 96, device=device, dtype=dtype)
     k = torch.randn(4, 1, 96, device=device, dtype=dtype)
-    want = [layers_reference.rotate(x, positions, cos_sin, interleaved) for x in (q, k)]
-    rotated_q, rotated_k = paged.rotary_embedding(positions, q, k, cos_sin, interleaved=interleaved)
-    assert rotated_k is not None
-    yield Result(rotated_q, want[0])
-    yield Result(rotated_k, want[1])
+    yield from _both("rotary_embedding", positions, q, k, cos_sin, interleaved=interleaved)
 
 
 def _skipped_slots(device: torch.device, dtype: torch.dtype) -> Results:
@@ -182,10 +182,7 @@ def _skipped_slots(device: torch.device, dtype: torch.dtype) -> Results:
     key, value = torch.randn(2, 5, 3, 80, device=device, dtype=dtype)
     k_cache, v_cache = torch.randn(4, 2, 24, 3, 80, device=device, dtype=dtype).unbind(1)
     slots = torch.tensor([95, -1, 0, 25, -7], device=device)
-    want = cache_reference.reshape_and_cache(key.cpu(), value.cpu(), k_cache.cpu(), v_cache.cpu(), slots)
-    paged.reshape_and_cache(key, value, k_cache, v_cache, slots)
-    yield Result(k_cache, want[0])
-    yield Result(v_cache, want[1])
+    yield from _both("reshape_and_cache", key, value, k_cache, v_cache, slots)
 
 
 def _int8_rows(device: torch.device, dtype: torch.dtype) -> Results:
@@ -195,9 +192,7 @@ def _int8_rows(device: torch.device, dtype: torch.dtype) -> Results:
     caches = torch.zeros(2, 4, 24, 3, 80, dtype=torch.int8, device=device).unbind()
     k_scale, v_scale = torch.zeros(4, 24, 3, 2, device=device).unbind(-1)
     slots = torch.tensor([95, 2, 0, 25, 7], device=device)
-    paged.reshape_and_cache(key, value, *caches, slots, k_scale=k_scale, v_scale=v_scale)
-    for rows, cache, scale in zip((key, value), caches, (k_scale, v_scale), strict=True):
-        yield Result((cache * scale.unsqueeze(-1)).flatten(0, 1)[slots], rows, judged_as=torch.bfloat16)
+    yield from _both("reshape_and_cache", key, value, *caches, slots, k_scale=k_scale, v_scale=v_scale)
 
 
 def _empty_states(device: torch.device, dtype: torch.dtype) -> Results:
@@ -206,16 +201,16 @@ def _empty_states(device: torch.device, dtype: torch.dtype) -> Results:
     lse_a, lse_b = torch.randn(2, 3, 7, device=device) * 5
     lse_a[:, 1:4] = -math.inf
     lse_b[:, 3:6] = -math.inf
-    yield from _both("merge_attn_states", attention_reference, out_a, lse_a, out_b, lse_b)
+    yield from _both("merge_attn_states", out_a, lse_a, out_b, lse_b)
 
 
 def _norms(device: torch.device, dtype: torch.dtype) -> Results:
     """Sizes that fill no tile, and every activation."""
     x, weight = torch.randn(3, 1025, device=device, dtype=dtype) * 30, torch.randn(1025, device=device, dtype=dtype)
-    yield from _both("rms_norm", layers_reference, x, weight, 1e-5)
+    yield from _both("rms_norm", x, weight, 1e-5)
     gates = torch.randn(3, 2 * 1025, device=device, dtype=dtype) * 4
     for activation in _ACTIVATIONS:
-        yield from _both("silu_and_mul", layers_reference, gates, activation=activation)
+        yield from _both("silu_and_mul", gates, activation=activation)
 
 
 def _ragged_ranks(device: torch.device, dtype: torch.dtype) -> Results:
@@ -286,6 +281,7 @@ def _listed() -> list[Check]:
 
 CHECKS = (
     *_listed(),
+    Check("paged_attention: block offsets beyond 2^31", _far_blocks),
     Check("choose_keys", partial(_chosen_keys, False)),
     Check("choose_keys: e4m3", partial(_chosen_keys, True)),
     Check("route_tokens: groups, bias, shared experts", _routing),

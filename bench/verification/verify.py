@@ -11,16 +11,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from paged.errors import UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
+    from paged.bench.check import Result
+    from paged.bench.verification.candidate import Candidate
     from paged.bench.verification.cases import Check
+    from paged.bench.verification.replay import Replay
 
 DESCRIPTION = (
     "Check every kernel against a slow, simple version in float64, and cache and attention together against a model "
@@ -31,7 +36,11 @@ DESCRIPTION = (
 
 @dataclass(frozen=True)
 class Row:
-    """One check in one dtype. worst: its largest error as a fraction of the budget; None if `error` has the reason."""
+    """One check in one dtype.
+
+    worst: its largest error as a fraction of the budget; None if `error` has the reason. first: the first wrong
+    element. reason: a mistake of a candidate that would give it.
+    """
 
     case: str
     dtype: str
@@ -39,6 +48,8 @@ class Row:
     seconds: float
     ok: bool
     error: str | None = None
+    first: str | None = None
+    reason: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="one dtype, and fewer cases")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--op", metavar="NAME", help="cases of this operation, such as paged_attention")
+    parser.add_argument(
+        "--candidate",
+        metavar="MODULE:FUNCTION",
+        help="with --op: check this function, which takes the operation's arguments or some of them, in its place",
+    )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="instead of the cases: a recorded call (see paged.record), as recorded and by each backend",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +83,20 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
+    from paged.bench.verification.candidate import Candidate, definition_of
     from paged.kernels.common.compat import HAS_TRITON, interpreting
     from paged.kernels.common.device import has_numba, use_triton
+    from paged.recorder import read_call
+
+    candidate = None
+    if args.replay:
+        args.op = args.op or read_call(args.replay, torch.device("cpu")).operation
+    if args.op:
+        definition_of(args.op)
+    if args.candidate:
+        if not args.op:
+            raise InvalidInputError("--candidate: expected --op NAME beside it, the operation whose place it takes")
+        candidate = Candidate(args.op, args.candidate)
 
     has_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
@@ -77,6 +112,12 @@ def run(args: argparse.Namespace) -> int:
             command.append("--quick")
         if args.json:
             command.append("--json")
+        if args.op:
+            command += ["--op", args.op]
+        if args.candidate:
+            command += ["--candidate", args.candidate]
+        if args.replay:
+            command += ["--replay", str(args.replay)]
         return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     choice = args.backend or os.environ.get("PAGED_BACKEND", "")
     can_run_numba = device.type == "cpu" and has_numba()
@@ -91,26 +132,40 @@ def run(args: argparse.Namespace) -> int:
         interpreted = False
         if use_triton(device):
             backend, interpreted = "triton", device.type == "cpu"
-        rows = list(_check_all(args, device, interpreted=interpreted))
+        if args.replay:
+            rows = list(_replay(args, device, candidate))
+        else:
+            rows = list(_check_all(args, device, candidate, interpreted=interpreted))
     wrong = sum(not row.ok for row in rows)
+    not_checked = sum(row.ok and row.worst is None for row in rows)
+    num_checked = len(rows) - not_checked
     if interpreted:
         where = "in Triton's interpreter"
     if args.json:
         report = {"device": str(device), "backend": backend, "interpreted": interpreting(), "wrong": wrong}
+        report["not_checked"] = not_checked
         print(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
-        print(f"{len(rows) - wrong} of {len(rows)} right, by {backend} {where}")
-    return int(wrong > 0 or not rows)
+        more = ""
+        if not_checked:
+            more = f" {not_checked} not checked,"
+        print(f"{num_checked - wrong} of {num_checked} right,{more} by {backend} {where}")
+    return int(wrong > 0 or num_checked == 0)
 
 
-def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: bool) -> Iterator[Row]:
+def _check_all(
+    args: argparse.Namespace, device: torch.device, candidate: Candidate | None, *, interpreted: bool
+) -> Iterator[Row]:
     """The rows, each printed when it is there; the last one is of a check that left the device unusable."""
     import torch
 
     from paged.bench.benchmark import benchmark_dtype, check_only, released
+    from paged.bench.verification.candidate import is_of
     from paged.bench.verification.cases import CHECKS
 
     checks = list(CHECKS)
+    if args.op:
+        checks = [check for check in checks if is_of(args.op, check.name)]
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     if interpreted:
         # The interpreter holds bfloat16 as raw integers, and only part of its arithmetic converts them.
@@ -120,11 +175,9 @@ def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: b
         dtypes = [benchmark_dtype(device)]
     check_only(args.only, [check.name for check in checks])
     checks = [check for check in checks if args.only in check.name]
-    width = max(len(check.name) for check in checks)
-    if not args.json:
-        print(f"{'case':{width}}  {'dtype':8}  {'error / budget':>14}  {'ms':>7}")
+    width = _print_head(args, [check.name for check in checks])
     for check, dtype in itertools.product(checks, dtypes):
-        row = _row(check, device, dtype)
+        row = _row(check, device, dtype, candidate)
         is_lost = not released(device)
         if is_lost:
             row = replace(row, ok=False, error=f"{row.error or ''} the device is lost: no other check can run".strip())
@@ -135,31 +188,94 @@ def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: b
             return
 
 
-def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
+def _replay(args: argparse.Namespace, device: torch.device, candidate: Candidate | None) -> Iterator[Row]:
+    """Yield rows of a recorded call: as recorded, then by the candidate, or by each backend or the chosen one."""
+    from paged.bench.verification.replay import Replay, about, backends
+
+    names = backends(device)
+    if args.backend:
+        names = [args.backend]
+    if candidate is not None:
+        names = names[:1]
+    replays = [Replay(args.replay, device, name) for name in ("", *names)]
+    width = _print_head(args, [replay.name for replay in replays], about(replays[0].call))
+    for replay in replays:
+        installed = candidate
+        if not replay.backend:
+            installed = None
+        row = _row(replay, device, replay.dtype, installed, replay)
+        if not args.json:
+            _print(row, width)
+        yield row
+
+
+def _print_head(args: argparse.Namespace, names: list[str], *above: str) -> int:
+    """Print the head of the table, and return the width of its names."""
+    width = max(map(len, names))
+    if not args.json:
+        print("\n".join([*above, f"{'case':{width}}  {'dtype':8}  {'error / budget':>14}  {'ms':>7}"]))
+    return width
+
+
+def _row(
+    check: Check | Replay,
+    device: torch.device,
+    dtype: torch.dtype,
+    candidate: Candidate | None,
+    explained: Candidate | Replay | None = None,
+) -> Row:
+    """explained: the call whose mistake is named; by default the candidate's last one."""
     import torch
 
+    from paged.bench.verification.candidate import NotTakenError
+
     torch.manual_seed(0)
-    name, start = str(dtype).removeprefix("torch."), time.perf_counter()
-    worst, count = 0.0, 0
+    start = time.perf_counter()
+    row = Row(check.name, str(dtype).removeprefix("torch."), 0.0, 0.0, False)
+    installed: AbstractContextManager[None] = nullcontext()
+    if candidate is not None:
+        installed = candidate.installed()
+    count = 0
     try:
-        for result in check.results(device, dtype):
-            shares = result.shares()
-            if shares.numel():
-                worst = max(worst, float(shares.max()))
-            count += 1
+        with installed:
+            for result in check.results(device, dtype):
+                row = _with_result(row, result, explained or candidate)
+                count += 1
+    except NotTakenError as error:
+        return replace(row, worst=None, ok=True, error=f"not checked: {error}")
     except Exception as error:  # the other operations still get their rows
-        return Row(check.name, name, None, time.perf_counter() - start, False, f"{type(error).__name__}: {error}")
-    seconds = time.perf_counter() - start
-    if math.isinf(worst):
-        return Row(check.name, name, None, seconds, False, "infinite, NaN, or a whole number that differs")
-    return Row(check.name, name, worst, seconds, count > 0 and worst <= 1)
+        row = replace(row, worst=None, error=f"{type(error).__name__}: {error}")
+    row = replace(row, seconds=time.perf_counter() - start)
+    if row.worst is None:
+        return row
+    if math.isinf(row.worst):
+        return replace(row, worst=None, error="infinite, NaN, or a whole number that differs")
+    return replace(row, ok=count > 0 and row.worst <= 1)
+
+
+def _with_result(row: Row, result: Result, call: Candidate | Replay | None) -> Row:
+    """Return the row with a result's error, and with its first wrong element if the row has none."""
+    from paged.bench.verification.diagnosis import explain
+
+    shares = result.shares()
+    if shares.numel():
+        row = replace(row, worst=max(row.worst or 0.0, float(shares.max())))
+    index = result.first_wrong()
+    if row.first is not None or index is None:
+        return row
+    reason = None
+    if call is not None and call.definition.name == "paged_attention":
+        reason = explain(call.arguments, result, index)
+    return replace(row, first=result.describe(index), reason=reason)
 
 
 def _print(row: Row, width: int) -> None:
     worst, note = "", "ok"
     if row.worst is not None:
         worst = f"{row.worst:.3f}"
+    if row.ok and row.error:
+        note = row.error
     if not row.ok:
-        note = f"WRONG {row.error or ''}"
+        note = "; ".join(filter(None, (f"WRONG {row.error or ''}".strip(), row.first, row.reason)))
     text = f"{row.case:{width}}  {row.dtype:8}  {worst:>14}  {1e3 * row.seconds:7.1f}  {note}".rstrip()
     print(text, flush=True)  # in case a later check ends the process

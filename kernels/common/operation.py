@@ -20,7 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -53,6 +53,37 @@ _TYPES = {
 }
 # Layouts that a `Bound` keeps: more than a model's steps have. Beyond that, all are dropped.
 _MOST_LAYOUTS = 256
+
+
+class Call(NamedTuple):
+    """A call that a `Watch` sees. mutates: names of arguments, or of their fields, that it writes to."""
+
+    operation: str
+    signature: inspect.Signature
+    mutates: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Watch = Callable[[Call, Callable[[], Any]], Any]
+"""Takes a call and the function that makes it; returns what that returns."""
+_watch: Watch | None = None
+
+
+def watch_calls(watch: Watch | None) -> Watch | None:
+    """Let `watch` make all calls of operations of this process from now on; None ends that. Returns the one before.
+
+    Without it nothing is different: a `Bound` then has no more to do in a call than before.
+    """
+    global _watch
+    before, _watch = _watch, watch
+    Bound.__call__ = Bound.run if watch is None else Bound.run_watched  # type: ignore[method-assign]
+    return before
+
+
+def are_calls_watched() -> bool:
+    """Return whether calls are watched, which graphs and recordings of steps would hide."""
+    return _watch is not None
 
 
 class Operation(Protocol[P, R_co]):
@@ -134,6 +165,9 @@ def operation(
             # call itself.
             if torch.compiler.is_dynamo_compiling():
                 return trace(*args, **kwargs)
+            if _watch is not None:
+                watched = Call(name, signature, tuple(mutates), args, kwargs)
+                return _watch(watched, lambda: check_and_bind(*args, **kwargs)(*args, **kwargs))
             return check_and_bind(*args, **kwargs)(*args, **kwargs)
 
         def run_op(*args: Any, op_names: Sequence[str], **kwargs: Any) -> Any:
@@ -272,7 +306,8 @@ class Bound(Generic[P, R]):
         self.operation, self.by, self.step = operation, by, step
         self._runs: dict[object, Callable[P, R]] = {}
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute; this is the `__call__`, except while calls are watched."""
         if torch.compiler.is_dynamo_compiling():
             return self.operation(*args, **kwargs)
         x: Any = args[self.by]
@@ -287,6 +322,12 @@ class Bound(Generic[P, R]):
                 runs.clear()
             run = runs[key] = self.operation.bind(*args, **kwargs)
         return run(*args, **kwargs)
+
+    def run_watched(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute as a plain call, which a `Watch` sees."""
+        return self.operation(*args, **kwargs)
+
+    __call__ = run
 
 
 @functools.lru_cache(256)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -213,3 +214,47 @@ def test_error_shares() -> None:
     assert error_shares(torch.tensor([1, 2]), torch.tensor([1, 3])).tolist() == [0.0, INF]
     with pytest.raises(WrongResultError, match="shape"):
         error_shares(torch.zeros(2), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case", "reason"),
+    [
+        ("next_key", "ALiBi", "as if queries saw the next key"),
+        ("wrong_scale", "left window", r"as if softmax_scale were 0\.03125, not 0\.176777"),
+        ("stale_block", "ALiBi", r"as if block \d+ were read in place of block \d+, column 3 of block_table"),
+        ("int32_offsets", "offsets", "as if the offset of block 2, 2,147,483,648 elements, were computed in 32 bits"),
+    ],
+)
+def test_a_strangers_wrong_kernel_is_found_and_explained(
+    mistake: str, case: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    candidate = ["--op", "paged_attention", "--candidate", f"tests.bench.wrong_attention:{mistake}"]
+    assert cli.main([*BY_TORCH, "--quick", *candidate, "--only", case, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (row,) = report["rows"]
+    assert (report["wrong"], report["not_checked"], row["ok"]) == (1, 0, False)
+    assert re.fullmatch(r"out\[\d+, \d, \d\]: \S+, expected \S+, \S+ times its budget", row["first"])
+    assert re.fullmatch(reason, row["reason"])
+    assert cli.main([*BY_TORCH, "--quick", *candidate, "--only", case]) == 1
+    assert f"WRONG; {row['first']}; {row['reason']}" in capsys.readouterr().out
+
+
+def test_a_candidate_is_checked_with_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an option in use it is right, and options are not checked; what cannot be asked is refused by name."""
+    candidate = ["--op", "paged_attention", "--candidate", "tests.bench.wrong_attention:int32_offsets"]
+    assert cli.main([*BY_TORCH, "--quick", *candidate, "--only", "decode"]) == 0
+    printed = capsys.readouterr().out
+    assert "not checked: tests.bench.wrong_attention:int32_offsets takes no k_scale" in printed
+    assert "2 of 2 right, 1 not checked, by torch on cpu" in printed
+    assert cli.main([*BY_TORCH, *candidate, "--only", "sinks"]) == 1, "nothing was checked"
+    for options, error in (
+        (["--op", "attention"], "--op attention: no operation; there are paged_attention, "),
+        (["--candidate", "a:b"], "--candidate: expected --op NAME beside it"),
+        (
+            ["--op", "rms_norm", "--candidate", "nowhere:f"],
+            "--candidate nowhere:f: No module named 'nowhere', expected",
+        ),
+        (["--op", "rms_norm", "--candidate", "json:f"], "--candidate json:f: module 'json' has no attribute 'f'"),
+    ):
+        assert cli.main([*BY_TORCH, *options]) == 1
+        assert error in capsys.readouterr().err

@@ -1,7 +1,6 @@
-"""Small sound calls of every kernel wrapper, each with the float64 reference's answer: what is made odd."""
+"""Small sound calls of every kernel wrapper, which `bench.operations` defines: what is made odd."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,30 +8,28 @@ import torch
 import paged
 from paged.bench.attention.problem import Problem, make
 from paged.bench.mla import problem as mla_problem
-from paged.kernels.attention import reference as attention_reference
-from paged.kernels.cache import reference as cache_reference
-from paged.kernels.layers import reference as layers_reference
-from paged.kernels.lora import reference as lora_reference
-from paged.kernels.mla import reference as mla_reference
-from paged.kernels.moe import reference as moe_reference
-from paged.kernels.moe.routing import Routing
-from paged.kernels.recurrent import reference as recurrent_reference
-from paged.kernels.sampling import reference as sampling_reference
+from paged.bench.operations import DEFINITIONS, Tensors
 
 Arguments = dict[str, Any]
-Answer = tuple[torch.Tensor, ...]
 DEVICE = torch.device("cpu")
 
 
 class Call(NamedTuple):
-    """arguments: makes a call's. run: the operation, which returns what it computes or writes. expected: the answer.
-    numbers: keywords that take a number or flag, with what makes a plain one of it.
+    """name: of the operation. arguments: makes a call's, flat. numbers: keywords that take a number or flag, with what
+    makes a plain one of it. pack: makes the operation's arguments of flat ones.
     """
 
+    name: str
     arguments: Callable[[], Arguments]
-    run: Callable[..., torch.Tensor | Answer]
-    expected: Callable[..., torch.Tensor | Answer]
     numbers: dict[str, Callable[[Any], Any]] = {}  # noqa: RUF012 - never changed
+    pack: Callable[[Arguments], Arguments] = dict
+
+    def run(self, **arguments: Any) -> Tensors:
+        """What the operation returns and writes."""
+        return DEFINITIONS[self.name].call(self.pack(arguments))
+
+    def expected(self, **arguments: Any) -> Tensors:
+        return DEFINITIONS[self.name].want(self.pack(arguments))
 
 
 def _sequences() -> Arguments:
@@ -41,17 +38,9 @@ def _sequences() -> Arguments:
     return {**vars(tensors), "max_seqlen_q": 9}
 
 
-def _attention_expected(*, max_seqlen_q: Any, shared_prefix_len: Any = 0, **arguments: Any) -> Answer:
-    return attention_reference.paged_attention(**arguments)
-
-
 def _latents() -> Arguments:
     problem = mla_problem.Problem("", ((1, 20), (3, 3), (9, 20)), sizes=(16, 16), block_size=8, chosen=12)
     return {**mla_problem.make(problem, DEVICE), "max_seqlen_q": 9}
-
-
-def _latents_expected(*, max_seqlen_q: Any, deterministic: Any = False, **arguments: Any) -> Answer:
-    return mla_reference.paged_mla_attention(**arguments)
 
 
 def _scored_keys() -> Arguments:
@@ -69,28 +58,10 @@ def _latent_write() -> Arguments:
     }
 
 
-def _latent_written(**arguments: Any) -> torch.Tensor:
-    paged.concat_and_cache_mla(**arguments)
-    written: torch.Tensor = arguments["kv_cache"]
-    return written
-
-
 def _fused_latent_write() -> Arguments:
     rotary = _rotary()
     where = {name: rotary[name] for name in ("positions", "cos_sin_cache")}
     return {"q_rope": rotary["query"], **_latent_write(), **where, "latent_weight": torch.rand(32)}
-
-
-def _fused_latent_written(**arguments: Any) -> Answer:
-    return paged.mla_norm_rope_and_cache(**arguments), arguments["kv_cache"]
-
-
-def _fused_latent_expected(eps: float = 1e-6, interleaved: bool = False, **given: Any) -> Answer:
-    where = (given["positions"], given["cos_sin_cache"], interleaved)
-    latent = layers_reference.rms_norm(given["latent"], given["latent_weight"], eps)
-    k_rope = layers_reference.rotate(given["k_rope"].unsqueeze(1), *where)[:, 0]
-    cache = cache_reference.concat_and_cache_mla(latent, k_rope, given["kv_cache"].double(), given["slot_mapping"])
-    return layers_reference.rotate(given["q_rope"], *where), cache
 
 
 def _cascade() -> Arguments:
@@ -112,21 +83,11 @@ def _cache_write() -> Arguments:
     return {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots}
 
 
-def _cache_written(**arguments: Any) -> Answer:
-    paged.reshape_and_cache(**arguments)
-    return arguments["k_cache"], arguments["v_cache"]
-
-
 def _rotary() -> Arguments:
     angles = torch.randn(12, 8)
     table = torch.cat([angles.cos(), angles.sin()], 1)
     query, key = torch.randn(5, 4, 16), torch.randn(5, 2, 16)
     return {"positions": torch.tensor([0, 11, 3, 3, 7]), "query": query, "key": key, "cos_sin_cache": table}
-
-
-def _rotary_expected(query: torch.Tensor, key: torch.Tensor, interleaved: bool = False, **where: Any) -> Answer:
-    positions, table = where["positions"], where["cos_sin_cache"]
-    return tuple(layers_reference.rotate(x, positions, table, interleaved) for x in (query, key))
 
 
 def _fused_write() -> Arguments:
@@ -136,40 +97,10 @@ def _fused_write() -> Arguments:
     return names | write | {name: rotary[name] for name in ("positions", "cos_sin_cache")} | weights
 
 
-def _fused_written(**arguments: Any) -> Answer:
-    return paged.qk_norm_rope_and_cache(**arguments), arguments["k_cache"], arguments["v_cache"]
-
-
-def _fused_expected(eps: float = 1e-6, interleaved: bool = False, **given: Any) -> Answer:
-    normed = {one: layers_reference.rms_norm(given[one[0]], given[f"{one[0]}_weight"], eps) for one in ("query", "key")}
-    where = {name: given[name] for name in ("positions", "cos_sin_cache")}
-    q, k = _rotary_expected(**normed, interleaved=interleaved, **where)
-    v, *caches = (given[name].double() for name in ("v", "k_cache", "v_cache"))
-    return q, *cache_reference.reshape_and_cache(k, v, *caches, given["slot_mapping"])
-
-
 def _experts() -> Arguments:
     weights, ids = paged.route_tokens(torch.randn(12, 6), 3)
     w1, w2 = torch.randn(6, 32, 16) / 4, torch.randn(6, 16, 16) / 4
     return {"hidden_states": torch.randn(12, 16), "w1": w1, "w2": w2, "topk_weights": weights, "topk_ids": ids}
-
-
-def _experts_expected(**arguments: Any) -> torch.Tensor:
-    ids = arguments["topk_ids"]  # those that name no expert contribute nothing
-    known = torch.where((ids >= 0) & (ids < len(arguments["w1"])), ids, -1)
-    return moe_reference.fused_moe(**{**arguments, "topk_ids": known})
-
-
-def _alignment(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> Answer:
-    sorted_ids, expert_ids, num_places = paged.moe_align_block_size(topk_ids, block_size, num_experts)
-    used = int(num_places)
-    return sorted_ids[:used], expert_ids[: used // block_size], num_places
-
-
-def _alignment_expected(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> Answer:
-    blocks, expert_ids, num_places = moe_reference.moe_align_block_size(topk_ids, block_size, num_experts)
-    flat = [entry for block in blocks for entry in block]
-    return torch.tensor(flat), torch.tensor(expert_ids), torch.tensor([num_places])
 
 
 def _adapters() -> Arguments:
@@ -182,34 +113,16 @@ def _adapters() -> Arguments:
             "rows": rows, "slots": slots}  # fmt: skip
 
 
-def _adapted(out: torch.Tensor, x: torch.Tensor, rows: Any, slots: Any, **weights: Any) -> torch.Tensor:
-    paged.add_lora(out, x, paged.LoraWeights(**weights, part_sizes=(24,)), paged.LoraBatch(rows, slots))
-    return out
+def _adapted(arguments: Arguments) -> Arguments:
+    """The arguments with those of weights and batch as such."""
+    names = ("a", "b", "ranks", "scales")
+    weights = paged.LoraWeights(*(arguments[name] for name in names), part_sizes=(24,))
+    batch = paged.LoraBatch(arguments["rows"], arguments["slots"])
+    return {"out": arguments["out"], "x": arguments["x"], "weights": weights, "batch": batch}
 
 
-def _adapted_expected(out: torch.Tensor, x: torch.Tensor, rows: Any, slots: Any, **weights: Any) -> torch.Tensor:
-    a, b, ranks, scales = (weights[name] for name in ("a", "b", "ranks", "scales"))
-    adapters = []
-    for slot, (rank,) in enumerate(ranks.tolist()):
-        adapters.append({0: (a[slot, 0, :rank], b[slot, :rank].T, float(scales[slot, 0]))} if rank else {})
-    row_slots = [-1] * len(x)
-    for block, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-        for row in block:
-            if row >= 0 and slot >= 0:
-                row_slots[row] = slot
-    return lora_reference.add_lora(out, x, adapters, (24,), row_slots)
-
-
-def _copied(cache: torch.Tensor, block_pairs: torch.Tensor) -> torch.Tensor:
-    paged.copy_blocks([cache], block_pairs)
-    return cache
-
-
-def _copied_expected(cache: torch.Tensor, block_pairs: torch.Tensor) -> torch.Tensor:
-    result = cache.double()
-    for source, destination in torch.as_tensor(block_pairs).tolist():
-        result[destination] = cache[source].double()
-    return result
+def _with_caches(arguments: Arguments) -> Arguments:
+    return {"caches": [arguments["cache"]], "block_pairs": arguments["block_pairs"]}
 
 
 def _states() -> Arguments:
@@ -219,23 +132,9 @@ def _states() -> Arguments:
     return {"out_a": out_a, "lse_a": lse[0], "out_b": out_b, "lse_b": lse[1]}
 
 
-def _fused_add_expected(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Answer:
-    total = (residual.double() + x.double()).to(residual.dtype)
-    return layers_reference.rms_norm(total, weight, eps), total.double()
-
-
-def _routed_and_aligned(router_logits: torch.Tensor, top_k: int, block_size: int, renormalize: Any = True) -> Answer:
-    routing = Routing(top_k, renormalize=renormalize)
-    weights, ids, aligned = paged.route_and_align(router_logits, routing, block_size)
-    used = int(aligned.num_tokens_post_padded)
-    return weights, ids, aligned.sorted_token_ids[:used], aligned.expert_ids[: used // int(block_size)]
-
-
-def _routed_and_aligned_expected(
-    router_logits: torch.Tensor, top_k: int, block_size: int, renormalize: bool = True
-) -> Answer:
-    weights, ids = moe_reference.route_tokens(router_logits, top_k, renormalize=renormalize)
-    return weights, ids, *_alignment_expected(ids, block_size, router_logits.shape[1])[:2]
+def _with_routing(arguments: Arguments) -> Arguments:
+    routing = paged.Routing(arguments["top_k"], renormalize=arguments.get("renormalize", True))
+    return {"router_logits": arguments["router_logits"], "routing": routing, "block_size": arguments["block_size"]}
 
 
 def _recurrent(*names: str) -> Arguments:
@@ -255,15 +154,6 @@ _TABLES = ("cu_seqlens_q", "starts", "read_slots", "write_slots", "cursors", "sn
 _STEP = (*_TABLES, "max_seqlen_q", "max_append")
 
 
-def _step_of(operation: Callable[..., Any], **arguments: Any) -> Answer:
-    """The operation with its state and batch out of their parts; what it returns and what it leaves in the state."""
-    parts = {name: arguments[name] for name in _STATE}
-    found = operation(**in_dataclasses(arguments))
-    if not isinstance(found, recurrent_reference.Written):
-        return found, *parts.values()
-    return found.out, *(parts[name] if found[at] is None else found[at] for at, name in enumerate(_STATE, 1))
-
-
 def in_dataclasses(arguments: Arguments) -> Arguments:
     """The arguments with those of state and batch as such."""
     state = paged.RecurrentState(*(arguments[name] for name in _STATE))
@@ -277,78 +167,72 @@ def _convolved() -> Arguments:
     return x | {name: value for name, value in arguments.items() if name not in ("A_log", "dt_bias")}
 
 
+def _with_lse(arguments: Arguments) -> Arguments:
+    return {**arguments, "return_lse": True}
+
+
 _FLAGS: dict[str, Callable[[Any], Any]] = {"interleaved": bool}
+_ATTENTION = {"max_seqlen_q": int, "softmax_scale": float}
+_STEP_SIZES = {"max_seqlen_q": int, "max_append": int}
 CALLS = {
-    "paged_attention": Call(
-        _sequences, lambda **arguments: paged.paged_attention(**arguments, return_lse=True), _attention_expected,
-        {"max_seqlen_q": int, "softmax_scale": float, "softcap": float, "causal": bool, "deterministic": bool},
-    ),
-    "cascade_attention": Call(
-        _cascade, lambda **arguments: paged.cascade_attention(**arguments, return_lse=True), _attention_expected,
-        {"max_seqlen_q": int, "shared_prefix_len": int, "softmax_scale": float, "softcap": float},
-    ),
-    "choose_keys": Call(_scored_keys, lambda **arguments: paged.choose_keys(**arguments), mla_reference.choose_keys),
-    "paged_mla_attention": Call(
-        _latents, lambda **arguments: paged.paged_mla_attention(**arguments, return_lse=True), _latents_expected,
-        {"max_seqlen_q": int, "v_head_dim": int, "softmax_scale": float, "causal": bool, "deterministic": bool},
-    ),
-    "concat_and_cache_mla": Call(_latent_write, _latent_written, cache_reference.concat_and_cache_mla),
-    "mla_norm_rope_and_cache": Call(
-        _fused_latent_write, _fused_latent_written, _fused_latent_expected, _FLAGS | {"eps": float}
-    ),
-    "reshape_and_cache": Call(_cache_write, _cache_written, cache_reference.reshape_and_cache),
-    "rotary_embedding": Call(_rotary, paged.rotary_embedding, _rotary_expected, _FLAGS),
-    "qk_norm_rope_and_cache": Call(_fused_write, _fused_written, _fused_expected, _FLAGS | {"eps": float}),
-    "fused_moe": Call(_experts, paged.fused_moe, _experts_expected, _FLAGS),
-    "moe_align_block_size": Call(
-        lambda: {"topk_ids": torch.randint(0, 6, (9, 3), dtype=torch.int32), "block_size": 4, "num_experts": 6},
-        _alignment, _alignment_expected, {"block_size": int, "num_experts": int},
-    ),
-    "route_tokens": Call(
-        lambda: {"router_logits": torch.randn(7, 6), "top_k": 2}, paged.route_tokens, moe_reference.route_tokens,
-        {"top_k": int, "routed_scaling_factor": float, "renormalize": bool, "num_shared_experts": int},
-    ),
-    "fused_add_rms_norm": Call(
-        lambda: {"x": torch.randn(5, 24), "residual": torch.randn(5, 24), "weight": torch.rand(24)},
-        paged.fused_add_rms_norm, _fused_add_expected, {"eps": float},
-    ),
-    "route_and_align": Call(
-        lambda: {"router_logits": torch.randn(7, 6), "top_k": 2, "block_size": 4}, _routed_and_aligned,
-        _routed_and_aligned_expected, {"top_k": int, "block_size": int, "renormalize": bool},
-    ),
-    "add_lora": Call(_adapters, _adapted, _adapted_expected),
-    "copy_blocks": Call(
-        lambda: {"cache": torch.randn(6, 8), "block_pairs": torch.tensor([[0, 3], [5, 1]])}, _copied, _copied_expected
-    ),
-    "merge_attn_states": Call(_states, paged.merge_attn_states, attention_reference.merge_attn_states),
-    "rms_norm": Call(
-        lambda: {"x": torch.randn(5, 24), "weight": torch.rand(24)}, paged.rms_norm,
-        lambda x, weight, eps=1e-6: layers_reference.rms_norm(x, weight, eps), {"eps": float},
-    ),
-    "silu_and_mul": Call(
-        lambda: {"x": torch.randn(5, 24)}, paged.silu_and_mul,
-        lambda x, activation="silu": layers_reference.silu_and_mul(x, activation),
-    ),
-    "causal_conv1d": Call(
-        _convolved, partial(_step_of, paged.causal_conv1d), partial(_step_of, recurrent_reference.causal_conv1d),
-        {"max_seqlen_q": int, "max_append": int},
-    ),
-    "gated_delta_rule": Call(
-        lambda: _recurrent("a", "b") | {"num_k_heads": 1}, partial(_step_of, paged.gated_delta_rule),
-        partial(_step_of, recurrent_reference.gated_delta_rule),
-        {"max_seqlen_q": int, "max_append": int, "num_k_heads": int, "eps": float, "beta_scale": float},
-    ),
-    "mamba2_scan": Call(
-        lambda: _recurrent("dt") | {"num_groups": 1, "D": torch.randn(2)}, partial(_step_of, paged.mamba2_scan),
-        partial(_step_of, recurrent_reference.mamba2_scan), {"max_seqlen_q": int, "max_append": int, "num_groups": int},
-    ),
-    "gated_rms_norm": Call(
-        lambda: dict(zip("xz", torch.randn(2, 5, 3, 8), strict=True)) | {"weight": torch.rand(8), "norm_first": True},
-        paged.gated_rms_norm, recurrent_reference.gated_rms_norm,
-        {"eps": float, "norm_first": bool, "group_size": int},
-    ),
-    "greedy_argmax": Call(
-        lambda: {"logits": torch.randn(3, 40), "token_mask": torch.rand(3, 40) < 0.5}, paged.greedy_argmax,
-        sampling_reference.greedy_argmax,
-    ),
+    call.name: call
+    for call in (
+        Call(
+            "paged_attention", _sequences,
+            _ATTENTION | {"softcap": float, "causal": bool, "deterministic": bool}, _with_lse,
+        ),
+        Call("cascade_attention", _cascade, _ATTENTION | {"shared_prefix_len": int, "softcap": float}, _with_lse),
+        Call("choose_keys", _scored_keys),
+        Call(
+            "paged_mla_attention", _latents,
+            _ATTENTION | {"v_head_dim": int, "causal": bool, "deterministic": bool}, _with_lse,
+        ),
+        Call("concat_and_cache_mla", _latent_write),
+        Call("mla_norm_rope_and_cache", _fused_latent_write, _FLAGS | {"eps": float}),
+        Call("reshape_and_cache", _cache_write),
+        Call("rotary_embedding", _rotary, _FLAGS),
+        Call("qk_norm_rope_and_cache", _fused_write, _FLAGS | {"eps": float}),
+        Call("fused_moe", _experts, _FLAGS),
+        Call(
+            "moe_align_block_size",
+            lambda: {"topk_ids": torch.randint(0, 6, (9, 3), dtype=torch.int32), "block_size": 4, "num_experts": 6},
+            {"block_size": int, "num_experts": int},
+        ),
+        Call(
+            "route_tokens", lambda: {"router_logits": torch.randn(7, 6), "top_k": 2},
+            {"top_k": int, "routed_scaling_factor": float, "renormalize": bool, "num_shared_experts": int},
+        ),
+        Call(
+            "fused_add_rms_norm",
+            lambda: {"x": torch.randn(5, 24), "residual": torch.randn(5, 24), "weight": torch.rand(24)},
+            {"eps": float},
+        ),
+        Call(
+            "route_and_align", lambda: {"router_logits": torch.randn(7, 6), "top_k": 2, "block_size": 4},
+            {"top_k": int, "block_size": int, "renormalize": bool}, _with_routing,
+        ),
+        Call("add_lora", _adapters, {}, _adapted),
+        Call(
+            "copy_blocks", lambda: {"cache": torch.randn(6, 8), "block_pairs": torch.tensor([[0, 3], [5, 1]])}, {},
+            _with_caches,
+        ),
+        Call("merge_attn_states", _states),
+        Call("rms_norm", lambda: {"x": torch.randn(5, 24), "weight": torch.rand(24)}, {"eps": float}),
+        Call("silu_and_mul", lambda: {"x": torch.randn(5, 24)}),
+        Call("causal_conv1d", _convolved, _STEP_SIZES, in_dataclasses),
+        Call(
+            "gated_delta_rule", lambda: _recurrent("a", "b") | {"num_k_heads": 1},
+            _STEP_SIZES | {"num_k_heads": int, "eps": float, "beta_scale": float}, in_dataclasses,
+        ),
+        Call(
+            "mamba2_scan", lambda: _recurrent("dt") | {"num_groups": 1, "D": torch.randn(2)},
+            _STEP_SIZES | {"num_groups": int}, in_dataclasses,
+        ),
+        Call(
+            "gated_rms_norm",
+            lambda: dict(zip("xz", torch.randn(2, 5, 3, 8), strict=True), weight=torch.rand(8), norm_first=True),
+            {"eps": float, "norm_first": bool, "group_size": int},
+        ),
+        Call("greedy_argmax", lambda: {"logits": torch.randn(3, 40), "token_mask": torch.rand(3, 40) < 0.5}),
+    )
 }  # fmt: skip

@@ -1,0 +1,116 @@
+"""Another's function in an operation's place: it is called with what it takes of the operation's arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from paged.bench.check import WrongResultError
+from paged.bench.operations import DEFINITIONS, Arguments, Definition
+from paged.errors import InvalidInputError, PagedError
+
+# Arguments that say how to compute, which a candidate may do without.
+_OPTIONAL = ("plan", "prefix_plan", "aligned", "ticket", "deterministic", "max_seqlen_q", "return_lse", "out")
+
+
+class NotTakenError(PagedError):
+    """A check does not apply: the candidate takes no such argument, or the machine has too little memory."""
+
+
+class Candidate:
+    """A function beside an operation's definition; `arguments` are those of the last call by name.
+
+    Raises:
+        InvalidInputError: no function is there, or no operation has the name.
+    """
+
+    def __init__(self, operation: str, path: str) -> None:
+        """path: "module:function"; the module is also looked for in the current folder."""
+        self.definition = definition_of(operation)
+        module_name, _, attribute = path.partition(":")
+        if "" not in sys.path:
+            sys.path.append("")
+        try:
+            function = getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InvalidInputError(f"--candidate {path}: {error}, expected MODULE:FUNCTION") from error
+        self.path, self.function = path, function
+        self.arguments: Arguments = {}
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = {parameter.name for parameter in parameters}
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        """Call the function as the operation.
+
+        Raises:
+            NotTakenError: the call needs an argument that the function does not take.
+            WrongResultError: the result has another shape than `out`.
+        """
+        self.arguments = self.definition.by_name(*positional, **named)
+        defaults = self.definition.signature.parameters
+        taken = {}
+        for name, value in self.arguments.items():
+            if self._takes_all or name in self._names:
+                taken[name] = value
+            elif name not in _OPTIONAL and not _is_same(value, defaults[name].default):
+                raise NotTakenError(f"{self.path} takes no {name}")
+        result = self.function(**taken)
+        out = self.arguments.get("out")
+        if self.definition.name != "add_lora" and out is not None:
+            result = _into(out, result)
+        if self.arguments.get("return_lse") and isinstance(result, torch.Tensor):
+            return result, None
+        return result
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let `paged` have the function under the operation's name."""
+        with mock.patch(f"paged.{self.definition.name}", self):
+            yield
+
+
+def definition_of(operation: str) -> Definition:
+    """Return an operation's definition.
+
+    Raises:
+        InvalidInputError: there is no such operation.
+    """
+    if operation not in DEFINITIONS:
+        raise InvalidInputError(f"--op {operation}: no operation; there are {', '.join(DEFINITIONS)}")
+    return DEFINITIONS[operation]
+
+
+def is_of(operation: str, check_name: str) -> bool:
+    """Return whether a check of this name is one of the operation."""
+    rest = check_name.removeprefix(operation)
+    return rest != check_name and (not rest or rest[0] in ".:,")
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Return whether an argument is its default, which a function without it means."""
+    if isinstance(value, torch.Tensor):
+        return False
+    return bool(value == default)
+
+
+def _into(out: torch.Tensor, result: Any) -> Any:
+    """Write a function's first result to `out`, which it may not have taken, and return it in its place."""
+    first = result
+    if isinstance(result, tuple | list):
+        first = result[0]
+    if not isinstance(first, torch.Tensor) or first.shape != out.shape:
+        shape = list(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__
+        raise WrongResultError(f"shape {shape}, expected {list(out.shape)}")
+    if first is not out:
+        out.copy_(first)
+    if isinstance(result, tuple | list):
+        return (out, *result[1:])
+    return out

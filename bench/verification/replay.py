@@ -1,0 +1,88 @@
+"""A recorded call beside the reference: as it was recorded, and made again by each backend of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from paged.bench.check import Result
+from paged.bench.operations import Arguments, Definition
+from paged.bench.verification.candidate import NotTakenError, definition_of
+from paged.kernels.common.compat import HAS_TRITON, interpreting
+from paged.kernels.common.device import has_numba
+from paged.recorder import RecordedCall, read_call
+
+
+@dataclass
+class Replay:
+    """One row: the call as it was recorded (backend ""), or made again by a backend.
+
+    definition, arguments: of the call, for a diagnosis.
+    """
+
+    path: Path
+    device: torch.device
+    backend: str
+
+    def __post_init__(self) -> None:
+        self.call = read_call(self.path, self.device)
+        self.definition: Definition = definition_of(self.call.operation)
+        self.arguments: Arguments = self.call.arguments
+
+    @property
+    def name(self) -> str:
+        if self.backend:
+            return f"{self.call.operation} by {self.backend}"
+        return f"{self.call.operation} as recorded"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first floating-point argument."""
+        for value in self.arguments.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value.dtype
+        return torch.float32
+
+    def results(self, *_: Any) -> Iterator[Result]:
+        """Yield the results beside the reference's.
+
+        Raises:
+            NotTakenError: the call raised when it was recorded, so that no result was.
+        """
+        definition, arguments = self.definition, self.arguments
+        if not self.backend and self.call.about["error"]:
+            raise NotTakenError(f"it raised {self.call.about['error']}")
+        want, judgement = definition.want(arguments), definition.judge(arguments)
+        if self.backend:
+            with mock.patch.dict(os.environ, {"PAGED_BACKEND": self.backend}):
+                got = definition.call(arguments)
+        else:
+            got = definition.results({**arguments, **self.call.written}, self.call.returned)
+        yield from definition.beside(got, want, judgement).values()
+
+
+def backends(device: torch.device) -> list[str]:
+    """Return the backends that can run on a device in this process, what models run there first."""
+    if device.type == "cuda":
+        return ["triton", "torch"]
+    names = []
+    if interpreting() and HAS_TRITON:
+        names.append("triton")
+    if has_numba():
+        names.append("numba")
+    return [*names, "torch"]
+
+
+def about(call: RecordedCall) -> str:
+    """Return where and when a call was recorded."""
+    versions = ", ".join(f"{name} {number}" for name, number in call.about["versions"].items())
+    text = f"recorded {call.about['date']} on {call.about['device']} with {versions}"
+    if call.about["git"]:
+        text += f", commit {call.about['git'].splitlines()[0][:12]}"
+    return text
