@@ -2,7 +2,8 @@
 
 `PAGED_RECORD=DIR`, or `paged.record(DIR)`, writes a safetensors file for each chosen call: tensors with their strides
 and dtypes, all other arguments, what the call returned and wrote, and the versions, device and git state. Of caches
-only the blocks that the call reaches are kept. `paged verify --replay FILE` checks the call.
+only the blocks that the call reaches are kept. `paged verify --replay FILE` checks the call,
+`paged bench --replay FILE` times it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,12 +56,11 @@ class Candidate:
             WrongResultError: the result has another shape than `out`.
         """
         self.arguments = self.definition.by_name(*positional, **named)
-        defaults = self.definition.signature.parameters
         taken = {}
         for name, value in self.arguments.items():
             if self._takes_all or name in self._names:
                 taken[name] = value
-            elif name not in _OPTIONAL and not _is_same(value, defaults[name].default):
+            elif name in needed(self.definition, self.arguments):
                 raise NotTakenError(f"{self.path} takes no {name}")
         result = self.function(**taken)
         out = self.arguments.get("out")
@@ -94,11 +94,18 @@ def is_of(operation: str, check_name: str) -> bool:
     return rest != check_name and (not rest or rest[0] in ".:,")
 
 
-def _is_same(value: Any, default: Any) -> bool:
-    """Return whether an argument is its default, which a function without it means."""
-    if isinstance(value, torch.Tensor):
-        return False
-    return bool(value == default)
+def needed(definition: Definition, arguments: Arguments) -> list[str]:
+    """Return the names of arguments that a function must take: those that decide the result and are no defaults."""
+    names = []
+    for name, value in arguments.items():
+        default = definition.signature.parameters[name].default
+        if name == "softmax_scale" and default is None and value is not None:
+            default = arguments["q"].shape[2] ** -0.5
+            if math.isclose(value, default, rel_tol=1e-6):
+                value = default
+        if name not in _OPTIONAL and (isinstance(value, torch.Tensor) or value != default):
+            names.append(name)
+    return names
 
 
 def _into(out: torch.Tensor, result: Any) -> Any:

@@ -38,6 +38,7 @@ PRESETS = {
     "compile": Preset("compilation.compile", "compile every kernel ahead of time, without a GPU"),
     "tune-attention": Preset("attention.tune", "time the tile sizes of attention", needs_gpu=True),
     "tune-moe": Preset("moe.tune", "find the MoE tile sizes for a model and write them", needs_gpu=True),
+    "compare": Preset("compare", "two results or two checkouts: ratios, and whether a case became slower"),
     "report": Preset("report.build", "a page of tables from results written with --json"),
 }
 # Presets that `all` runs, most important first.
@@ -53,6 +54,8 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the preset and its arguments."""
     parser.add_argument("--json", action="store_true", help="list the presets as JSON; after a preset: --json FILE")
+    text = "time a recorded call, FILE, beside peers (see paged.record); all arguments after it go there"
+    parser.add_argument("--replay", nargs=argparse.REMAINDER, metavar="FILE", help=text)
     parser.add_argument("preset", nargs="?", choices=[*PRESETS, "all"], help="what to run", metavar="PRESET")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the preset", metavar="...")
 
@@ -63,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UnsupportedError: the preset needs a GPU or a package that is missing.
     """
+    if args.replay is not None:
+        return _run_module("--replay", "verification.speed", args.replay)
     if args.preset is None and args.json:
         print_json({name: asdict(preset) for name, preset in PRESETS.items()})
         return 0
@@ -79,14 +84,19 @@ def run(args: argparse.Namespace) -> int:
 
         if not torch.cuda.is_available():
             raise UnsupportedError(f"paged bench {args.preset} needs a GPU, and torch finds none")
+    return _run_module(args.preset, preset.module, [*preset.arguments, *args.arguments])
+
+
+def _run_module(name: str, path: str, arguments: list[str]) -> int:
+    """Run a module of `paged.bench` as `paged bench NAME`."""
     try:
-        module = importlib.import_module(f"paged.bench.{preset.module}")
+        module = importlib.import_module(f"paged.bench.{path}")
     except ImportError as error:
-        raise UnsupportedError(f"paged bench {args.preset} needs {error.name}, which is not installed") from error
+        raise UnsupportedError(f"paged bench {name} needs {error.name}, which is not installed") from error
     # argparse takes the command's name for help and errors from sys.argv[0].
-    before, sys.argv[0] = sys.argv[0], f"paged bench {args.preset}"
+    before, sys.argv[0] = sys.argv[0], f"paged bench {name}"
     try:
-        return module.main([*preset.arguments, *args.arguments]) or 0
+        return module.main(arguments) or 0
     finally:
         sys.argv[0] = before
 

@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 import paged
 from paged import CheckpointError, Engine, InvalidInputError, LlmExecutor, SamplingParams
+from paged.bench.attention.problem import Problem, make
 from paged.bench.operations import DEFINITIONS
 from paged.bench.verification.replay import Replay
+from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
 from paged.kernels.common.operation import Bound, watch_calls
 from paged.recorder import read_call, record_as_environment_says
@@ -122,6 +124,21 @@ def test_blocks_that_are_not_reached_are_left_out(tmp_path: Path) -> None:
     assert arguments["k_cache"].stride() == arguments["v_cache"].stride() == cache.stride()
     assert arguments["k_cache"].data_ptr() == arguments["v_cache"].data_ptr()
     assert all(result.first_wrong() is None for result in Replay(path, CPU, "torch").results())
+
+
+def test_a_call_is_timed_beside_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that take it: PyTorch's attention a whole prompt, and a candidate. A wrong one gets no time."""
+    problem = Problem("", ((20, 20), (20, 20)), heads=(4, 2), head_dim=16, block_size=8)
+    with paged.record(tmp_path):
+        paged.paged_attention(**vars(make(problem, CPU)), max_seqlen_q=20, softmax_scale=0.25)
+    (path,) = tmp_path.iterdir()
+    replay = ["bench", "--replay", str(path), "--repeats", "2", "--candidate"]
+    assert cli.main([*replay, "tests.bench.wrong_attention:int32_offsets"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("recorded 20", " us (", "sdpa ", "wrong_attention:int32_offsets "):
+        assert text in printed
+    assert cli.main([*replay, "tests.bench.wrong_attention:wrong_scale"]) == 1
+    assert "elements are wrong" in capsys.readouterr().err
 
 
 def test_the_environment_begins_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
