@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from paged.kernels.attention.merge_attn_states import merge_attn_states
-from paged.kernels.attention.paged_attention import ATTENTION_OP, check_attention_tensors, new_output, paged_attention
-from paged.kernels.common.attention.plan import AttentionPlan
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.common.scalars import as_bool, as_int
+from ..common.attention.plan import AttentionPlan
+from ..common.errors import InvalidInputError
+from ..common.operation import Run, operation
+from ..common.scalars import as_bool, as_int
+from .merge_attn_states import merge_attn_states
+from .paged_attention import ATTENTION_OP, check_attention_tensors, new_output, paged_attention
 
 
 @operation(new_output, arguments=dict.fromkeys(("plan", "prefix_plan", "return_lse"), ""), **ATTENTION_OP)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.attention.plan import DECODE_MAX_ROWS, AttentionTile, PlanShape, padded_head_dim
-from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
-from paged.kernels.common.launch import ROW_COUNTS
+from ..common.attention.plan import DECODE_MAX_ROWS, AttentionTile, PlanShape, padded_head_dim
+from ..common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
+from ..common.launch import ROW_COUNTS
 
 # The most keys of any tile below, which begins at a multiple of them: what is read before the first key of a window.
 MAX_KEYS_AT_ONCE = 128

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import torch
 
-from paged.kernels.attention.config import MAX_KEYS_AT_ONCE, AttentionCall, AttentionShape, box_keys
-from paged.kernels.attention.tile_kernels import _attention_kernel
-from paged.kernels.common.attention.keys import NO_LIMIT
-from paged.kernels.common.attention.merge_splits import merge_launch, shared_arguments
-from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule, padded_head_dim
-from paged.kernels.common.cache_kinds import cache_kind
-from paged.kernels.common.checks import scale_strides
-from paged.kernels.common.device import device_of
-from paged.kernels.common.fp8 import FP8_DTYPES, has_native_e4m3
-from paged.kernels.common.id_checks import Sequences, check_sequences, checks_on_device
-from paged.kernels.common.launch import Box, Launch, strides
+from ..common.attention.keys import NO_LIMIT
+from ..common.attention.merge_splits import merge_launch, shared_arguments
+from ..common.attention.plan import AttentionPlan, AttentionSchedule, padded_head_dim
+from ..common.cache_kinds import cache_kind
+from ..common.checks import scale_strides
+from ..common.device import device_of
+from ..common.fp8 import FP8_DTYPES, has_native_e4m3
+from ..common.id_checks import Sequences, check_sequences, checks_on_device
+from ..common.launch import Box, Launch, strides
+from .config import MAX_KEYS_AT_ONCE, AttentionCall, AttentionShape, box_keys
+from .tile_kernels import _attention_kernel
 
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Callable[[AttentionCall], None]:

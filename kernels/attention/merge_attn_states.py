@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from paged.kernels.attention.torch_ops import merge_attn_states as torch_op
-from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
-from paged.kernels.common.operation import Run, like_the_first, operation
+from ..common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
+from ..common.operation import Run, like_the_first, operation
+from .torch_ops import merge_attn_states as torch_op
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_lse_a_head", "stride_lse_b_head", "stride_lse_head"])

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paged.kernels.common.attention.keys import WORD_KEYS, key_slots, load_block_ids, row_offsets
-from paged.kernels.common.attention.merge_splits import LOG2E, finite
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.dot import dot
-from paged.kernels.common.fp8 import decode_e4m3, decode_e5m2
+from ..common.attention.keys import WORD_KEYS, key_slots, load_block_ids, row_offsets
+from ..common.attention.merge_splits import LOG2E, finite
+from ..common.compat import tl, triton
+from ..common.dot import dot
+from ..common.fp8 import decode_e4m3, decode_e5m2
 
 
 @triton.jit

@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 
-from paged.kernels.attention import launches
-from paged.kernels.attention.config import AttentionCall
-from paged.kernels.attention.torch_ops import paged_attention as torch_op
-from paged.kernels.common.attention.keys import NO_LIMIT
-from paged.kernels.common.attention.plan import MAX_HEAD_DIM, AttentionPlan, BindStep, check_plan, run_step
-from paged.kernels.common.checks import (
+from ..common.attention.keys import NO_LIMIT
+from ..common.attention.plan import MAX_HEAD_DIM, AttentionPlan, BindStep, check_plan, run_step
+from ..common.checks import (
     FLOAT_DTYPES,
     NARROW_DTYPES,
     check_last_dim_contiguous,
@@ -22,10 +19,13 @@ from paged.kernels.common.checks import (
     check_tensor,
     check_writable,
 )
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Arguments, Run, operation
-from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from ..common.device import use_triton
+from ..common.errors import InvalidInputError
+from ..common.operation import Arguments, Run, operation
+from ..common.scalars import as_bool, as_float, as_int, shown
+from . import launches
+from .config import AttentionCall
+from .torch_ops import paged_attention as torch_op
 
 
 def _encode(arguments: Arguments) -> None:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from paged.kernels.common.reference import f64
+from ..common.reference import f64
 
 
 def paged_attention(

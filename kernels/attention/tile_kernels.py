@@ -12,18 +12,18 @@ log-sum-exps, which `merge_splits.py` weighs against each other. `launches.py` l
 
 from __future__ import annotations
 
-from paged.kernels.attention.online_softmax import CachedRows, Keys, ScoreRules, attend
-from paged.kernels.common.attention.keys import Window, visible_range
-from paged.kernels.common.attention.merge_splits import (
+from ..common.attention.keys import Window, visible_range
+from ..common.attention.merge_splits import (
     Output,
     _clear_padding,
     _locate_rows,
     _store_rows,
     normalise,
 )
-from paged.kernels.common.attention.plan_kernel import ITEM_SIZE
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.launch import wait_for_inputs
+from ..common.attention.plan_kernel import ITEM_SIZE
+from ..common.compat import tl, triton
+from ..common.launch import wait_for_inputs
+from .online_softmax import CachedRows, Keys, ScoreRules, attend
 
 
 @triton.jit

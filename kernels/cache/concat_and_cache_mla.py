@@ -6,31 +6,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.cache.torch_ops import concat_and_cache_mla as torch_op
-from paged.kernels.cache.write import slot_offset
-from paged.kernels.common.attention.latent_cache import (
+from ..common.attention.latent_cache import (
     PACKED_GROUP,
     check_latent_cache,
     check_latent_scale,
     latent_kind,
     latent_parts,
 )
-from paged.kernels.common.cache_kinds import cast_to_cache, load_inverse_scale
-from paged.kernels.common.checks import (
+from ..common.cache_kinds import cast_to_cache, load_inverse_scale
+from ..common.checks import (
     FLOAT_DTYPES,
     check_eps,
     check_last_dim_contiguous,
     check_tensor,
     check_writable,
 )
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
-from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
-from paged.kernels.common.launch import Compute, Launch, nothing, strides, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
-from paged.kernels.common.scalars import as_bool
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.fp8 import as_kernel_argument, has_native_e4m3
+from ..common.id_checks import Ids, check_all_ids, checks_ids
+from ..common.launch import Compute, Launch, nothing, strides, wait_for_inputs
+from ..common.operation import Run, operation
+from ..common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
+from ..common.scalars import as_bool
+from .torch_ops import concat_and_cache_mla as torch_op
+from .write import slot_offset
 
 _GROUP = tl.constexpr(PACKED_GROUP)
 # Groups without a larger magnitude keep less: 448 divided by theirs would be infinite.

@@ -8,15 +8,15 @@ from itertools import chain
 
 import torch
 
-from paged.kernels.common.checks import check_is_tensor, check_tensor, check_writable
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.fp8 import as_kernel_argument
-from paged.kernels.common.id_checks import Ids, check_all_ids
-from paged.kernels.common.launch import launch, wait_for_inputs
-from paged.kernels.common.operation import Arguments, Run, operation
-from paged.kernels.common.scalars import as_int, shown
+from ..common.checks import check_is_tensor, check_tensor, check_writable
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.errors import InvalidInputError, UnsupportedError
+from ..common.fp8 import as_kernel_argument
+from ..common.id_checks import Ids, check_all_ids
+from ..common.launch import launch, wait_for_inputs
+from ..common.operation import Arguments, Run, operation
+from ..common.scalars import as_int, shown
 
 # 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
 # in a 16-bit type) takes 4 programs.

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.cache.torch_ops.reshape_and_cache import reshape_and_cache
-from paged.kernels.cache.write import (
+from ..common.cache_kinds import cast_to_cache
+from ..common.checks import (
+    FLOAT_DTYPES,
+    check_eps,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+)
+from ..common.compat import tl, triton
+from ..common.device import loops_of, use_triton
+from ..common.errors import InvalidInputError
+from ..common.fp8 import FP8_DTYPES
+from ..common.id_checks import check_all_ids, checks_ids
+from ..common.launch import Compute, Launch, nothing, strides, wait_for_inputs
+from ..common.operation import Run, operation
+from ..common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
+from ..common.scalars import as_bool
+from ..common.torch_ops.rows import rms_norm, rotary_embedding
+from .torch_ops.reshape_and_cache import reshape_and_cache
+from .write import (
     SCALE_CACHES,
     WRITES_SCALES,
     CacheWrite,
@@ -14,24 +32,6 @@ from paged.kernels.cache.write import (
     slot_offset,
     slots_of,
 )
-from paged.kernels.common.cache_kinds import cast_to_cache
-from paged.kernels.common.checks import (
-    FLOAT_DTYPES,
-    check_eps,
-    check_last_dim_contiguous,
-    check_tensor,
-    check_writable,
-)
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import loops_of, use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import FP8_DTYPES
-from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Compute, Launch, nothing, strides, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
-from paged.kernels.common.scalars import as_bool
-from paged.kernels.common.torch_ops.rows import rms_norm, rotary_embedding
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.reference import f64, to_float8
+from ..common.reference import f64, to_float8
 
 
 def reshape_and_cache(

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.cache.torch_ops import reshape_and_cache as torch_op
-from paged.kernels.cache.write import (
+from ..common.cache_kinds import cast_to_cache
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.fp8 import as_kernel_argument
+from ..common.id_checks import check_all_ids, checks_ids
+from ..common.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
+from ..common.operation import Run, operation
+from .torch_ops import reshape_and_cache as torch_op
+from .write import (
     SCALE_CACHES,
     WRITES_SCALES,
     CacheWrite,
@@ -14,13 +21,6 @@ from paged.kernels.cache.write import (
     slot_offset,
     slots_of,
 )
-from paged.kernels.common.cache_kinds import cast_to_cache
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.fp8 import as_kernel_argument
-from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.cache_kinds import cache_kind, load_inverse_scale, store_row_scales
-from paged.kernels.common.checks import (
+from ..common.cache_kinds import cache_kind, load_inverse_scale, store_row_scales
+from ..common.checks import (
     CACHE_DTYPES,
     FLOAT_DTYPES,
     check_last_dim_contiguous,
@@ -16,12 +16,12 @@ from paged.kernels.common.checks import (
     check_writable,
     scale_strides,
 )
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import has_native_e4m3
-from paged.kernels.common.id_checks import Ids
-from paged.kernels.common.launch import strides
-from paged.kernels.common.operation import Arguments
+from ..common.compat import tl, triton
+from ..common.errors import InvalidInputError
+from ..common.fp8 import has_native_e4m3
+from ..common.id_checks import Ids
+from ..common.launch import strides
+from ..common.operation import Arguments
 
 
 def _encode(arguments: Arguments) -> None:

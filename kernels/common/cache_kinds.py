@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.fp8 import encode_e4m3, encode_e5m2
+from .compat import tl, triton
+from .fp8 import encode_e4m3, encode_e5m2
 
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 # Of rows without a larger magnitude less is kept, and of zeros nothing: 127 divided by theirs would be infinite.

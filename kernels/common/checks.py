@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.scalars import as_float, shown
+from .errors import InvalidInputError, UnsupportedError
+from .scalars import as_float, shown
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # 8-bit dtypes of a KV cache. To add one, begin at `cache_kinds`.

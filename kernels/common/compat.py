@@ -10,7 +10,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from paged.kernels.common.errors import UnsupportedError
+from .errors import UnsupportedError
 
 if TYPE_CHECKING:
     triton: Any

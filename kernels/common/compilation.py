@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.compat import HAS_TRITON, setting, triton
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from .compat import HAS_TRITON, setting, triton
+from .errors import InvalidInputError, UnsupportedError
 
 _CHOICES = ("allow", "warn", "error")
 # Of this thread or task alone: another one may be serving.
@@ -27,6 +27,8 @@ collecting = _IS_COLLECTING.get
 # Threads, as Python's lock was free for 84 % of the time that 8 kernels took for sm_90 (passes, LLVM, ptxas of Triton
 # 3.7.1); more than 6 wait for one another. On AMD LLVM may abort where it compiles several.
 _AT_ONCE = 6 if torch.version.hip is None else 1
+# Packages that hold kernels of ours: this one, "paged.", and what lies beside it.
+_PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 class _Watch:
@@ -42,7 +44,7 @@ class _Watch:
     def __call__(self, **compilation: Any) -> Any:
         kernel = compilation["fn"]
         is_expected = compilation["is_manual_warmup"] or _IS_WARMING_UP.get()
-        if kernel.module.startswith("paged.") and not is_expected:
+        if kernel.module.startswith(_PACKAGE) and not is_expected:
             choice = _choice()
             message = f"{kernel.name} is compiled while serving, for {compilation['repr']}"
             if choice == "error":

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.compat import HAS_TRITON, interpreting, setting
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from .compat import HAS_TRITON, interpreting, setting
+from .errors import InvalidInputError, UnsupportedError
 
 # Chips whose programs may take 227 KB of shared memory and whose matrix unit reads its operands from there. The
 # interpreter ("cpu") gets the same tiles, so that what tests run is what they launch.
@@ -183,4 +183,4 @@ def loops_of(module: str, *tensors: torch.Tensor | None, weights: Sequence[torch
     for weight in weights:
         if weight is not None and weight.dtype not in (dtype, torch.float32):
             return None
-    return importlib.import_module(f"paged.kernels.{module}")
+    return importlib.import_module(f"..{module}", __package__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged.kernels.common.compat import interpreting, tl, triton
+from .compat import interpreting, tl, triton
 
 _INTERPRETED = tl.constexpr(interpreting())
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of
+from .compat import tl, triton
+from .device import device_of
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from .compat import tl, triton
+from .errors import InvalidInputError, UnsupportedError
+from .scalars import shown
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 # Of experts without a gate: the square of what is positive (So et al., 2021).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.launch import wait_for_inputs
+from .compat import tl, triton
+from .launch import wait_for_inputs
 
 
 @triton.jit

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from paged.kernels.common.compat import HAS_TRITON, triton
-from paged.kernels.common.device import backend
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.id_check_kernels import TOO_LONG, _check_ids_kernel, _check_sequences_kernel
-from paged.kernels.common.launch import launch
+from .compat import HAS_TRITON, triton
+from .device import backend
+from .errors import InvalidInputError
+from .id_check_kernels import TOO_LONG, _check_ids_kernel, _check_sequences_kernel
+from .launch import launch
 
 _INT64_MIN = -(2**63)
 # Ids a program; a batch of 256 decodes over tables of 1,024 blocks is 256 programs of one step.

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.compat import TensorDescriptor, setting, tl, triton
-from paged.kernels.common.compilation import collecting
-from paged.kernels.common.device import device_of
-from paged.kernels.common.errors import InvalidInputError
+from .compat import TensorDescriptor, setting, tl, triton
+from .compilation import collecting
+from .device import device_of
+from .errors import InvalidInputError
 
 Compute = Callable[[dict[str, Any]], Any]
 """Computes a bound operation; takes its tensors by the names of the kernel's arguments. A `Launch`, a `LoopLaunch` or

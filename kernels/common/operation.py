@@ -24,8 +24,8 @@ from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from paged.kernels.common.checks import refuse_gradients
-from paged.kernels.common.device import backend, forward_backend
+from .checks import refuse_gradients
+from .device import backend, forward_backend
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,6 +35,8 @@ Arguments = dict[str, Any]
 Run = Callable[..., R]
 """Computes an operation. Takes its parameters: those that it was bound for, or others with the same layouts."""
 
+# Of the custom ops in `torch.ops`. A copy of this folder beside ours needs another one.
+NAMESPACE = "paged"
 # Types of annotations in a schema. As in `torch.library.infer_schema`, numbers may be symbols.
 _TYPES = {
     "torch.Tensor": "Tensor",
@@ -142,11 +144,11 @@ def operation(
             if has_out:
                 out = op_arguments.pop("out", None)
             if out is None:
-                op_results = getattr(torch.ops.paged, name)(**op_arguments)
+                op_results = getattr(getattr(torch.ops, NAMESPACE), name)(**op_arguments)
             else:
                 # By position: Dynamo refuses a strided tensor whose keyword is `out`.
                 required = [op_arguments.pop(key) for key in required_names]
-                returned = getattr(torch.ops.paged, f"{name}_out")(*required, out, **op_arguments)
+                returned = getattr(getattr(torch.ops, NAMESPACE), f"{name}_out")(*required, out, **op_arguments)
                 op_results = out
                 if returned is not None:
                     op_results = out, returned
@@ -217,7 +219,7 @@ def _register(
 
     return_schema = f"({results})" if num_results else "()"
     text = f"({', '.join(schema)}) -> {return_schema}"
-    custom_op = torch.library.custom_op(f"paged::{op}", implementation, mutates_args=tuple(mutates), schema=text)
+    custom_op = torch.library.custom_op(f"{NAMESPACE}::{op}", implementation, mutates_args=tuple(mutates), schema=text)
     custom_op.register_fake(fake)
 
 

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from paged.kernels.common.errors import InvalidInputError
+from .errors import InvalidInputError
 
 # The value of each E2M1 code: sign, 2 bits of exponent, 1 of mantissa (Open Compute Project, 2023).
 E2M1 = [sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.cache_kinds import cast_to_cache, load_inverse_scale, store_row_scales
-from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.id_checks import Ids
-from paged.kernels.common.launch import num_warps, strides
+from .cache_kinds import cast_to_cache, load_inverse_scale, store_row_scales
+from .checks import check_last_dim_contiguous, check_tensor
+from .compat import tl, triton
+from .errors import InvalidInputError
+from .id_checks import Ids
+from .launch import num_warps, strides
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import operator
 import reprlib
 from typing import Any
 
-from paged.kernels.common.errors import InvalidInputError
+from .errors import InvalidInputError
 
 # Names of classes and layers appear whole in a message.
 _SHORT = reprlib.Repr()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_out, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import loops_of, use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, wait_for_inputs
-from paged.kernels.common.operation import Run, like_the_first, operation
-from paged.kernels.common.torch_ops import rows as torch_op
+from ..common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_out, check_tensor
+from ..common.compat import tl, triton
+from ..common.device import loops_of, use_triton
+from ..common.errors import InvalidInputError
+from ..common.launch import Compute, Launch, nothing, num_warps, rows_of, wait_for_inputs
+from ..common.operation import Run, like_the_first, operation
+from ..common.torch_ops import rows as torch_op
 
 
 @triton.jit

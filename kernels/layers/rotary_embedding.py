@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, check_writable
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Compute, Launch, nothing, strides, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
-from paged.kernels.common.scalars import as_bool
-from paged.kernels.common.torch_ops import rows as torch_op
+from ..common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, check_writable
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.id_checks import check_all_ids, checks_ids
+from ..common.launch import Compute, Launch, nothing, strides, wait_for_inputs
+from ..common.operation import Run, operation
+from ..common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
+from ..common.scalars import as_bool
+from ..common.torch_ops import rows as torch_op
 
 
 @triton.jit

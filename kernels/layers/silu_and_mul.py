@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_out
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import loops_of, use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.gated_activation import check_activation, gated_activation
-from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, tile, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.common.torch_ops import rows as torch_op
+from ..common.checks import FLOAT_DTYPES, check_dtype, check_out
+from ..common.compat import tl, triton
+from ..common.device import loops_of, use_triton
+from ..common.errors import InvalidInputError
+from ..common.gated_activation import check_activation, gated_activation
+from ..common.launch import Compute, Launch, nothing, num_warps, rows_of, tile, wait_for_inputs
+from ..common.operation import Run, operation
+from ..common.torch_ops import rows as torch_op
 
 
 @triton.jit(do_not_specialize=["num_rows"])

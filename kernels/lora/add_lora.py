@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import (
+from ..common.checks import (
     check_device,
     check_last_dim_contiguous,
     check_tensor,
     check_writable,
     refuse_gradients,
 )
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of, use_triton
-from paged.kernels.common.dot import dot
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, wait_for_inputs
-from paged.kernels.common.operation import Run, in_fields, operation
-from paged.kernels.common.scalars import shown
-from paged.kernels.lora.batch import LoraBatch
-from paged.kernels.lora.config import expand_tile, shrink_tile
-from paged.kernels.lora.torch_ops import add_lora as torch_op
-from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
+from ..common.compat import tl, triton
+from ..common.device import device_of, use_triton
+from ..common.dot import dot
+from ..common.errors import InvalidInputError
+from ..common.id_checks import Ids, check_all_ids, checks_ids
+from ..common.launch import Launch, wait_for_inputs
+from ..common.operation import Run, in_fields, operation
+from ..common.scalars import shown
+from .batch import LoraBatch
+from .config import expand_tile, shrink_tile
+from .torch_ops import add_lora as torch_op
+from .weights import MAX_PARTS, LoraWeights
 
 
 @triton.jit

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.checks import check_contiguous, check_is_tensor, check_tensor
-from paged.kernels.common.errors import InvalidInputError
+from ..common.checks import check_contiguous, check_is_tensor, check_tensor
+from ..common.errors import InvalidInputError
 
 # Up to this many rows an adapter reading its weights is all the work, and 16 rows are the least a tensor core takes.
 # More rows share one read of the weights in tiles of 64.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paged.kernels.common.device import Device
+from ..common.device import Device
 
 # More splits would cost the second product more than the first one gains: it adds them up for every tile of columns.
 _MAX_SPLITS = 8

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_contiguous, check_is_tensor, check_tensor
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int
+from ..common.checks import FLOAT_DTYPES, check_contiguous, check_is_tensor, check_tensor
+from ..common.errors import InvalidInputError
+from ..common.scalars import as_int
 
 MAX_PARTS = 3
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.attention.latent_cache import check_index_cache, index_parts
-from paged.kernels.common.attention.plan import AttentionPlan, check_plan
-from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.dot import dot
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, has_native_e4m3
-from paged.kernels.common.id_checks import Sequences, check_sequences
-from paged.kernels.common.launch import Launch, strides, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.common.scalars import as_int
-from paged.kernels.mla.torch_ops.choose_keys import best_keys, choose_keys_twin
+from ..common.attention.latent_cache import check_index_cache, index_parts
+from ..common.attention.plan import AttentionPlan, check_plan
+from ..common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.dot import dot
+from ..common.errors import InvalidInputError
+from ..common.fp8 import as_kernel_argument, decode_e4m3, has_native_e4m3
+from ..common.id_checks import Sequences, check_sequences
+from ..common.launch import Launch, strides, wait_for_inputs
+from ..common.operation import Run, operation
+from ..common.scalars import as_int
+from .torch_ops.choose_keys import best_keys, choose_keys_twin
 
 # Float32 scores in memory at once: 512 MB, a step of 1,024 tokens over 128k keys.
 _MAX_SCORES = 1 << 27

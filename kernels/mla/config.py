@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.attention.plan import DECODE_MAX_ROWS, AttentionTile, PlanShape
-from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
+from ..common.attention.plan import DECODE_MAX_ROWS, AttentionTile, PlanShape
+from ..common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
 
 # Rows up to which the blocks that every row sees whole have a loop of their own. The registers that two loops share
 # beside sums of 64 x 512 spill: 100 on sm_90 with blocks of 64 keys.

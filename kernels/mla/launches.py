@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.attention.keys import NO_LIMIT
-from paged.kernels.common.attention.latent_cache import latent_kind, latent_parts
-from paged.kernels.common.attention.merge_splits import merge_launch, shared_arguments
-from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule, padded_head_dim
-from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
-from paged.kernels.common.id_checks import Sequences, check_sequences, checks_on_device
-from paged.kernels.common.launch import Launch, strides
-from paged.kernels.mla.config import ONE_LOOP_ROWS, MlaCall, MlaShape
-from paged.kernels.mla.tile_kernel import _mla_attention_kernel
+from ..common.attention.keys import NO_LIMIT
+from ..common.attention.latent_cache import latent_kind, latent_parts
+from ..common.attention.merge_splits import merge_launch, shared_arguments
+from ..common.attention.plan import AttentionPlan, AttentionSchedule, padded_head_dim
+from ..common.fp8 import as_kernel_argument, has_native_e4m3
+from ..common.id_checks import Sequences, check_sequences, checks_on_device
+from ..common.launch import Launch, strides
+from .config import ONE_LOOP_ROWS, MlaCall, MlaShape
+from .tile_kernel import _mla_attention_kernel
 
 
 def bind(call: MlaCall, plan: AttentionPlan | None) -> Callable[[MlaCall], None]:

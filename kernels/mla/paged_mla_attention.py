@@ -6,22 +6,22 @@ from functools import partial
 
 import torch
 
-from paged.kernels.common.attention.latent_cache import check_latent_cache, check_latent_scale
-from paged.kernels.common.attention.plan import AttentionPlan, BindStep, check_plan, run_step
-from paged.kernels.common.checks import (
+from ..common.attention.latent_cache import check_latent_cache, check_latent_scale
+from ..common.attention.plan import AttentionPlan, BindStep, check_plan, run_step
+from ..common.checks import (
     FLOAT_DTYPES,
     check_last_dim_contiguous,
     check_sequences_fit,
     check_tensor,
     check_writable,
 )
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Arguments, Run, operation
-from paged.kernels.common.scalars import as_bool, as_float, as_int
-from paged.kernels.mla import launches
-from paged.kernels.mla.config import MlaCall
-from paged.kernels.mla.torch_ops import paged_mla_attention as torch_op
+from ..common.device import use_triton
+from ..common.errors import InvalidInputError
+from ..common.operation import Arguments, Run, operation
+from ..common.scalars import as_bool, as_float, as_int
+from . import launches
+from .config import MlaCall
+from .torch_ops import paged_mla_attention as torch_op
 
 
 def _new_output(q: torch.Tensor, v_head_dim: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:

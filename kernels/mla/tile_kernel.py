@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paged.kernels.common.attention.keys import Slots, key_slots, load_block_ids, row_offsets
-from paged.kernels.common.attention.merge_splits import (
+from ..common.attention.keys import Slots, key_slots, load_block_ids, row_offsets
+from ..common.attention.merge_splits import (
     LOG2E,
     Output,
     _clear_padding,
@@ -20,11 +20,11 @@ from paged.kernels.common.attention.merge_splits import (
     finite,
     normalise,
 )
-from paged.kernels.common.attention.plan_kernel import ITEM_SIZE
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.dot import dot
-from paged.kernels.common.fp8 import decode_e4m3
-from paged.kernels.common.launch import wait_for_inputs
+from ..common.attention.plan_kernel import ITEM_SIZE
+from ..common.compat import tl, triton
+from ..common.dot import dot
+from ..common.fp8 import decode_e4m3
+from ..common.launch import wait_for_inputs
 
 _GROUP = tl.constexpr(128)  # latents to a scale of the published fp8 form
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY, Device
+from ..common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY, Device
 
 FOLDER = Path(__file__).parent / "configs"
 # Entries at most a quarter of the experts: few experts then have two, which share their weights in the L2 cache, so

@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.checks import (
+from ..common.checks import (
     check_contiguous,
     check_last_dim_contiguous,
     check_shape,
     check_tensor,
     check_writable,
 )
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of, use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.gated_activation import ACTIVATIONS, PLAIN_ACTIVATIONS, check_activation
-from paged.kernels.common.launch import Launch, wait_for_inputs
-from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
-from paged.kernels.common.scalars import as_bool, as_int, shown
-from paged.kernels.moe.config import MoeShape, MoeTiles, moe_tiles, takes_gemv
-from paged.kernels.moe.gemm import expert_gemm
-from paged.kernels.moe.gemv import moe_gemv
-from paged.kernels.moe.moe_align_block_size import (
+from ..common.compat import tl, triton
+from ..common.device import device_of, use_triton
+from ..common.errors import InvalidInputError
+from ..common.gated_activation import ACTIVATIONS, PLAIN_ACTIVATIONS, check_activation
+from ..common.launch import Launch, wait_for_inputs
+from ..common.operation import Arguments, Run, like_the_first, operation
+from ..common.scalars import as_bool, as_int, shown
+from .config import MoeShape, MoeTiles, moe_tiles, takes_gemv
+from .gemm import expert_gemm
+from .gemv import moe_gemv
+from .moe_align_block_size import (
     MoeAlignment,
     check_expert_map,
     expert_rows,
@@ -32,9 +32,9 @@ from paged.kernels.moe.moe_align_block_size import (
     moe_align_block_size,
     num_mapped,
 )
-from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
-from paged.kernels.moe.torch_ops import fused_moe as torch_op
-from paged.kernels.moe.weights import ExpertLinear, MoeCall, check_operands
+from .route_and_align import MAX_FUSED_TOKENS
+from .torch_ops import fused_moe as torch_op
+from .weights import ExpertLinear, MoeCall, check_operands
 
 
 @triton.jit

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of
-from paged.kernels.common.dot import dot, locate_block
-from paged.kernels.common.fp8 import as_kernel_argument
-from paged.kernels.common.gated_activation import gated_activation
-from paged.kernels.common.launch import Box, Launch, strides, wait_for_inputs
-from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK
-from paged.kernels.common.packed.product import (
+from ..common.compat import tl, triton
+from ..common.device import device_of
+from ..common.dot import dot, locate_block
+from ..common.fp8 import as_kernel_argument
+from ..common.gated_activation import gated_activation
+from ..common.launch import Box, Launch, strides, wait_for_inputs
+from ..common.packed.packing import E2M1_GROUPS, FP8_BLOCK
+from ..common.packed.product import (
     InputRows,
     WeightRows,
     as_zero,
@@ -37,10 +37,10 @@ from paged.kernels.common.packed.product import (
     load_zero,
     quantized_product,
 )
-from paged.kernels.common.packed.quantize_rows import quantize_rows
-from paged.kernels.moe.config import MoeTile, quantized_tile
-from paged.kernels.moe.moe_align_block_size import MoeAlignment
-from paged.kernels.moe.weights import ExpertLinear
+from ..common.packed.quantize_rows import quantize_rows
+from .config import MoeTile, quantized_tile
+from .moe_align_block_size import MoeAlignment
+from .weights import ExpertLinear
 
 BoundGemm = tuple[Launch, Callable[..., tuple[torch.Tensor, torch.Tensor]] | None]
 """The launch of a product, and where its weights are e4m3 what rounds its input."""

@@ -5,11 +5,11 @@ Two launches, no partial results: the second product adds up a token's experts i
 
 from __future__ import annotations
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.gated_activation import gated_activation
-from paged.kernels.common.launch import Launch, strides, wait_for_inputs
-from paged.kernels.moe.moe_align_block_size import expert_rows, num_mapped
-from paged.kernels.moe.weights import MoeCall
+from ..common.compat import tl, triton
+from ..common.gated_activation import gated_activation
+from ..common.launch import Launch, strides, wait_for_inputs
+from .moe_align_block_size import expert_rows, num_mapped
+from .weights import MoeCall
 
 # A step of either product reads 4,096 weights: 32 a thread of 4 warps, so that 80 registers on sm_90 let six programs
 # share an SM. One token of Qwen3-30B-A3B makes 768 programs and then 512, a single wave of 132 SMs each. 64 a thread

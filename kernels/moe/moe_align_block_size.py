@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.checks import check_contiguous, check_dtype, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.moe.routing import MAX_EXPERTS
-from paged.kernels.moe.torch_ops import moe_align_block_size as torch_op
+from ..common.checks import check_contiguous, check_dtype, check_tensor
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.errors import InvalidInputError
+from ..common.launch import Launch, wait_for_inputs
+from ..common.operation import Run, operation
+from ..common.scalars import as_int, shown
+from .routing import MAX_EXPERTS
+from .torch_ops import moe_align_block_size as torch_op
 
 # Entries a tile: 16 a thread of 4 warps.
 _TILE = 2048

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.reference import dequantize, f64, gated_activation, quantize_rows
-from paged.kernels.moe.routing import Routing
+from ..common.reference import dequantize, f64, gated_activation, quantize_rows
+from .routing import Routing
 
 
 def route_tokens(router_logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.checks import check_tensor, refuse_gradients
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch, wait_for_inputs
-from paged.kernels.common.operation import Run, in_fields, operation
-from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.moe.moe_align_block_size import (
+from ..common.checks import check_tensor, refuse_gradients
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.errors import InvalidInputError
+from ..common.launch import Launch, wait_for_inputs
+from ..common.operation import Run, in_fields, operation
+from ..common.scalars import as_int, shown
+from .moe_align_block_size import (
     MoeAlignment,
     check_expert_map,
     check_sizes,
@@ -23,8 +23,8 @@ from paged.kernels.moe.moe_align_block_size import (
     new_alignment,
     num_mapped,
 )
-from paged.kernels.moe.route_tokens import bind_routing
-from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
+from .route_tokens import bind_routing
+from .routing import Routing, check_routing, choose_experts, new_routes
 
 # One program sorts all entries, by 16 counts of every expert: larger batches gain more from many programs than from
 # one launch. A tile of 16 tokens of 512 experts takes 217 registers.

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import loops_of, use_triton
-from paged.kernels.common.launch import Compute, Launch, nothing, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
+from ..common.compat import tl, triton
+from ..common.device import loops_of, use_triton
+from ..common.launch import Compute, Launch, nothing, wait_for_inputs
+from ..common.operation import Run, operation
+from .routing import Routing, check_routing, choose_experts, new_routes
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

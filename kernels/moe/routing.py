@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_contiguous, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import strides
-from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from ..common.checks import FLOAT_DTYPES, check_contiguous, check_tensor
+from ..common.compat import tl, triton
+from ..common.errors import InvalidInputError
+from ..common.launch import strides
+from ..common.scalars import as_bool, as_float, as_int, shown
 
 SCORINGS = ("softmax", "sigmoid")
 # Counts of them are one tile, which Triton limits to 2^20 elements, in as many as 16 rows.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.checks import (
+from ..common.checks import (
     FLOAT_DTYPES,
     check_contiguous,
     check_device,
@@ -16,9 +16,9 @@ from paged.kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.gated_activation import PLAIN_ACTIVATIONS
-from paged.kernels.common.packed.packing import check_scales, format_of, group_of, num_words
+from ..common.errors import InvalidInputError
+from ..common.gated_activation import PLAIN_ACTIVATIONS
+from ..common.packed.packing import check_scales, format_of, group_of, num_words
 
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 

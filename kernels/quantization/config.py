@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paged.kernels.common.device import LARGE_SHARED_MEMORY, Device
+from ..common.device import LARGE_SHARED_MEMORY, Device
 
 # Blocks of rows that run side by side before the next columns of weights, which they find in the L2 cache.
 GROUP_M = 8

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.device import loops_of
-from paged.kernels.common.packed.packing import FP8_BLOCK, unpack_codes
-from paged.kernels.common.packed.torch_ops import product as torch_op
-from paged.kernels.common.packed.torch_ops.product import rounded_groups, unpack
-from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16, linear, pack, padded_rows
-from paged.kernels.quantization.weight import QuantizedWeight
+from ..common.device import loops_of
+from ..common.packed.packing import FP8_BLOCK, unpack_codes
+from ..common.packed.torch_ops import product as torch_op
+from ..common.packed.torch_ops.product import rounded_groups, unpack
+from ..common.torch_ops.linear import MULTIPLIES_BF16, linear, pack, padded_rows
+from .weight import QuantizedWeight
 
 # Columns that share a scale in ATen's product of int4, and the multiple of its rows.
 _INT4_GROUPS, _INT4_ROWS = (256, 128, 64, 32), 16
@@ -200,7 +200,7 @@ class CpuProduct:
             return None
         if loops_of("common.packed.numba_ops.product", x) is None:
             return None
-        from paged.kernels.common.packed.numba_ops import block_product
+        from ..common.packed.numba_ops import block_product
 
         if self.kind not in block_product.KERNELS:
             return None

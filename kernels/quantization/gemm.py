@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of
-from paged.kernels.common.dot import locate_block
-from paged.kernels.common.fp8 import as_kernel_argument
-from paged.kernels.common.launch import launch, wait_for_inputs
-from paged.kernels.common.packed.packing import E8M0, FP8_BLOCK
-from paged.kernels.common.packed.product import InputRows, WeightRows, quantized_product
-from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
-from paged.kernels.quantization.weight import QuantizedWeight
+from ..common.compat import tl, triton
+from ..common.device import device_of
+from ..common.dot import locate_block
+from ..common.fp8 import as_kernel_argument
+from ..common.launch import launch, wait_for_inputs
+from ..common.packed.packing import E8M0, FP8_BLOCK
+from ..common.packed.product import InputRows, WeightRows, quantized_product
+from .config import GROUP_M, LinearShape, LinearTile, linear_tile
+from .weight import QuantizedWeight
 
 SUM_COLUMNS = 256
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.packed.packing import E2M1, E2M1_GROUPS, FP8_BLOCK, pack_codes
-from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.quantization.weight import QuantizedWeight
+from ..common.checks import FLOAT_DTYPES, check_dtype, check_shape
+from ..common.errors import InvalidInputError
+from ..common.packed.packing import E2M1, E2M1_GROUPS, FP8_BLOCK, pack_codes
+from ..common.scalars import as_int, shown
+from .weight import QuantizedWeight
 
 _LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0, "mxfp4": 6.0, "nvfp4": 6.0}
 

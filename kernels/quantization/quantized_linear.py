@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import (
+from ..common.checks import (
     FLOAT_DTYPES,
     check_contiguous,
     check_is_tensor,
@@ -13,15 +13,15 @@ from paged.kernels.common.checks import (
     check_writable,
     refuse_gradients,
 )
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Run, in_fields, operation
-from paged.kernels.common.packed.packing import FP8_BLOCK
-from paged.kernels.common.packed.quantize_rows import quantize_rows
-from paged.kernels.common.packed.torch_ops.product import quantized_product, rounded_groups
-from paged.kernels.common.scalars import shown
-from paged.kernels.quantization.gemm import quantized_gemm
-from paged.kernels.quantization.weight import QuantizedWeight
+from ..common.device import use_triton
+from ..common.errors import InvalidInputError
+from ..common.operation import Run, in_fields, operation
+from ..common.packed.packing import FP8_BLOCK
+from ..common.packed.quantize_rows import quantize_rows
+from ..common.packed.torch_ops.product import quantized_product, rounded_groups
+from ..common.scalars import shown
+from .gemm import quantized_gemm
+from .weight import QuantizedWeight
 
 
 @operation(lambda x, values, **_: x.new_empty(x.shape[0], values.shape[0]), **in_fields(weight=QuantizedWeight))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common import reference
-from paged.kernels.common.reference import f64
-from paged.kernels.quantization.weight import QuantizedWeight
+from ..common import reference
+from ..common.reference import f64
+from .weight import QuantizedWeight
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import E8M0, MXFP4_GROUP, NVFP4_GROUP, pack_codes, unpack_pairs
-from paged.kernels.quantization.weight import QuantizedWeight
+from ..common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from ..common.errors import InvalidInputError, UnsupportedError
+from ..common.packed.packing import E8M0, MXFP4_GROUP, NVFP4_GROUP, pack_codes, unpack_pairs
+from .weight import QuantizedWeight
 
 # The column, of eight, whose code stands in nibble 0, 1, ... of a word of AWQ's (Lin et al., 2024).
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

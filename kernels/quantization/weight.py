@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from paged.kernels.common.checks import (
+from ..common.checks import (
     check_contiguous,
     check_dtype,
     check_is_tensor,
     check_shape,
     check_tensor,
 )
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import check_scales, format_of, group_of, num_words
-from paged.kernels.common.scalars import as_bool, as_int
+from ..common.errors import InvalidInputError, UnsupportedError
+from ..common.packed.packing import check_scales, format_of, group_of, num_words
+from ..common.scalars import as_bool, as_int
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.launch import wait_for_inputs
-from paged.kernels.recurrent.row_functions import Gates, Slots, read_state, token_gates, write_state
+from ..common.compat import tl, triton
+from ..common.launch import wait_for_inputs
+from .row_functions import Gates, Slots, read_state, token_gates, write_state
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "max_append"])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import loops_of, use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Compute, Launch, strides, wait_for_inputs
-from paged.kernels.common.operation import Run, in_fields, like_the_first, operation
-from paged.kernels.common.scalars import shown
-from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_step, check_weights
-from paged.kernels.recurrent.row_functions import sequence_of, silu
-from paged.kernels.recurrent.torch_ops import causal_conv1d as torch_op
+from ..common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from ..common.compat import tl, triton
+from ..common.device import loops_of, use_triton
+from ..common.errors import InvalidInputError
+from ..common.launch import Compute, Launch, strides, wait_for_inputs
+from ..common.operation import Run, in_fields, like_the_first, operation
+from ..common.scalars import shown
+from .metadata import RecurrentBatch, RecurrentState, check_step, check_weights
+from .row_functions import sequence_of, silu
+from .torch_ops import causal_conv1d as torch_op
 
 # Rows of a program, and elements of its tile: 16 bytes of a 16-bit type a thread of 4 warps.
 BLOCK_ROWS = 16

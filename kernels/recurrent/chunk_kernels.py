@@ -6,10 +6,10 @@ token: of those k, v, beta and the logarithm of the decay are 0.
 
 from __future__ import annotations
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.dot import dot
-from paged.kernels.common.launch import wait_for_inputs
-from paged.kernels.recurrent.row_functions import Gates, Slots, read_state, sequence_of, token_gates, write_state
+from ..common.compat import tl, triton
+from ..common.dot import dot
+from ..common.launch import wait_for_inputs
+from .row_functions import Gates, Slots, read_state, sequence_of, token_gates, write_state
 
 
 @triton.jit

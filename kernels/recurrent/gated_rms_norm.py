@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_eps, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import loops_of, use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, strides, wait_for_inputs
-from paged.kernels.common.operation import Run, like_the_first, operation
-from paged.kernels.common.scalars import as_bool, as_int, shown
-from paged.kernels.recurrent.row_functions import silu
-from paged.kernels.recurrent.torch_ops import gated_rms_norm as torch_op
+from ..common.checks import FLOAT_DTYPES, check_eps, check_tensor
+from ..common.compat import tl, triton
+from ..common.device import loops_of, use_triton
+from ..common.errors import InvalidInputError
+from ..common.launch import Compute, Launch, nothing, num_warps, strides, wait_for_inputs
+from ..common.operation import Run, like_the_first, operation
+from ..common.scalars import as_bool, as_int, shown
+from .row_functions import silu
+from .torch_ops import gated_rms_norm as torch_op
 
 ACTIVATIONS = ("silu", "sigmoid")
 

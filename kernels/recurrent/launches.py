@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.compat import triton
-from paged.kernels.common.device import device_of, loops_of, use_triton
-from paged.kernels.common.launch import Compute, Launch, strides
-from paged.kernels.recurrent.append_kernel import _append_kernel
-from paged.kernels.recurrent.chunk_kernels import _prepare_chunks_kernel, _scan_chunks_kernel
-from paged.kernels.recurrent.metadata import CHUNK_SIZE, RecurrentBatch, RecurrentState, Rings
+from ..common.compat import triton
+from ..common.device import device_of, loops_of, use_triton
+from ..common.launch import Compute, Launch, strides
+from .append_kernel import _append_kernel
+from .chunk_kernels import _prepare_chunks_kernel, _scan_chunks_kernel
+from .metadata import CHUNK_SIZE, RecurrentBatch, RecurrentState, Rings
 
 # Columns of V of a program. With K = 128 S takes 32 registers of 128 threads, so that several programs share an SM; a
 # prompt of Qwen3.5-35B-A3B has 128 programs then, one for each SM of an H200. With K = 256 half as many.

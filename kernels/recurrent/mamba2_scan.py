@@ -6,12 +6,12 @@ import math
 
 import torch
 
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Run, in_fields, operation
-from paged.kernels.common.scalars import as_float, as_int, shown
-from paged.kernels.recurrent.launches import bind_scan
-from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
-from paged.kernels.recurrent.torch_ops import scan as torch_op
+from ..common.errors import InvalidInputError
+from ..common.operation import Run, in_fields, operation
+from ..common.scalars import as_float, as_int, shown
+from .launches import bind_scan
+from .metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
+from .torch_ops import scan as torch_op
 
 
 @operation(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.checks import (
+from ..common.checks import (
     FLOAT_DTYPES,
     check_contiguous,
     check_device,
@@ -24,8 +24,8 @@ from paged.kernels.common.checks import (
     check_tensor,
     check_writable,
 )
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int, shown
+from ..common.errors import InvalidInputError
+from ..common.scalars import as_int, shown
 
 # Chunks of a scan start at multiples of this position of the sequence, so that a prompt gives the same bits in any
 # batch. Gated DeltaNet's inverse is of this size (Yang et al., 2024).

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.reference import f64
-from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState, Row
+from ..common.reference import f64
+from .metadata import RecurrentBatch, RecurrentState, Row
 
 Step = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]
 """S of a head [V, K], the token and the head -> the output [V], k [K], u [V] and g, of which S becomes

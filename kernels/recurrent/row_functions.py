@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paged.kernels.common.compat import tl, triton
+from ..common.compat import tl, triton
 
 
 class Gates(NamedTuple):

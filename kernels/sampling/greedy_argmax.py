@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.launch import launch, num_warps, wait_for_inputs
-from paged.kernels.common.operation import Run, operation
-from paged.kernels.sampling.torch_ops import greedy_argmax as torch_op
+from ..common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor
+from ..common.compat import tl, triton
+from ..common.device import use_triton
+from ..common.launch import launch, num_warps, wait_for_inputs
+from ..common.operation import Run, operation
+from .torch_ops import greedy_argmax as torch_op
 
 # Two stages, because a decode step has few rows: one program a row would read 300 KB (151,936 tokens of bfloat16)
 # through one multiprocessor. 4,096 tokens a program give 38 programs a row there, and 64 partial results at 256k.

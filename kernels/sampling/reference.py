@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from paged.kernels.common.reference import f64
-from paged.kernels.sampling.penalties import Penalties
+from ..common.reference import f64
+from .penalties import Penalties
 
 
 def greedy_argmax(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged.kernels.common.compat import tl, triton
+from ..common.compat import tl, triton
 
 # An eighth in the logarithm of the probability each; what lies 31.875 below the best token and more is the last bin.
 NUM_BINS = tl.constexpr(256)

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor, refuse_gradients
-from paged.kernels.common.compat import triton
-from paged.kernels.common.device import device_of, use_triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import launch, num_warps
-from paged.kernels.common.operation import Run, in_fields, operation
-from paged.kernels.sampling import passes, thresholds
-from paged.kernels.sampling.greedy_argmax import BLOCK_TOKENS, greedy_argmax
-from paged.kernels.sampling.penalties import Penalties
-from paged.kernels.sampling.row_functions import NUM_BINS
-from paged.kernels.sampling.torch_ops import sample_tokens as torch_op
+from ..common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor, refuse_gradients
+from ..common.compat import triton
+from ..common.device import device_of, use_triton
+from ..common.errors import InvalidInputError
+from ..common.launch import launch, num_warps
+from ..common.operation import Run, in_fields, operation
+from . import passes, thresholds
+from .greedy_argmax import BLOCK_TOKENS, greedy_argmax
+from .penalties import Penalties
+from .row_functions import NUM_BINS
+from .torch_ops import sample_tokens as torch_op
 
 # Masses are multiples of 2^-42 in an int64.
 MAX_VOCAB_SIZE = 1 << 20

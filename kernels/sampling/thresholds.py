@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.launch import wait_for_inputs
-from paged.kernels.sampling.greedy_argmax import first_largest
-from paged.kernels.sampling.row_functions import (
+from ..common.compat import tl, triton
+from ..common.launch import wait_for_inputs
+from .greedy_argmax import first_largest
+from .row_functions import (
     BINS_PER_UNIT,
     FLOOR,
     LARGEST,

@@ -44,7 +44,8 @@ def planted(
                 continue
             faulty = source.replace(text, replacement) if text else source
             own = {name: each for name, each in vars(module).items() if _home_of(each) == module.__name__}
-            copy = load_copy("faulty_" + module.__name__.rpartition(".")[2], folder, faulty, patch)
+            package, _, last = module.__name__.rpartition(".")  # its imports are relative
+            copy = load_copy(f"{package}.faulty_{last}", folder, faulty, patch)
             for user in (*modules, *users):
                 for name, each in own.items():
                     if vars(user).get(name) is each:

@@ -32,8 +32,15 @@ def _imports(path: Path) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.Import):
             names[node in for_types].update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names[node in for_types].update(f"{node.module}.{alias.name}" for alias in node.names)
+            module = node.module
+            if path.is_relative_to(ROOT / "kernels"):
+                assert not f"{module}.".startswith("paged."), f"{path}: absolute import"
+                if node.level:
+                    folders = ("paged", *path.relative_to(ROOT).parts[: -node.level], *filter(None, [module]))
+                    module = ".".join(folders)
+            else:
+                assert node.level == 0, f"{path}: relative import"
+            names[node in for_types].update(f"{module}.{alias.name}" for alias in node.names)
     return names
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.attention.config import AttentionCall
-from paged.kernels.attention.numba_ops.many_queries import visible
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
-from paged.kernels.common.numba_ops.vectors import (
+from ...common.numba_ops import kernel as nb
+from ...common.numba_ops.launch import SCRATCH, LoopLaunch
+from ...common.numba_ops.vectors import (
     LANES,
     LOG2_E,
     exp2_of,
@@ -25,6 +23,8 @@ from paged.kernels.common.numba_ops.vectors import (
     store_vector,
     sum_of,
 )
+from ..config import AttentionCall
+from .many_queries import visible
 
 # Keys whose scores a thread holds at once: with 16 rows, scores and accumulators of head_dim 128 are 12 KB.
 _KEYS = 64

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.vectors import (
+from ...common.numba_ops import kernel as nb
+from ...common.numba_ops.vectors import (
     LANES,
     exp2_of,
     fill,

@@ -6,13 +6,13 @@ from itertools import accumulate
 
 import torch
 
-from paged.kernels.attention.config import AttentionCall
-from paged.kernels.attention.numba_ops import few_queries, tile_products, vector_products
-from paged.kernels.attention.numba_ops.many_queries import KEYS, ROWS
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, configure, has_tiles, release
-from paged.kernels.common.numba_ops.vectors import LANES, LOG2_E
+from ...common.numba_ops import kernel as nb
+from ...common.numba_ops.launch import LoopLaunch
+from ...common.numba_ops.tiles import TILE_COLUMNS, configure, has_tiles, release
+from ...common.numba_ops.vectors import LANES, LOG2_E
+from ..config import AttentionCall
+from . import few_queries, tile_products, vector_products
+from .many_queries import KEYS, ROWS
 
 # Largest number of rows of a KV head (queries times heads of a group) for the kernel for few queries. It takes 0.6 of
 # the other's time for 3 to 8 rows of bfloat16, 0.9 for 16, 1.1 for 20.

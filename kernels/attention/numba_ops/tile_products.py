@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from paged.kernels.attention.numba_ops.many_queries import KEYS, STEP, attention_by, place
-from paged.kernels.common.numba_ops import tiles
-from paged.kernels.common.numba_ops.kernel import device_function
-from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, TILE_ROWS
-from paged.kernels.common.numba_ops.vectors import (
+from ...common.numba_ops import tiles
+from ...common.numba_ops.kernel import device_function
+from ...common.numba_ops.tiles import TILE_COLUMNS, TILE_ROWS
+from ...common.numba_ops.vectors import (
     LANES,
     copy_words,
     exp2_of,
@@ -17,6 +16,7 @@ from paged.kernels.common.numba_ops.vectors import (
     multiply_add,
     store_pairs,
 )
+from .many_queries import KEYS, STEP, attention_by, place
 
 # Distance in float32 between the halves of a block's packed rows, per element; likewise for keys.
 _HALF = TILE_ROWS // 2

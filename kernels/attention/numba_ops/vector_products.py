@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from paged.kernels.attention.numba_ops.many_queries import KEYS, attention_by, place
-from paged.kernels.common.numba_ops.kernel import device_function, rounded_up
-from paged.kernels.common.numba_ops.tiles import pack_columns, store_part_of_rows
-from paged.kernels.common.numba_ops.vectors import (
+from ...common.numba_ops.kernel import device_function, rounded_up
+from ...common.numba_ops.tiles import pack_columns, store_part_of_rows
+from ...common.numba_ops.vectors import (
     LANES,
     OUTER_ROWS,
     add_outer_products,
@@ -18,6 +17,7 @@ from paged.kernels.common.numba_ops.vectors import (
     multiply_add,
     store_vector,
 )
+from .many_queries import KEYS, attention_by, place
 
 
 @device_function

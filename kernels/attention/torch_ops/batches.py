@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.attention.config import AttentionCall
-from paged.kernels.common.attention.keys import NO_LIMIT
-from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
+from ...common.attention.keys import NO_LIMIT
+from ...common.id_checks import Sequences, check_sequences_on_host
+from ..config import AttentionCall
 
 # Queries of a chunk: long prompts are cut, so that early queries do not meet keys that only later ones see.
 _MAX_QUERIES = 256

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
-from paged.kernels.attention.config import AttentionCall
-from paged.kernels.attention.torch_ops.batches import (
+from ...common.attention.plan import AttentionPlan, BindStep
+from ...common.device import loops_of
+from ...common.numba_ops.recording import recording
+from ...common.torch_ops.linear import MULTIPLIES_BF16
+from ..config import AttentionCall
+from .batches import (
     BatchLayout,
     RowLayout,
     SequenceBatch,
@@ -18,10 +22,6 @@ from paged.kernels.attention.torch_ops.batches import (
     check_step,
     make_batches,
 )
-from paged.kernels.common.attention.plan import AttentionPlan, BindStep
-from paged.kernels.common.device import loops_of
-from paged.kernels.common.numba_ops.recording import recording
-from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16
 
 
 def bind(

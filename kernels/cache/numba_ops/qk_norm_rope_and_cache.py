@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.cache.write import CacheWrite
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
-from paged.kernels.common.numba_ops.rms_norm import inverse_rms
-from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, multiply_add, store_vector
+from ...common.numba_ops import kernel as nb
+from ...common.numba_ops.launch import SCRATCH, LoopLaunch
+from ...common.numba_ops.rms_norm import inverse_rms
+from ...common.numba_ops.vectors import LANES, fill, load_vector, multiply_add, store_vector
+from ..write import CacheWrite
 
 
 @nb.device_function

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
-from paged.kernels.common.attention.latent_cache import PACKED_GROUP
-from paged.kernels.common.cache_kinds import SMALLEST
-from paged.kernels.common.fp8 import as_kernel_argument
-from paged.kernels.common.id_checks import check_ids_on_host
-from paged.kernels.common.torch_ops.rows import rms_norm, rotary_embedding
+from ...common.attention.latent_cache import PACKED_GROUP
+from ...common.cache_kinds import SMALLEST
+from ...common.fp8 import as_kernel_argument
+from ...common.id_checks import check_ids_on_host
+from ...common.torch_ops.rows import rms_norm, rotary_embedding
+from .reshape_and_cache import cast_to_cache
 
 
 def concat_and_cache_mla(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.cache_kinds import SMALLEST
-from paged.kernels.common.checks import NARROW_DTYPES
-from paged.kernels.common.fp8 import as_kernel_argument
-from paged.kernels.common.id_checks import check_ids_on_host
+from ...common.cache_kinds import SMALLEST
+from ...common.checks import NARROW_DTYPES
+from ...common.fp8 import as_kernel_argument
+from ...common.id_checks import check_ids_on_host
 
 
 def reshape_and_cache(

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.launch import launch, wait_for_inputs
+from ..compat import tl, triton
+from ..launch import launch, wait_for_inputs
 
 WORD_KEYS = tl.constexpr(64)
 # A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.attention.plan import MAX_HEAD_DIM
-from paged.kernels.common.cache_kinds import SMALLEST, cache_kind
-from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor
-from paged.kernels.common.errors import InvalidInputError
+from ..cache_kinds import SMALLEST, cache_kind
+from ..checks import check_last_dim_contiguous, check_tensor
+from ..errors import InvalidInputError
+from .plan import MAX_HEAD_DIM
 
 # A row of the published fp8 form (FlashMLA, vLLM's "fp8_ds_mla"): 512 e4m3 latents, a float32 scale for each 128 of
 # them, 64 bfloat16 rotated dimensions.

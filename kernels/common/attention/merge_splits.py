@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.attention.plan import AttentionPlan, AttentionSchedule, PlanShape, padded_head_dim
-from paged.kernels.common.attention.plan_kernel import SPLIT_TILE_SIZE
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of
-from paged.kernels.common.launch import Launch, strides, wait_for_inputs
+from ..compat import tl, triton
+from ..device import device_of
+from ..launch import Launch, strides, wait_for_inputs
+from .plan import AttentionPlan, AttentionSchedule, PlanShape, padded_head_dim
+from .plan_kernel import SPLIT_TILE_SIZE
 
 _LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)

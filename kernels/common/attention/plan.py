@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from paged.kernels.common.attention.keys import pack_mask
-from paged.kernels.common.attention.plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARPS, SPLIT_TILE_SIZE, _plan_kernel
-from paged.kernels.common.checks import check_tensor
-from paged.kernels.common.compat import triton
-from paged.kernels.common.device import device_of
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import launch
-from paged.kernels.common.scalars import as_int, shown
+from ..checks import check_tensor
+from ..compat import triton
+from ..device import device_of
+from ..errors import InvalidInputError
+from ..launch import launch
+from ..scalars import as_int, shown
+from .keys import pack_mask
+from .plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARPS, SPLIT_TILE_SIZE, _plan_kernel
 
 # A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
 # beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.

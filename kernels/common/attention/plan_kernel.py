@@ -16,9 +16,9 @@ tile, or a split: one of several equal ranges of a tile's key blocks, whose part
 
 from __future__ import annotations
 
-from paged.kernels.common.attention.keys import Window, visible_range
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.launch import wait_for_inputs
+from ..compat import tl, triton
+from ..launch import wait_for_inputs
+from .keys import Window, visible_range
 
 # Shares that are tried: none, and 15 from 1.4 to 0.12 of a perfectly even one. Simulated for 132 SMs and 32 query heads
 # on 8 KV heads (`bench.attention.schedule`), the worst of five mixed batches ends 8 % after perfect balance, with 8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.vectors import LANES, load_part, silu, store_part
+from . import kernel as nb
+from .launch import LoopLaunch
+from .vectors import LANES, load_part, silu, store_part
 
 
 @nb.device_function

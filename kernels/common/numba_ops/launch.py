@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.numba_ops.recording import recording
+from .recording import recording
 
 # Elements or multiplications that are worth a thread: starting and joining two threads takes 5 us.
 _WORK_OF_A_THREAD = 16384

@@ -8,10 +8,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops import tile_linear
-from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.vectors import HAS_BF16_PRODUCTS, OPERAND_SIZES, OUTPUTS, product_tile
+from . import kernel as nb
+from . import tile_linear
+from .launch import LoopLaunch
+from .vectors import HAS_BF16_PRODUCTS, OPERAND_SIZES, OUTPUTS, product_tile
 
 _tile_1, _tile_2, _tile_4 = product_tile(1), product_tile(2), product_tile(4)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import LoopLaunch
+from . import kernel as nb
+from .launch import LoopLaunch
 
 
 @nb.device_function

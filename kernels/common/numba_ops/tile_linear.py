@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops import tiles
-from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
-from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, TILE_ROWS, TILE_WORDS
-from paged.kernels.common.numba_ops.vectors import (
+from . import kernel as nb
+from . import tiles
+from .launch import SCRATCH, LoopLaunch
+from .tiles import TILE_COLUMNS, TILE_ROWS, TILE_WORDS
+from .vectors import (
     HAS_WIDE_VECTORS,
     LANES,
     OUTER_ROWS,

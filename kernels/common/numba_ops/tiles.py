@@ -15,8 +15,8 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 
-from paged.kernels.common.numba_ops.kernel import cpu_features
-from paged.kernels.common.numba_ops.vectors import (
+from .kernel import cpu_features
+from .vectors import (
     LANES,
     VECTOR,
     WORDS,

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from paged.kernels.common.numba_ops.kernel import EXP2_COEFFICIENTS, EXP2_RANGE, FASTMATH, cpu_features
+from .kernel import EXP2_COEFFICIENTS, EXP2_RANGE, FASTMATH, cpu_features
 
 LANES = 16
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)

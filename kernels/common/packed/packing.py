@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from ..checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from ..errors import InvalidInputError, UnsupportedError
 
 # Columns that 16 words of eight codes hold.
 UNIT = 128

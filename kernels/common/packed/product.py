@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.dot import dot
-from paged.kernels.common.fp8 import decode_e4m3
+from ..compat import tl, triton
+from ..dot import dot
+from ..fp8 import decode_e4m3
 
 
 @triton.jit

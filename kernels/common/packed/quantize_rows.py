@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from paged.kernels.common.cache_kinds import round_to_int8
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
-from paged.kernels.common.launch import Launch, wait_for_inputs
-from paged.kernels.common.packed.packing import FP8_BLOCK
+from ..cache_kinds import round_to_int8
+from ..compat import tl, triton
+from ..fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
+from ..launch import Launch, wait_for_inputs
+from .packing import FP8_BLOCK
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_x_row"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.device import backend, forward_backend, has_numba, wants_loops
+from ..device import backend, forward_backend, has_numba, wants_loops
 
 # PyTorch gives float32 to MKL. On one core of an AMD EPYC with AVX-512, for 32 to 2,048 rows, MKL reaches 60 to 87
 # GFLOP/s, oneDNN 110 to 180, and 135 to 200 with packed weights.
@@ -129,7 +129,7 @@ def _loops_of(weight: torch.Tensor) -> Any:
     is_wanted = weight.dtype == torch.bfloat16 or has_mkl(weight.dtype)
     if not is_wanted or weight.is_mkldnn or not (wants_loops() and has_numba()):
         return None
-    from paged.kernels.common.numba_ops import linear as loops
+    from ..numba_ops import linear as loops
 
     if not loops.takes(weight):
         return None

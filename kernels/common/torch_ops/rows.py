@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.id_checks import check_ids_on_host
+from ..id_checks import check_ids_on_host
 
 
 def rms_norm(

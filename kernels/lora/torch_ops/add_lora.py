@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paged.kernels.lora.batch import LoraBatch
-from paged.kernels.lora.weights import LoraWeights
+from ..batch import LoraBatch
+from ..weights import LoraWeights
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from paged.kernels.common.attention.latent_cache import index_keys
+from ...common.attention.latent_cache import index_keys
 
 # Float32 products of heads and keys in memory at once: 64 MB.
 _MAX_PRODUCTS = 1 << 24

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import torch
 
-from paged.kernels.common.attention.keys import NO_LIMIT
-from paged.kernels.common.attention.latent_cache import dequantized
-from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
-from paged.kernels.common.numba_ops.recording import recording
-from paged.kernels.mla.config import MlaCall
+from ...common.attention.keys import NO_LIMIT
+from ...common.attention.latent_cache import dequantized
+from ...common.id_checks import Sequences, check_sequences_on_host
+from ...common.numba_ops.recording import recording
+from ..config import MlaCall
 
 # Scores, or numbers of chosen keys, in memory at once: 16M float32 are 64 MB.
 _MAX_NUMBERS = 1 << 24

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops.kernel import (
+from ...common.numba_ops.kernel import (
     Kernel,
     bfloats,
     device_function,
@@ -18,9 +18,9 @@ from paged.kernels.common.numba_ops.kernel import (
     share,
     unpack,
 )
-from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.vectors import LANES, fill, load_part, multiply_add, store_part
-from paged.kernels.moe.torch_ops.fused_moe import SortedEntries
+from ...common.numba_ops.launch import LoopLaunch
+from ...common.numba_ops.vectors import LANES, fill, load_part, multiply_add, store_part
+from ..torch_ops.fused_moe import SortedEntries
 
 
 @device_function

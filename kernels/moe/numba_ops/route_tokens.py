@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops.kernel import (
+from ...common.numba_ops.kernel import (
     Kernel,
     as_float,
     bfloats,
@@ -19,9 +19,9 @@ from paged.kernels.common.numba_ops.kernel import (
     thread_index,
     unpack,
 )
-from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
-from paged.kernels.common.numba_ops.vectors import LOG2_E
-from paged.kernels.moe.routing import Routing
+from ...common.numba_ops.launch import SCRATCH, LoopLaunch
+from ...common.numba_ops.vectors import LOG2_E
+from ..routing import Routing
 
 _LOG2_E = np.float32(LOG2_E)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paged.kernels.common.torch_ops.rows import gated_activation
-from paged.kernels.moe.torch_ops.fused_moe import sort_entries
-from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
+from ...common.torch_ops.rows import gated_activation
+from .fused_moe import sort_entries
+from .moe_align_block_size import expert_rows
 
 # Of rows [num_rows, in_features] with an expert's weights, plus its bias or None.
 Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

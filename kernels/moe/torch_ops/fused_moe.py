@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.device import loops_of
-from paged.kernels.common.packed.packing import FP8_BLOCK
-from paged.kernels.common.packed.torch_ops.product import quantized_product, rounded_groups
-from paged.kernels.common.torch_ops import linear as linear_op
-from paged.kernels.common.torch_ops.rows import gated_activation
-from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
-from paged.kernels.moe.weights import ExpertLinear, MoeCall
+from ...common.device import loops_of
+from ...common.packed.packing import FP8_BLOCK
+from ...common.packed.torch_ops.product import quantized_product, rounded_groups
+from ...common.torch_ops import linear as linear_op
+from ...common.torch_ops.rows import gated_activation
+from ..weights import ExpertLinear, MoeCall
+from .moe_align_block_size import expert_rows
 
 # Entries up to which each has products of its own, without loops. On 2 cores 4 of 512 x 256 take 86 us instead of 126
 # sorted, 16 in float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.

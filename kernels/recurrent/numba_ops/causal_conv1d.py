@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
-from paged.kernels.common.numba_ops.vectors import LOG2_E
-from paged.kernels.recurrent.metadata import RecurrentBatch
+from ...common.numba_ops import kernel as nb
+from ...common.numba_ops.launch import SCRATCH, LoopLaunch
+from ...common.numba_ops.vectors import LOG2_E
+from ..metadata import RecurrentBatch
 
 
 @nb.device_function

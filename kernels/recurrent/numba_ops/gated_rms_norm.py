@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.vectors import LOG2_E
+from ...common.numba_ops import kernel as nb
+from ...common.numba_ops.launch import LoopLaunch
+from ...common.numba_ops.vectors import LOG2_E
 
 
 @nb.device_function

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
+from ...common.numba_ops import kernel as nb
+from ...common.numba_ops.launch import SCRATCH, LoopLaunch
 
 
 @nb.device_function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paged.kernels.recurrent.metadata import RecurrentBatch
+from ..metadata import RecurrentBatch
 
 
 def causal_conv1d(

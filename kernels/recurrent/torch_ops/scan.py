@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paged.kernels.recurrent.metadata import CHUNK_SIZE, RecurrentBatch, Rings, Row
+from ..metadata import CHUNK_SIZE, RecurrentBatch, Rings, Row
 
 
 def gated_delta_rule(

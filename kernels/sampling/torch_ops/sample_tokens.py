@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.sampling.penalties import Penalties
-from paged.kernels.sampling.torch_ops.greedy_argmax import greedy_argmax
-from paged.kernels.sampling.torch_ops.noise import exponential
+from ..penalties import Penalties
+from .greedy_argmax import greedy_argmax
+from .noise import exponential
 
 # A token's mass is a multiple of 2^-42: see `kernels.sampling.row_functions`.
 _MASS_ONE = 2.0**42

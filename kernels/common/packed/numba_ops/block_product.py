@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
-from paged.kernels.common.packed.numba_ops.block_tiles import BLOCK, int4_tile, int8_tile
-from paged.kernels.common.packed.numba_ops.product import exact, round_row_to_int8, scale_row
+from ...numba_ops import kernel as nb
+from ...numba_ops.launch import SCRATCH, LoopLaunch
+from .block_tiles import BLOCK, int4_tile, int8_tile
+from .product import exact, round_row_to_int8, scale_row
 
 # Columns of int8 weights are stored as a multiple.
 _COLUMNS = 64

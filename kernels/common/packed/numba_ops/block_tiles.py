@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from paged.kernels.common.numba_ops.vectors import (
+from ...numba_ops.vectors import (
     LANES,
     VECTOR,
     WORDS,

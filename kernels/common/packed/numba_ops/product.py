@@ -8,8 +8,8 @@ import numba
 import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops import kernel as nb
-from paged.kernels.common.numba_ops.launch import LoopLaunch
+from ...numba_ops import kernel as nb
+from ...numba_ops.launch import LoopLaunch
 
 # As PyTorch computes: with the reciprocal of a scale, other values are ties; with a product and sum in one, other bits.
 # Left out, the option would be the caller's.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.packed.packing import E2M1, unpack_codes, unpack_pairs
-from paged.kernels.common.torch_ops.linear import linear
+from ...torch_ops.linear import linear
+from ..packing import E2M1, unpack_codes, unpack_pairs
 
 # Weights that are unpacked at once: 4 MB in float32, which stay in a core's cache until they are multiplied.
 _TILE = 1 << 20
