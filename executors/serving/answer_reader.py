@@ -21,6 +21,7 @@ _Reading = Generator[None, None, T]
 """A part of the reading that returns T; each `yield` waits for more text."""
 
 _LONGEST_NAME = 256
+_LONGEST_LITERAL = 1 << 14  # characters; Python reads so many in 50 ms
 _NAME = re.compile(r"[\w.:/-]+")
 _PIECES = re.compile(r"(\s+|\{\w+\})")
 _BETWEEN_CALLS = " \t\r\n;,]"
@@ -558,7 +559,7 @@ def _dumps(text: str) -> str:
 def _as_json(text: str, *, is_known: bool) -> str:
     """Return a value as JSON; is_known: whether its schema is, so that None and others of Python are no texts."""
     readers: list[Callable[[str], Any]] = [json.loads]
-    if is_known:
+    if is_known and len(text) <= _LONGEST_LITERAL:
         readers.append(ast.literal_eval)
     for read in readers:
         try:
