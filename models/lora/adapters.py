@@ -210,7 +210,7 @@ class LoraAdapters:
                 self._kv_manager.forget_namespace(namespace)
 
     def _with_stamp(self, namespace: Hashable) -> Hashable:
-        adapter = self._loaded.get(_owner(namespace))
+        adapter = self.loaded.get(_owner(namespace))
         return namespace if adapter is None else (namespace, adapter.stamp)
 
     def _write(self, slot: int, changes: dict[tuple[Linear, int], LowRank]) -> None:
