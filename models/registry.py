@@ -164,7 +164,7 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     with ranks.apart():
         if isinstance(config, ModuleConfig):
-            network = _load_module(config, folder, dtype, kv_cache_dtype, given, ranks)
+            network = _load_module(config, folder, dtype, given, ranks)
         else:
             network = load_network(
                 network_class,
@@ -269,7 +269,6 @@ def _load_module(
     config: ModuleConfig,
     folder: Path,
     dtype: torch.dtype,
-    kv_cache_dtype: torch.dtype,
     given: LoadOptions,
     ranks: Ranks,
 ) -> Llama:
@@ -280,7 +279,6 @@ def _load_module(
         "tensor_parallel_size": ranks.size > 1,
         "cuda_graphs": bool(given.cuda_graphs) and given.device.type == "cuda",
         "draft": given.draft is not None,
-        "kv_cache_dtype": kv_cache_dtype != dtype,
     }
     for name, is_given in refused.items():
         if is_given:

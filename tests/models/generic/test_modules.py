@@ -113,6 +113,15 @@ def test_it_equals_a_family(name: str, form: str | None, tmp_path: Path) -> None
     assert_same_logits(all_logits(module, prompt, (20,)), all_logits(family, prompt, (20,)))
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
+def test_a_cache_of_8_bits_is_that_of_a_family(kv_cache_dtype: str, llama_folder: Path) -> None:
+    options: dict[str, Any] = {"num_blocks": 16, "kv_cache_dtype": kv_cache_dtype}
+    family = load_model(llama_folder, **options)
+    module = load_model(llama_folder, model_impl="transformers", **options)
+    prompt, counts = tokens(20), (12, 7, 1)
+    assert_same_logits(all_logits(module, prompt, counts), all_logits(family, prompt, counts))
+
+
 @pytest.mark.parametrize(("name", "expected"), [("llama", (15, 5, 0)), ("mixtral", (9, 5, 2))])
 @pytest.mark.parametrize("form", [None, "int8"])
 def test_layers_are_replaced(name: str, expected: tuple[int, int, int], form: str | None, tmp_path: Path) -> None:
@@ -154,7 +163,6 @@ def test_a_wrong_window_fails_the_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"draft": "mtp"}, "draft"),
         ({"model_impl": "native"}, "architectures ['OPTForCausalLM'] are unknown; unlike a Llama"),
     ],
