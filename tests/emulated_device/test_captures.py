@@ -1,10 +1,22 @@
 """What captures and replays must not do: each planted, beside what they may."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+import paged
+from paged import UnsupportedError
+from paged.bench.operations import DEFINITIONS, map_tensors
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.planted import captured, double, kinds
+from tests.interop.test_custom_ops import small_call
+from tests.operations import OPERATIONS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+ROWS = dict(re.findall(r"^\| `(\w+)` \| yes \| yes \| (yes|no) \|", PAGE.read_text(), re.MULTILINE))
 
 
 def test_a_capture_runs_nothing_and_a_replay_all(cuda: EmulatedCuda) -> None:
@@ -97,3 +109,29 @@ def test_work_leaves_the_capture(leaves: bool, cuda: EmulatedCuda) -> None:
 
     captured(run)
     assert kinds(cuda) == (["outside the capture"] if leaves else [])
+
+
+def test_the_page_lists_every_operation() -> None:
+    assert ROWS.keys() == set(OPERATIONS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_graph_gives_what_the_call_gives(name: str, cuda: EmulatedCuda) -> None:
+    """As the page says: a replay gives the call's results, or the capture is refused."""
+    arguments = map_tensors(lambda tensor: tensor.to("cuda"), small_call(name, torch.device("cpu")))
+    expected = DEFINITIONS[name].call(map_tensors(torch.clone, arguments))  # also compiles
+    returned: list[Any] = []
+
+    def run() -> None:
+        returned.append(getattr(paged, name)(**arguments))
+
+    if ROWS[name] == "no":
+        with pytest.raises(UnsupportedError, match="capture of a CUDA graph"):
+            captured(run)
+        return
+    captured(run).replay()
+    assert kinds(cuda) == []
+    found = DEFINITIONS[name].results(arguments, returned[0])
+    for result, want in expected.items():
+        assert torch.equal(found[result].double().nan_to_num(7), want.double().nan_to_num(7)), result

@@ -31,7 +31,7 @@ def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _arguments(name: str, device: torch.device) -> Arguments:
+def small_call(name: str, device: torch.device) -> Arguments:
     """One call of every operation, by name."""
 
     def randn(*size: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _with_out(name: str, arguments: Arguments) -> Arguments:
 
 def _variants(name: str, device: torch.device) -> Iterator[Arguments]:
     """Calls of an operation that take other ways through it."""
-    arguments = _arguments(name, device)
+    arguments = small_call(name, device)
     yield arguments
     if name in OUT:
         yield _with_out(name, arguments)
@@ -119,7 +119,7 @@ def _called(function: Callable[..., Any], arguments: Arguments) -> list[torch.Te
 def test_registration(name: str, checks: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     operation, _, is_int8 = name.removesuffix("_out").partition(" of ")
-    arguments = _arguments(operation, device)
+    arguments = small_call(operation, device)
     if name.endswith("_out"):
         arguments = _with_out(operation, arguments)
     if is_int8:
