@@ -14,8 +14,8 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import CheckpointError
 from paged.kernels.common.scalars import shown
 from paged.models.generic.config import ModuleConfig
-from paged.models.generic.interface import EXPERTS, PAGED
-from paged.models.generic.network import ModuleNetwork
+from paged.models.generic.interface import EXPERTS, PAGED, attention_of_text
+from paged.models.generic.network import ModuleNetwork, drop_unused
 from paged.models.loading.weights import read_headers
 from paged.models.module_check import check_module
 from paged.printable import one_line
@@ -44,7 +44,7 @@ def load_module_network(
                 folder,
                 config=config.config,
                 dtype=dtype,
-                attn_implementation=PAGED,
+                attn_implementation=attention_of_text(config.config, PAGED),
                 experts_implementation=EXPERTS,
                 use_safetensors=True,
                 local_files_only=True,
@@ -56,6 +56,7 @@ def load_module_network(
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := report.get(kind):
             raise CheckpointError(f"{folder}: {kind.replace('_keys', '')} tensors {shown(sorted(map(str, names))[:4])}")
+    drop_unused(module, config.unused)
     module.eval().requires_grad_(False).to(device)
     check_module(config, module, cache_config)
     _LOG.warning("%s: no family here; transformers' own %s runs over the paged cache", folder, config.architecture)

@@ -43,6 +43,7 @@ _KV = re.compile(r"self_attn\.[kv]_")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\.")
 _STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(?:gate_)?up_proj")
 _WHOLE_CONV = re.compile(r"model\.layers\.\d{1,9}\.linear_attn\.conv1d\.weight")
+_BODY_MODULE = re.compile(r"model\.\w+\.(?:weight|bias)\w*")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -147,9 +148,17 @@ def text_name(network_class: type[Llama], config: DecoderConfig, prefix: TextPre
     if inner_name is None:
         return None
     inner_name = _rename(network_class, inner_name)
-    if config.wrapper and not prefix.stored and not inner_name.startswith(("model.", *BESIDE_BODY)):
+    if config.wrapper and not prefix.stored and _is_beside_layers(inner_name):
         return None
     return inner_name
+
+
+def _is_beside_layers(name: str) -> bool:
+    """Return whether a tensor is of another part, in a checkpoint whose text model has no prefix of its own.
+
+    DeepSeek-OCR keeps its towers beside `model.layers`. A text model's own modules there have no modules inside.
+    """
+    return not name.startswith(("model.layers.", *BESIDE_BODY)) and not _BODY_MODULE.fullmatch(name)
 
 
 def text_tensors(network_class: type[Llama], config: DecoderConfig, stored: StoredTensors) -> StoredTensors:

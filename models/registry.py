@@ -24,7 +24,7 @@ from paged.kernels.common.scalars import shown
 from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.cohere import COHERE
-from paged.models.families.deepseek import DEEPSEEK
+from paged.models.families.deepseek import DEEPSEEK, DEEPSEEK_PARTS
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
 from paged.models.families.experts import EXPERT_PARTS, EXPERTS
@@ -69,7 +69,7 @@ ALIASES = {
 }
 
 # Families that are only text parts of multimodal models, by model_type.
-TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS)}
+TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS)}
 
 # On a CPU, the cache's default size: this many sequences of full length, but at most this many bytes.
 _CPU_SEQUENCES = 4

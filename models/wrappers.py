@@ -22,6 +22,7 @@ WRAPPERS = {
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Glm4vForConditionalGeneration": "glm4v_text",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
+    "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "InternVLForConditionalGeneration": "qwen2",
     "Llama4ForConditionalGeneration": "llama4_text",
     "LlavaForConditionalGeneration": "llama",
@@ -37,8 +38,38 @@ WRAPPERS = {
 _FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 # Sections of the text model; the others are those of authors' own code.
 _SECTIONS = ("text_config", "language_config", "llm_config")
-# Text models that are another family by another name.
-_TYPES = {"kimi_k2": "deepseek_v3"}
+# Text models that are another family by another name, and their values for keys that a config.json omits.
+TYPES: dict[str, tuple[str, dict[str, float]]] = {
+    "exaone4_5_text": ("exaone4", {}),  # as first published
+    "gemma4_unified_text": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
+    ),
+    "kimi_k2": ("deepseek_v3", {}),
+    "qwen2_5_omni_text": (
+        "qwen2_5_vl_text",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18_944,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "qwen3_omni_moe_text": (
+        "qwen3_moe",
+        {
+            "intermediate_size": 18_944,
+            "norm_topk_prob": True,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "rope_theta": 1e6,
+            "vocab_size": 3584,
+        },
+    ),
+}
 # Their forward is not their text model's, and why.
 _OTHER_FORWARDS = {
     "PI0ForConditionalGeneration": "the tokens of a prompt see each other both ways",
@@ -52,7 +83,7 @@ _PLAIN_HEADS = frozenset(
     Mistral3ForConditionalGeneration""".split()
 )
 # Theirs have both.
-_SCALED_HEADS = frozenset(("Gemma4ForConditionalGeneration",))
+_SCALED_HEADS = frozenset(("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"))
 
 
 def wrapper_of(hf: HfConfig, names: list[str]) -> str | None:
@@ -86,9 +117,13 @@ def text_part(
         text = hf.overridden({"model_type": WRAPPERS[wrapper]})
     model_type = "none"
     family = None
+    defaults: dict[str, float] = {}
     if text is not None:
         model_type = text.text("model_type", WRAPPERS.get(wrapper, "none"))
-        family = families.get(_TYPES.get(model_type, model_type))
+        if text.values.get("use_mla") is False:
+            model_type = "deepseek_ocr2_text"  # published as a DeepSeek-V2
+        family_type, defaults = TYPES.get(model_type, (model_type, {}))
+        family = families.get(family_type)
         for name in text.items("architectures", str):
             family = family or architectures.get(name)
     if text is None or family is None:
@@ -98,7 +133,7 @@ def text_part(
     # Settings of the complete model take precedence. If none ties the head, it is tied unless it has weights.
     outer = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
     tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
-    return family, HfConfig({**text.values, **outer, **tied, "model_type": family.model_type}, text.source)
+    return family, HfConfig({**defaults, **text.values, **outer, **tied, "model_type": family.model_type}, text.source)
 
 
 def wrapped(config: DecoderConfig, wrapper: str, source: str) -> DecoderConfig:
@@ -118,6 +153,9 @@ def wrapped(config: DecoderConfig, wrapper: str, source: str) -> DecoderConfig:
 
 
 def _section(hf: HfConfig) -> HfConfig | None:
+    thinker = hf.values.get("thinker_config")
+    if isinstance(thinker, dict):  # Qwen's Omni models, whose talker makes speech
+        hf = HfConfig(thinker, f"{hf.source}: thinker_config")
     for key in _SECTIONS:
         if isinstance(hf.values.get(key), dict):
             return hf.section(key)

@@ -11,7 +11,7 @@ from paged.kernels.common.scalars import shown
 from paged.models.families.dense import query_growth
 from paged.models.families.llama import family
 from paged.models.families.sigmoid_experts import after_dense, by_mlp_layer_types, grouped_experts, sigmoid_experts
-from paged.models.layers.config import IndexConfig, LatentConfig
+from paged.models.layers.config import IndexConfig, LatentConfig, MoeConfig
 from paged.models.layers.decoder_config import count_layers, moe_config
 from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig
@@ -55,6 +55,23 @@ def _latent_attention(hf: HfConfig, index: IndexConfig | None = None) -> dict[st
 
 def _deepseek_v2(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek-V2 and V2-Lite (2024): softmax routing, for some from the best groups, and shared experts."""
+    return dict(
+        **_latent_attention(hf),
+        rope=rope_config(hf, interleaved=True),
+        mlp_bias=hf.flag("mlp_bias"),
+        moe=after_dense(hf, _softmax_experts(hf)),
+    )
+
+
+def _deepseek_ocr(hf: HfConfig) -> dict[str, Any]:
+    """DeepSeek-OCR (2025), DeepSeek-VL2-Tiny (2024): experts of DeepSeek-V2, attention of Llama."""
+    for key in ("use_mla", "v_head_dim", "rm_head"):
+        hf.choice(key, False, 0)
+    hf.choice("lm_head", True)
+    return {"mlp_bias": hf.flag("mlp_bias"), "moe": by_mlp_layer_types(hf, _softmax_experts(hf))}
+
+
+def _softmax_experts(hf: HfConfig) -> MoeConfig:
     method = hf.choice("topk_method", "greedy", "group_limited_greedy")
     hf.choice("scoring_func", "softmax")
     hf.choice("norm_topk_prob", False)
@@ -62,7 +79,7 @@ def _deepseek_v2(hf: HfConfig) -> dict[str, Any]:
     for key, name in (("n_group", "num_expert_groups"), ("topk_group", "topk_groups")):
         if hf.value(key) is not None and method == "group_limited_greedy":
             groups[name] = hf.integer(key)
-    moe = moe_config(
+    return moe_config(
         hf,
         size_key="moe_intermediate_size",
         count_key="n_routed_experts",
@@ -71,12 +88,6 @@ def _deepseek_v2(hf: HfConfig) -> dict[str, Any]:
         routed_scaling_factor=hf.number("routed_scaling_factor"),
         shared_size=hf.integer("moe_intermediate_size") * hf.integer("n_shared_experts"),
         **groups,
-    )
-    return dict(
-        **_latent_attention(hf),
-        rope=rope_config(hf, interleaved=True),
-        mlp_bias=hf.flag("mlp_bias"),
-        moe=after_dense(hf, moe),
     )
 
 
@@ -186,3 +197,5 @@ DEEPSEEK = {
     "MiniCPM3ForCausalLM": family("minicpm3", _minicpm3),
     "Mistral4ForCausalLM": family("mistral4", _mistral4),
 }
+# A text part of multimodal models that has no architecture of its own.
+DEEPSEEK_PARTS = (family("deepseek_ocr2_text", _deepseek_ocr),)

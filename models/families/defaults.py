@@ -1,4 +1,9 @@
-"""Values for keys that a config.json omits: by family, as in transformers 5.23."""
+"""Values for keys that a config.json omits: by family, as in transformers 5.23.
+
+They are not read from transformers, because a checkpoint must mean the same where it is not installed. No key can be
+required: transformers 4 wrote of a text_config only what differs from these values, such as the vocabulary's size of
+llava-hf/llava-1.5-7b-hf.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "arcee": (32_000, 2560, 18_432, 32, 32, None, None, 4096, 1e-5, 1e4),
     "cohere": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 5e5),
     "cohere2": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 1e4),
+    "deepseek_ocr2_text": (102_400, 4096, 11_008, 32, 32, None, None, 2048, 1e-6, 1e4),
     "deepseek_v2": (102_400, 4096, 11_008, 32, 32, None, None, 2048, 1e-6, 1e4),
     "deepseek_v3": (129_280, 7168, 18_432, 61, 128, 128, None, 4096, 1e-6, 1e4),
     "deepseek_v32": (129_280, 7168, 18_432, 61, 128, 128, None, 163_840, 1e-6, 1e4),
@@ -42,6 +48,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "glm4_moe": (151_552, 4096, 10_944, 46, 96, 8, None, 131_072, 1e-5, 1e4),
     "glm4v_moe_text": (151_424, 4096, 10_944, 46, 96, 8, None, 65_536, 1e-5, 1e4),
     "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2, None, 32_768, 1e-5, 1e4),
+    "glm_ocr_text": (59_392, 1024, 4096, 16, 16, 8, None, 131_072, 1e-5, 1e4),
     "gpt_oss": (201_088, 2880, 2880, 36, 64, 8, 64, 131_072, 1e-5, 150_000.0),
     "granite": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "granitemoe": (*_LLAMA_4K, 2048, 1e-6, 1e4),
@@ -146,6 +153,10 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {
         "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "sliding_window": 4096,
         "sliding_window_pattern": 4,
+    },
+    "deepseek_ocr2_text": {
+        "first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2, "topk_method": "greedy",
+        "routed_scaling_factor": 1.0, "moe_intermediate_size": 1407,
     },
     "deepseek_v2": {
         **_LATENT, "first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2, "topk_method": "greedy",

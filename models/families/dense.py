@@ -156,6 +156,12 @@ def _glm4v(hf: HfConfig) -> dict[str, Any]:
     return dict(**_glm_fields(hf), **_GLM4_NORMS, qkv_bias=True)
 
 
+def _glm_ocr(hf: HfConfig) -> dict[str, Any]:
+    """Text part of GLM-OCR (GLM Team, 2026): that of GLM-4.1V without biases."""
+    num_mtp_layers = hf.integer("num_nextn_predict_layers", 0, least=0)
+    return dict(**_glm_fields(hf), **_GLM4_NORMS, qkv_bias=False, num_mtp_layers=num_mtp_layers)
+
+
 def _glm_fields(hf: HfConfig) -> dict[str, Any]:
     return {"rope": rope_config(hf, is_partial=True, interleaved=True), "o_bias": False, "fused_mlp": True}
 
@@ -338,6 +344,7 @@ DENSE = {
 # Text parts of multimodal models that have no architecture of their own.
 DENSE_PARTS = (
     family("glm4v_text", _glm4v),
+    family("glm_ocr_text", _glm_ocr),
     family("qwen2_vl_text", _qwen2),
     family("qwen2_5_vl_text", _qwen2),
     family("qwen3_vl_text", lambda hf: {"qk_norm": "head"}),  # Qwen3 without windows (Qwen Team, 2025)

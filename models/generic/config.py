@@ -19,6 +19,7 @@ class ModuleConfig(DecoderConfig):
         decoder: name of the module that makes final hidden states of token ids.
         layers: name of the list of layers.
         linears: names of the linear layers whose weights no other code reads.
+        unused: names of the modules that text does not need, such as a vision tower.
     """
 
     architecture: str
@@ -28,3 +29,4 @@ class ModuleConfig(DecoderConfig):
     decoder: str
     layers: str
     linears: tuple[str, ...]
+    unused: tuple[str, ...]

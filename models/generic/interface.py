@@ -36,6 +36,22 @@ def register() -> None:
     AttentionMaskInterface.register(RECORDING, _recorded_mask)
 
 
+def attention_of_text(config: Any, name: str) -> str | dict[str, str]:
+    """Return an attention function's name for a model's text part, and transformers' own for its other parts.
+
+    config: transformers' configuration. Some vision towers choose a class by the name, and know only transformers' own.
+    """
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return name
+    names = {"": name}
+    for key in config.sub_configs:
+        section = getattr(config, key, None)
+        if section is not None:
+            names[key] = name if section is text else "eager"
+    return names
+
+
 @dataclass
 class Step:
     """The step that runs, shared by a network's attention layers."""

@@ -16,7 +16,7 @@ from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.llama import Llama
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.experts import ModuleExperts
-from paged.models.generic.interface import PAGED, PagedLayer, Step
+from paged.models.generic.interface import PAGED, PagedLayer, Step, attention_of_text
 from paged.models.generic.layers import ModuleLinear, use_our_layers
 from paged.models.generic.probe import build
 from paged.models.layers.attention import HeldCaches
@@ -42,6 +42,7 @@ class ModuleNetwork(Llama):
             raise UnsupportedError(f"tensor_parallel_size: {share.size}, expected 1 for transformers' own module")
         if module is None:
             module = build(config.model_class, config.config, PAGED)
+            drop_unused(module, config.unused)
         else:
             use_our_layers(module, config.linears, next(module.parameters()).dtype)
         self.config = self.own_config = config
@@ -53,7 +54,7 @@ class ModuleNetwork(Llama):
         self._packed_embedding = None
         # Never None: then `pack` would pack the embedding.
         self.lm_head: Any = module.get_output_embeddings() or nn.Identity()
-        module.set_attn_implementation(PAGED)
+        module.set_attn_implementation(attention_of_text(config.config, PAGED))
         self._attentions = [module.get_submodule(name) for name in config.places]
         self.decoder = module.get_submodule(config.decoder)
         self._decoder_layers = module.get_submodule(config.layers)
@@ -147,6 +148,12 @@ class ModuleNetwork(Llama):
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
         raise UnsupportedError("kv_cache_dtype: scales of a checkpoint need a family")
+
+
+def drop_unused(module: nn.Module, names: Sequence[str]) -> None:
+    """Free the weights of modules that text does not need."""
+    for name in names:
+        module.set_submodule(name, nn.Module())
 
 
 class GivenHidden(nn.Module):

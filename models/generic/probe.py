@@ -15,7 +15,15 @@ from torch import nn
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.attention.plan import MAX_HEAD_DIM
 from paged.models.generic.config import ModuleConfig
-from paged.models.generic.interface import EXPERTS, RECORDING, AttentionCall, Calls, register, unexpected_options
+from paged.models.generic.interface import (
+    EXPERTS,
+    RECORDING,
+    AttentionCall,
+    Calls,
+    attention_of_text,
+    register,
+    unexpected_options,
+)
 from paged.models.generic.layers import WATCHED
 from paged.models.layers.config import AttentionConfig, NormConfig
 from paged.models.loading.hf_config import HfConfig
@@ -84,7 +92,10 @@ def build(model_class: Any, config: Any, attention: str) -> nn.Module:
     if hasattr(model_class, "_from_config"):
         with torch.device("meta"):
             module: nn.Module = model_class._from_config(
-                config, attn_implementation=attention, experts_implementation=EXPERTS, dtype=torch.float32
+                config,
+                attn_implementation=attention_of_text(config, attention),
+                experts_implementation=EXPERTS,
+                dtype=torch.float32,
             )
             return module.eval()
     raise UnsupportedError("not a model of transformers")
@@ -105,6 +116,7 @@ class _Probe:
         self.hidden: torch.Tensor | None = None
         self.decoder = ""
         self.linears: list[str] = []
+        self.called: set[str] = set()
         self.max_positions = self._max_positions()
         self.num_tokens = min(_NUM_TOKENS, self.max_positions)
 
@@ -143,6 +155,7 @@ class _Probe:
             decoder=self.decoder,
             layers=layers,
             linears=tuple(self.linears),
+            unused=tuple(self._unused(layers)),
         )
 
     def _run(self) -> tuple[torch.Tensor, list[AttentionCall]]:
@@ -171,6 +184,7 @@ class _Probe:
 
         def before(module: nn.Module, *_: Any) -> None:
             counts[self.names[id(module)]] = len(calls.calls)
+            self.called.add(self.names[id(module)])
 
         def after(module: nn.Module, _: Any, __: Any, output: Any) -> None:
             name = self.names[id(module)]
@@ -186,6 +200,22 @@ class _Probe:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _unused(self, layers: str) -> list[str]:
+        """Return the names of the largest modules with weights outside of `layers` that were not called.
+
+        Of a multimodal model only. `check_module` runs without them: code that reads their attributes fails there.
+        """
+        unused: list[str] = []
+        if self.text is self.hf_config:
+            return unused
+        for name, part in self.module.named_modules():
+            inside = name.startswith((f"{layers}.", *(f"{other}." for other in unused)))
+            has_called = any(other == name or other.startswith(f"{name}.") for other in self.called)
+            has_weights = next(part.parameters(), None) is not None
+            if name and has_weights and not inside and not has_called:
+                unused.append(name)
+        return unused
 
     def _layers(self, places: list[str]) -> str:
         """Return the name of the list of layers, each of which must call attention, and none of which twice."""

@@ -13,7 +13,12 @@ from paged.printable import one_line
 _LATER_LAYER = re.compile(r"(?:^|\.)layers\.[1-9]\d*\.")
 # What a model may keep beside the body whose prefix it is: the LM head and multi-token layers.
 BESIDE_BODY = ("lm_head.", "mtp.")
+_BESIDE = re.compile(r"((?:.*?\.)?)(?:lm_head|mtp)\.")
 _EMBEDDING = "model.embed_tokens"
+# Longest name of an embedding, in words: "model.embed_tokens.weight".
+_MOST_WORDS = 3
+# Models have up to three: a thinker, a talker and the talker's predictor of codes.
+_MOST_EMBEDDINGS = 16
 
 
 class TextPrefix(NamedTuple):
@@ -30,11 +35,9 @@ class TextPrefix(NamedTuple):
         """Return a stored name as a checkpoint of the text model alone has it; None for other parts' tensors."""
         if name.startswith(self.stored):
             return self.ours + name.removeprefix(self.stored)
-        if self.ours:
-            for outer in _dotted_prefixes(self.stored):
-                rest = name.removeprefix(outer)
-                if name.startswith(outer) and rest.startswith(BESIDE_BODY):
-                    return rest
+        beside = _BESIDE.match(name) if self.ours else None
+        if beside is not None and self.stored.startswith(beside[1]):
+            return name.removeprefix(beside[1])
         return None
 
 
@@ -48,12 +51,15 @@ def find_text_prefix(
         rename: returns the family's name of a name in a checkpoint of the text model alone.
 
     Raises:
-        CheckpointError: two prefixes have equally many.
+        CheckpointError: two prefixes have equally many, or there are more than 16 embeddings.
     """
     names = [name for name in stored_names if not _LATER_LAYER.search(name)]
     modules = {_module(name) for name in expected_names if not _LATER_LAYER.search(name)}
     counts: dict[TextPrefix, int] = {}
-    for prefix in _with_embedding(names, rename):
+    prefixes = _with_embedding(names, rename)
+    if len(prefixes) > _MOST_EMBEDDINGS:
+        raise CheckpointError(f"text model: {len(prefixes)} embeddings, expected at most {_MOST_EMBEDDINGS}")
+    for prefix in prefixes:
         matched = set()
         for name in names:
             text_name = prefix.strip(name)
@@ -76,24 +82,15 @@ def _with_embedding(names: Sequence[str], rename: Callable[[str], str]) -> list[
     """Return all prefixes under which an embedding stands."""
     prefixes: dict[TextPrefix, None] = {}
     for name in names:
-        for outer in _dotted_prefixes(name):
-            rest = name.removeprefix(outer)
+        words = name.split(".")
+        for count in range(1, min(len(words), _MOST_WORDS) + 1):
+            rest = ".".join(words[-count:])
+            outer = name.removesuffix(rest)
             for ours in ("", "model."):
                 # Without a prefix, the name is the text model's own.
                 if (outer or not ours) and _module(rename(ours + rest)) == _EMBEDDING:
                     prefixes[TextPrefix(outer, ours)] = None
     return list(prefixes)
-
-
-def _dotted_prefixes(name: str) -> list[str]:
-    """Return the beginnings of a name that end in a dot, shorter than the name, and the empty one."""
-    words = name.split(".")
-    prefixes = [""]
-    for end in range(1, len(words)):
-        prefix = ".".join(words[:end]) + "."
-        if prefix != name:
-            prefixes.append(prefix)
-    return prefixes
 
 
 def _module(name: str) -> str:

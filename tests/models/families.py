@@ -296,7 +296,10 @@ VARIANTS = Families(
 )
 # Text parts of models that read pictures, by transformers' name of these.
 PARTS = Families(
+    deepseek_ocr2="""DeepseekOcr2Text routed_experts n_shared_experts=2 mlp_layer_types=['dense','sparse']
+        routed_scaling_factor=1.5 n_group=4 topk_group=2 topk_method='group_limited_greedy'""",
     glm4v="Glm4vText half_mrope head_dim=16 pad_token_id=0",
+    glm_ocr="GlmOcrText half_mrope head_dim=16 pad_token_id=0",
     glm4v_moe="Glm4vMoeText half_mrope head_dim=16 routed_experts n_group=4 topk_group=2",
     internvl="Qwen3",
     llava="Mistral window",
@@ -311,6 +314,8 @@ PARTS = Families(
 )
 VISION = """depth=1 embed_dim=32 hidden_size=32 intermediate_size=32 num_heads=2 num_attention_heads=2 image_size=28
     num_hidden_layers=1 patch_size=14 deepstack_visual_indexes=[0]"""
+_SAM = """hidden_size=32 output_channels=16 num_hidden_layers=1 num_attention_heads=2 image_size=64
+    global_attn_indexes=[0] downsample_channels=[16,64] mlp_dim=32"""
 # Blocks of 128 in both directions, and projections of two and three of them side by side.
 _WIDE = "hidden_size=256 intermediate_size=384 num_hidden_layers=1 head_dim=64"
 PACKABLE = Families(
@@ -355,6 +360,8 @@ def with_pictures(name: str, text: dict[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     vision = options(VISION) | ({"model_type": "clip_vision_model"} if name == "llava" else {})
+    if name == "deepseek_ocr2":
+        vision = {"sam_config": options(_SAM), "encoder_config": options(f"{_SIZES} num_hidden_layers=1")}
     return CONFIG_MAPPING[name](text_config=text, vision_config=vision)
 
 

@@ -20,9 +20,8 @@ _TITLE = "## Every decoder of transformers\n"
 _LONGEST = 110
 
 
-def results() -> dict[str, str]:
-    """Return "native", "generic", "refused: reason" or "unbuilt: reason" of every class, from a run of all."""
-    names = decoders()
+def results(names: list[str]) -> dict[str, str]:
+    """Return "native", "generic", "refused: reason" or "unbuilt: reason" of classes, from a run of all."""
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(names, map(_short, pool.map(result_of, names)), strict=True))
 
@@ -70,7 +69,7 @@ def _short(result: str) -> str:
 
 def main(arguments: list[str]) -> None:
     if arguments == ["--run"]:
-        RESULTS.write_text("".join(f"{name} {result}\n" for name, result in results().items()))
+        RESULTS.write_text("".join(f"{name} {result}\n" for name, result in results(decoders()).items()))
     PAGE.write_text(page())
 
 

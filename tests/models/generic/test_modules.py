@@ -23,6 +23,7 @@ from paged.models.registry import cache_config, load_model
 from tests.backends import needs_numba
 from tests.models.edits import edit_config
 from tests.models.families import FAMILIES, Families, assert_logits_of, assert_same_logits, save_checkpoint, tokens
+from tests.models.generic.every_decoder import save
 from tests.models.stepping import begin, decode, make
 
 ACCEPTED = Families(
@@ -147,6 +148,17 @@ def test_refusals_begin_with_the_cause(words: str, tmp_path: Path) -> None:
     assert f": {REFUSED[words]}" in reason
     summary = summarize(tmp_path)
     assert (summary["supported"], summary["backend"]) == (False, None)
+
+
+def test_a_multimodal_model_frees_what_text_does_not_need(tmp_path: Path) -> None:
+    import transformers
+
+    theirs = save(transformers.PaddleOCRVLForConditionalGeneration, tmp_path)
+    model = load_model(tmp_path, num_blocks=16)
+    text = {*theirs.model.language_model.parameters(), *theirs.lm_head.parameters()}
+    assert model.network.num_weights == sum(parameter.numel() for parameter in text)
+    prompt = tokens(20)
+    assert_logits_of(all_logits(model, prompt, (12, 8)), theirs, prompt)
 
 
 def test_a_wrong_window_fails_the_check(tmp_path: Path) -> None:

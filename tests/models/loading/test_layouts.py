@@ -121,7 +121,8 @@ def _wrapped(name: str) -> Any:
     ("name", "is_published"),
     [
         *product(["gemma3", "gemma4_shared_kv", "llama4", "ministral3"], [True, False]),
-        *((name, True) for name in PARTS),
+        *((name, True) for name in PARTS if name != "glm_ocr"),
+        pytest.param("glm_ocr", True, marks=pytest.mark.thorough),  # glm4v without biases
         *(pytest.param(name, False, marks=pytest.mark.thorough) for name in PARTS),
     ],
 )
@@ -197,7 +198,39 @@ def test_two_text_models_are_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, "text model: 12 of its tensors under both 'talker.' and 'thinker.', expected one place")
 
 
+def test_logits_are_scaled_and_capped_as_in_the_whole_model() -> None:
+    scaled = options("model_type='cohere2' logit_scale=0.5")
+    capped = options("model_type='gemma4_text' final_logit_softcapping=30.0")
+    for wrapper, text, expected in (
+        ("AyaVisionForConditionalGeneration", scaled, (1.0, 0.0)),
+        ("Gemma4ForConditionalGeneration", capped, (1.0, 30.0)),
+    ):
+        config = model_config(HfConfig({"architectures": [wrapper], "text_config": text}, "config.json"))[1]
+        assert (config.logits_scale, config.logits_softcap) == expected
+        values = {"architectures": ["NewForConditionalGeneration"], "text_config": text}
+        with pytest.raises(UnsupportedError, match=r"around a \w+, whose logits are scaled or capped"):
+            model_config(HfConfig(values, "config.json"))
+
+
+def test_prompts_that_attend_both_ways_are_refused() -> None:
+    values = {"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": {"model_type": "gemma"}}
+    with pytest.raises(UnsupportedError, match="the tokens of a prompt see each other both ways"):
+        model_config(HfConfig(values, "config.json"))
+
+
 def test_text_part_of_another_family() -> None:
     values = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "rwkv"}}
     with pytest.raises(UnsupportedError, match="with the text_config of 'rwkv'"):
         model_config(HfConfig(values, "config.json"))
+
+
+def test_a_deepseek_v2_without_latents() -> None:
+    """DeepSeek-OCR, whose language_config names no model_type."""
+    sizes = options("hidden_size=1280 num_attention_heads=10 num_key_value_heads=10 num_hidden_layers=12 v_head_dim=0")
+    latents = options("use_mla=False kv_lora_rank=None q_lora_rank=None qk_nope_head_dim=0 qk_rope_head_dim=0")
+    experts = options("first_k_dense_replace=1 n_routed_experts=64 num_experts_per_tok=6 lm_head=True rm_head=False")
+    text = {"architectures": ["DeepseekV2ForCausalLM"], **sizes, **latents, **experts}
+    values = {**text, "architectures": ["DeepseekOCRForCausalLM"], "language_config": text}
+    config = model_config(HfConfig(values, "config.json"))[1]
+    assert (config.attention[0].latent, config.head_dim, config.unknown_keys) == (None, 128, ())
+    assert [moe is None for moe in config.moe] == [True] + [False] * 11

@@ -38,6 +38,9 @@ _ROWS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": """Llama silu no_bias mlp_bias=False h=576 i=1536 l=30 q=9 kv=3 max=8192
         eps=1e-5 is_llama_config=True rope_interleaved=False pretraining_tp=1 no_rope_scaling theta=100000 tied
         v=49152""",
+    "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": """SmolVLM:llama silu h=960 i=2560 l=32 q=15 kv=5 d=64 max=8192
+        eps=1e-5 is_llama_config=True rope_interleaved=False theta=100000 neftune_noise_alpha=0.0 pixel_shuffle_factor=4
+        qk_layer_norms=False use_resampler=False untied v=49280""",
     "01-ai/Yi-1.5-9B-Chat": """Llama silu no_bias h=4096 i=11008 l=48 q=32 kv=4 max=4096 eps=1e-6 untied
         pretraining_tp=1 no_rope_scaling theta=5000000.0 v=64000""",
     "lmsys/vicuna-7b-v1.5-16k": """Llama silu h=4096 i=11008 l=32 q=32 kv=32 max=4096 max_sequence_length=16384
@@ -192,6 +195,8 @@ _ROWS = {
         experts=128 initial_context_length=4096 max=131072 eps=1e-5 gpt_oss_rope theta=150000 window=128 untied
         router_aux_loss_coef=0.9 swiglu_limit=7.0 every_second_slides_36 v=201088""",
     # GLM and MiniMax
+    "zai-org/GLM-OCR": """GlmOcr:glm_ocr_text silu h=1536 i=4608 l=16 q=16 kv=8 d=128 max=131072 eps=1e-5 glm_ocr_rope
+        num_nextn_predict_layers=1 untied v=59392""",
     "zai-org/glm-4-9b-chat-hf": """Glm silu bias h=4096 i=13696 l=40 q=32 kv=2 d=128 max=131072 eps=1.5625e-7
         partial_rotary_factor=0.5 theta=10000.0 untied v=151552""",
     "zai-org/GLM-4-9B-0414": """Glm4 silu bias h=4096 i=13696 l=40 q=32 kv=2 d=128 max=32768 eps=1e-5
@@ -233,11 +238,18 @@ _ROWS = {
         qk_head_dim=256 qk_nope_head_dim=192 qk_rope_head_dim=64 eps=1e-5 rope_interleave=True
         routed_scaling_factor=2.5 scoring_func='sigmoid' topk_group=1 topk_method='noaux_tc' untied v_head_dim=256
         v=154880""",
+    "deepseek-community/DeepSeek-OCR-2": """DeepseekOcr2:deepseek_ocr2_text silu no_bias h=1280 i=6848 l=12 q=10 kv=10
+        max=8192 eps=1e-6 moe=896 top=6 n_group=1 n_routed_experts=64 n_shared_experts=2 topk_group=1
+        topk_method='greedy' dense_then_sparse_12 untied v=129280""",
     "moonshotai/Kimi-K2-Instruct": """DeepseekV3 silu no_bias deepseek h=7168 i=18432 l=61 q=64 kv=64 max=131072
         moe=2048 top=8 ep_size=1 model_type='kimi_k2' n_group=1 n_routed_experts=384 n_shared_experts=1
         norm_topk_prob=True num_nextn_predict_layers=0 pretraining_tp=1 q_lora_rank=1536 yarn_k2 theta=50000.0
         routed_scaling_factor=2.827
         scoring_func='sigmoid' topk_group=1 topk_method='noaux_tc' v=163840""",
+    "moonshotai/Kimi-K2.5": """KimiK25:deepseek_v3 silu no_bias deepseek h=7168 i=18432 l=61 q=64 kv=64 max=262144
+        moe=2048 top=8 ep_size=1 model_type='kimi_k2' n_group=1 n_routed_experts=384 n_shared_experts=1
+        norm_topk_prob=True num_nextn_predict_layers=0 pretraining_tp=1 q_lora_rank=1536 yarn_k2_64 theta=50000.0
+        routed_scaling_factor=2.827 scoring_func='sigmoid' topk_group=1 topk_method='noaux_tc' v=163840""",
     "openbmb/MiniCPM3-4B": """MiniCPM3 silu no_bias h=2560 i=6400 l=62 q=40 kv=40 max=32768 dim_model_base=256 eps=1e-5
         kv_lora_rank=256 q_lora_rank=768 qk_nope_head_dim=64 qk_rope_head_dim=32 scale_depth=1.4 scale_emb=12
         minicpm3_rope v=73448 original_max_position_embeddings=32768""",
@@ -311,6 +323,9 @@ _ROWS = {
         theta=1000000 window=4096 sliding_window_pattern='LLLG' three_of_four_slide_64 untied v=102400""",
     "LGAI-EXAONE/EXAONE-4.0-1.2B": """Exaone4 silu h=2048 i=4096 l=30 q=32 kv=8 d=64 max=65536 eps=1e-5 llama3_16
         theta=1000000 window=None sliding_window_pattern=None whole_30 tied v=102400""",
+    "LGAI-EXAONE/EXAONE-4.5-33B": """Exaone4_5_:exaone4 silu model_type='exaone4_5_text' h=5120 i=27392 l=64 q=40 kv=8
+        d=128 max=262144 eps=1e-5 llama3_16 theta=1000000 window=4096 sliding_window_pattern='LLLG'
+        three_of_four_slide_64 untied v=153600""",
     "swiss-ai/Apertus-8B-Instruct-2509": """Apertus no_bias h=4096 i=21504 l=32 q=32 kv=8 max=65536 eps=1e-5 llama3_8
         hidden_act='xielu' mlp_bias=False post_norm=False qk_norm=True theta=12000000 untied v=131072""",
     "bigcode/starcoder2-7b": """Starcoder2 h=4608 i=18432 l=32 q=36 kv=4 max=16384 hidden_act='gelu_pytorch_tanh'

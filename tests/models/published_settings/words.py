@@ -64,6 +64,14 @@ WORDS: dict[str, dict[str, Any]] = {
     "mrope_2": {"rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}},
     "mrope_3": {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
     "mrope_glm": {"rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"}},
+    "glm_ocr_rope": {
+        "rope_parameters": {
+            "mrope_section": [16, 24, 24],
+            "partial_rotary_factor": 1.0,
+            "rope_theta": 10000,
+            "rope_type": "default",
+        }
+    },
     "gated_delta": {
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
@@ -172,6 +180,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "yarn_v2_lite": _mla_yarn(40, 0.707, 32),
     "yarn_v3": _mla_yarn(40, 1.0, 32),
     "yarn_k2": _mla_yarn(32.0, 1.0, 1.0),
+    "yarn_k2_64": _mla_yarn(64.0, 1.0, 1.0),
     "granite": options(
         """attention_bias=False attention_dropout=0.1 embedding_multiplier=12.0 hidden_act='silu'
         residual_multiplier=0.22 rms_norm_eps=1e-05 rope_scaling=None tie_word_embeddings=True
@@ -248,6 +257,7 @@ WORDS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", *["sparse"] * 47],
         "rope_parameters": {_FULL: _LAGUNA_YARN, _SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
     },
+    "dense_then_sparse_12": {"mlp_layer_types": ["dense"] + ["sparse"] * 11},
     "whole_30": _per_layer("layer_types", 30, _FULL),
     "smollm3_layers": _per_layer("layer_types", 36, _FULL) | _per_layer("no_rope_layers", 36, 1, 1, 1, 0),
     "every_second_slides_24": _per_layer("layer_types", 24, _SLIDING, _FULL),
