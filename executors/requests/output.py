@@ -98,6 +98,10 @@ class CompletionOutput:
             return self.end
         return Mark(len(self.growth.token_ids), len(self.growth.texts))
 
+    def since(self, begin: Mark) -> CompletionOutput:
+        """Return a copy of this moment, from `begin` on."""
+        return CompletionOutput(self.index, self.growth, self.finish_reason, self.stop_reason, begin, self.mark)
+
 
 @dataclass(frozen=True)
 class RequestMetrics:
