@@ -42,6 +42,7 @@ GRANITE_RENAMES = {
 }
 _ERNIE_RENAMES = {r"\.gate\.moe_statics\.": ".moe_statics."}
 MIXTRAL_RENAMES = {r"\.block_sparse_moe\.": ".mlp."}
+_PHIMOE_RENAMES = {**MIXTRAL_RENAMES, r"\.mlp\.router\.weight$": ".mlp.gate.weight"}
 MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
 
@@ -200,6 +201,8 @@ def _phimoe(hf: HfConfig) -> dict[str, Any]:
         if section.number("long_mscale") != factor:
             raise UnsupportedError(f"{section.source}: long_mscale, expected short_mscale {factor}")
         rope = replace(rope, attention_factor=factor)
+    else:  # transformers multiplies cosines and sines of every other kind by these factors, too
+        section.choice("rope_type", "default")
     return {
         "rope": rope,
         "window": hf.optional_integer("sliding_window"),
@@ -264,7 +267,7 @@ EXPERTS = {
     "Llama4ForCausalLM": family("llama4_text", _llama4),
     "MixtralForCausalLM": family("mixtral", _mixtral, MIXTRAL_RENAMES),
     "OlmoeForCausalLM": family("olmoe", _olmoe),
-    "PhimoeForCausalLM": family("phimoe", _phimoe, MIXTRAL_RENAMES),
+    "PhimoeForCausalLM": family("phimoe", _phimoe, _PHIMOE_RENAMES),
     "Qwen2MoeForCausalLM": family("qwen2_moe", _qwen2_moe),
     "Qwen3MoeForCausalLM": family("qwen3_moe", _qwen3_moe),
 }

@@ -26,6 +26,16 @@ _MINIMAX_BUILT_IN = {
     "qk_norm_type": "per_layer",
 }
 _EXAONE_RENAMES = {r"\.gate\.e_score_correction_bias$": ".e_score_correction_bias"}
+# Names of transformers' own parameters -> names in published files.
+_HY3_RENAMES = {
+    r"\.mlp\.gate\.weight$": ".mlp.router.gate.weight",
+    r"\.mlp\.e_score_correction_bias$": ".mlp.expert_bias",
+    r"\.mlp\.shared_experts\.": ".mlp.shared_mlp.",
+}
+_LAGUNA_RENAMES = {
+    r"\.mlp\.gate\.e_score_correction_bias$": ".mlp.experts.e_score_correction_bias",
+    r"\.mlp\.shared_experts\.": ".mlp.shared_expert.",
+}
 _MIMO_RENAMES = {r"\.attention_sink_bias$": ".sinks"}
 
 
@@ -296,8 +306,8 @@ SIGMOID_EXPERTS = {
     "Dots1ForCausalLM": family("dots1", _dots1),
     "ExaoneMoeForCausalLM": family("exaone_moe", _exaone_moe, _EXAONE_RENAMES),
     "Glm4MoeForCausalLM": family("glm4_moe", _glm4_moe),
-    "HYV3ForCausalLM": family("hy_v3", _hy3),
-    "LagunaForCausalLM": family("laguna", _laguna),
+    "HYV3ForCausalLM": family("hy_v3", _hy3, _HY3_RENAMES),
+    "LagunaForCausalLM": family("laguna", _laguna, _LAGUNA_RENAMES),
     "MiMoV2FlashForCausalLM": family("mimo_v2_flash", _mimo_v2, _MIMO_RENAMES),
     "MiniMaxM2ForCausalLM": family("minimax_m2", _minimax_m2, MIXTRAL_RENAMES),
     "SolarOpenForCausalLM": family("solar_open", _solar_open),

@@ -63,8 +63,11 @@ def test_slower_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.thorough
-def test_two_checkouts_run_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_checkouts_run_in_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("pytest_benchmark")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # with it pytest-benchmark measures nothing
     for name in ("base", "candidate"):
         (tmp_path / name / "bench").mkdir(parents=True)
         seconds = {"base": 0.001, "candidate": 0.01}[name]

@@ -42,8 +42,8 @@ def assert_unexpected(folder: Path, *names: str) -> None:
 
 # Families whose names in files differ from those of transformers' own parameters.
 RENAMED = (
-    *("ernie4_5_moe", "glm4_moe", "granite_moe_shared", "minimax_m2", "mixtral", "nemotron_h", "olmo_hybrid"),
-    *("qwen2_moe", "qwen3_moe"),
+    *("ernie4_5_moe", "glm4_moe", "granite_moe_shared", "hy_v3", "laguna", "minimax_m2", "mixtral", "nemotron_h"),
+    *("olmo_hybrid", "phimoe", "qwen2_moe", "qwen3_moe"),
 )
 
 

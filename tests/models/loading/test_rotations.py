@@ -15,6 +15,7 @@ from tests.models.families import FAMILIES, VARIANTS, assert_logits_of, save_che
 PROMPT = tokens(40)
 # What a family's own rotation says beside its kind.
 KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta", "original_max_position_embeddings")
+KEPT += ("short_mscale", "long_mscale")
 FAST = ("llama4",)
 # Those with two rotations, with none, and with longrope alone in transformers.
 LEFT = ("gemma3", "gemma4_moe", "gemma4_shared_kv", "granite_hybrid", "nemotron_h", "olmo3", "phi3")
