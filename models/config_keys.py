@@ -84,7 +84,7 @@ _STATED: dict[str, Callable[[DecoderConfig], Any]] = {
     ),
     **dict.fromkeys(("qkv_bias", "use_qkv_bias"), lambda config: config.attention[0].qkv_bias),
     "mlp_bias": lambda config: config.mlp_bias,
-    "sliding_window_size": lambda config: next((one for one in config.windows if one is not None), None),
+    "sliding_window_size": lambda config: next(filter(None, config.windows), None),
     **dict.fromkeys(("rope_interleave", "rope_interleaved"), _is_interleaved),
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _of_experts("num_experts")
@@ -124,7 +124,7 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights", "is_causal"), lambda value, _: value is True),
     # Empty, or an entry for each layer that agrees with the configuration.
     "layer_types": lambda value, config: (
-        value in ([], ["full_attention" if one is None else "sliding_attention" for one in config.windows])
+        value in ([], ["full_attention" if window is None else "sliding_attention" for window in config.windows])
     ),
     "mlp_layer_types": lambda value, config: (
         value in ([], ["dense" if moe is None else "sparse" for moe in config.moe])

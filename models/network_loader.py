@@ -78,18 +78,18 @@ def load_network(
     _check_counts(stored, config, place)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights decide, as in transformers
-    whole = meta_network(network_class, config, dtype)
-    stored = without_zero_biases(stored, whole.weight_slots())
-    check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=place)
-    network, parts = rank_network(whole, config, dtype, share)
+    full_network = meta_network(network_class, config, dtype)
+    stored = without_zero_biases(stored, full_network.weight_slots())
+    check_weights(stored, full_network.weight_slots(), tied_head=config.tie_word_embeddings, folder=place)
+    network, parts = rank_network(full_network, config, dtype, share)
     # Like to_empty, but its empty_like of a meta tensor imports sympy, which takes 0.25 s.
     network._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
     network.join(ranks)
-    if network is not whole:
-        network.num_weights = num_weights(whole)
+    if network is not full_network:
+        network.num_weights = num_weights(full_network)
     load_weights(stored, network.weight_slots(), parts, track, ranks.tick)
     if has_fp8_cache:
-        scales = load_kv_scales(stored, [one.num_kv_heads for one in config.attention], device)
+        scales = load_kv_scales(stored, [attention.num_kv_heads for attention in config.attention], device)
         network.scale_caches([share.scales(*pair) for pair in zip(config.attention, scales, strict=True)])
     return network
 
@@ -102,10 +102,12 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     """
     stacked = {int(match[1]): stored[match[0]].shape for match in map(_STACKED.fullmatch, stored) if match}
 
-    def moe(layer: int, one: MoeConfig) -> MoeConfig:
-        rows_first = [one.num_experts, 2 * one.intermediate_size, config.hidden_size]
-        transposed = stacked.get(layer) != rows_first if one.transposed is None else one.transposed
-        return replace(one, stacked=one.bias or layer in stacked, transposed=transposed)
+    def with_layout(layer: int, moe: MoeConfig) -> MoeConfig:
+        transposed = moe.transposed
+        if transposed is None:
+            rows_first = [moe.num_experts, 2 * moe.intermediate_size, config.hidden_size]
+            transposed = stacked.get(layer) != rows_first
+        return replace(moe, stacked=moe.bias or layer in stacked, transposed=transposed)
 
     def recurrent(layer: RecurrentConfig) -> RecurrentConfig:
         if isinstance(layer, GatedDeltaConfig) and layer.splits_qkv:
@@ -115,8 +117,8 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     splits_conv = not any(map(_WHOLE_CONV.fullmatch, stored))
     return replace(
         config,
-        moe=tuple(one and moe(layer, one) for layer, one in enumerate(config.moe)),
-        recurrent=tuple(one and recurrent(one) for one in config.recurrent),
+        moe=tuple(moe and with_layout(layer, moe) for layer, moe in enumerate(config.moe)),
+        recurrent=tuple(layer and recurrent(layer) for layer in config.recurrent),
     )
 
 
@@ -199,7 +201,7 @@ def meta_network(
 
 
 def rank_network(
-    whole: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share
+    full_network: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share
 ) -> tuple[Llama, dict[str, Read]]:
     """Return a rank's network without memory, and the parts of tensors that it reads.
 
@@ -207,21 +209,21 @@ def rank_network(
         UnsupportedError: it cannot be spread over this number of ranks.
     """
     if share.size == 1:
-        return whole, {}
+        return full_network, {}
     try:
-        network = meta_network(type(whole), config, dtype, share)
+        network = meta_network(type(full_network), config, dtype, share)
     except CheckpointError as error:
         raise UnsupportedError(f"tensor_parallel_size {share.size}: {error}") from error
-    modules = dict(whole.named_modules())
-    for path, own in network.named_modules():
-        if isinstance(own, PackedWeights):
-            packed, layout = cast("PackedWeights", modules[path]), own.layout
-            sizes = {*packed.sizes, packed.in_features} ^ {*own.sizes, own.in_features}
+    modules = dict(full_network.named_modules())
+    for path, module in network.named_modules():
+        if isinstance(module, PackedWeights):
+            packed, layout = cast("PackedWeights", modules[path]), module.layout
+            sizes = {*packed.sizes, packed.in_features} ^ {*module.sizes, module.in_features}
             if layout.in_blocks and any(size % FP8_BLOCK for size in sizes):
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} would be cut within a block of 128")
-            if layout.has_order and own.in_features != packed.in_features:
+            if layout.has_order and module.in_features != packed.in_features:
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} has reordered columns")
-    return network, share.parts(config, whole.weight_slots(), network.weight_slots())
+    return network, share.parts(config, full_network.weight_slots(), network.weight_slots())
 
 
 def _tensors_of(
@@ -286,9 +288,11 @@ def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: str) -> 
     for match in filter(None, map(_EXPERT.match, stored)):
         experts.setdefault(int(match[1]), set()).add(int(match[2]))
     for layer, moe in enumerate(config.moe):
-        if moe is not None and not moe.stacked and len(experts.get(layer, ())) < moe.num_experts:
-            found = len(experts.get(layer, ()))
-            raise CheckpointError(f"model.layers.{layer}: {found} experts in {folder}, expected {moe.num_experts}")
+        num_experts = len(experts.get(layer, ()))
+        if moe is not None and not moe.stacked and num_experts < moe.num_experts:
+            raise CheckpointError(
+                f"model.layers.{layer}: {num_experts} experts in {folder}, expected {moe.num_experts}"
+            )
 
 
 def _has_head_of_its_own(stored: StoredTensors) -> bool:

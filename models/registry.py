@@ -69,7 +69,7 @@ ALIASES = {
 }
 
 # Families that are only text parts of multimodal models, by model_type.
-TEXT_PARTS = {one.model_type: one for one in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS)}
+TEXT_PARTS = {family.model_type: family for family in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS)}
 
 # On a CPU, the cache's default size: this many sequences of full length, but at most this many bytes.
 _CPU_SEQUENCES = 4
@@ -118,107 +118,115 @@ def load_model(
         return _load(folder, LoadOptions(**options), Ranks(), track)
     if options.get("device") is None and torch.cuda.is_available():
         options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    given = LoadOptions(**options)
+    load_options = LoadOptions(**options)
     ranks = Ranks.join(parallel)
     try:
-        options = {"expert_parallel": parallel.expert_parallel, **vars(given), "device": given.device.type}
+        options = {
+            "expert_parallel": parallel.expert_parallel,
+            **vars(load_options),
+            "device": load_options.device.type,
+        }
         ranks.see_that_same({"options": options, **program_parts()})
         with ranks.apart():
             parts = checkpoint_parts(read_config(folder).values, read_headers(folder), ranks.tick)
         ranks.see_that_same(parts)
-        ranks.connect(given.device)
-        return _load(folder, given, ranks, untracked if ranks.rank else track)
+        ranks.connect(load_options.device)
+        return _load(folder, load_options, ranks, untracked if ranks.rank else track)
     except BaseException as error:
         ranks.fail(f"it could not load the model ({type(error).__name__}: {error})")
         raise
 
 
-def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
+def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
     network_class, config = chosen_config(
-        folder, model_impl=given.model_impl, trust_remote_code=given.trust_remote_code
+        folder, model_impl=load_options.model_impl, trust_remote_code=load_options.trust_remote_code
     )
     if config.unknown_keys and not ranks.rank:
         text = "%s: nothing reads %s; if the model's own code does, the answers are wrong"
         _LOG.warning(text, one_line(folder / "config.json"), one_line(", ".join(config.unknown_keys), 500))
     known_positions = config.max_position_embeddings
-    max_seq_len = known_positions if given.max_seq_len is None else given.max_seq_len
+    max_seq_len = known_positions if load_options.max_seq_len is None else load_options.max_seq_len
     if not 1 <= max_seq_len <= known_positions:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
-    dtype = given.dtype or config.dtype
-    kv_cache_dtype = given.kv_cache_dtype or dtype
+    dtype = load_options.dtype or config.dtype
+    kv_cache_dtype = load_options.kv_cache_dtype or dtype
     has_latents = any(layer.latent is not None for layer in config.attention)
     allowed = dtype, *((torch.float8_e4m3fn,) if has_latents else NARROW_DTYPES)
     if kv_cache_dtype not in allowed:
-        what = " for latents" if has_latents else ""
-        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {' or '.join(map(str, allowed))}{what}")
+        expected = " or ".join(map(str, allowed))
+        if has_latents:
+            expected += " for latents"
+        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}")
 
-    if given.draft is not None and ranks.size > 1:
-        raise UnsupportedError(f"draft: {given.draft}, expected None with several ranks")
-    if given.cache_folder is not None and ranks.size > 1:
-        raise UnsupportedError(f"cache_folder: {given.cache_folder}, expected None with several ranks")
+    if load_options.draft is not None and ranks.size > 1:
+        raise UnsupportedError(f"draft: {load_options.draft}, expected None with several ranks")
+    if load_options.cache_folder is not None and ranks.size > 1:
+        raise UnsupportedError(f"cache_folder: {load_options.cache_folder}, expected None with several ranks")
 
-    if given.quantization is not None and (config.quantization is not None or use_triton(given.device)):
-        on = "a quantised checkpoint" if config.quantization is not None else f"device {given.device} with Triton"
-        raise UnsupportedError(f"quantization: {given.quantization} on {on}, expected plain weights on a CPU")
+    if load_options.quantization is not None and (config.quantization is not None or use_triton(load_options.device)):
+        on = (
+            "a quantised checkpoint" if config.quantization is not None else f"device {load_options.device} with Triton"
+        )
+        raise UnsupportedError(f"quantization: {load_options.quantization} on {on}, expected plain weights on a CPU")
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     with ranks.apart():
         if isinstance(config, ModuleConfig):
-            network = _load_module(config, folder, dtype, given, ranks)
+            network = _load_module(config, folder, dtype, load_options, ranks)
         else:
             network = load_network(
                 network_class,
                 config,
                 folder,
                 dtype=dtype,
-                device=given.device,
+                device=load_options.device,
                 has_fp8_cache=has_fp8_cache,
                 ranks=ranks,
                 track=track,
-                draft_prefix=multi_token_prefix(config) if given.draft == MTP else None,
+                draft_prefix=multi_token_prefix(config) if load_options.draft == MTP else None,
             )
-    if given.draft is not None:
-        network.draft_head = load_draft_head(given.draft, network, folder, dtype, given.device, track)
-    block_size = given.block_size or default_block_size(device_of(given.device).arch)
+    if load_options.draft is not None:
+        network.draft_head = load_draft_head(load_options.draft, network, folder, dtype, load_options.device, track)
+    block_size = load_options.block_size or default_block_size(device_of(load_options.device).arch)
     kv_config = cache_config(
         with_draft_layer(network),
         block_size=block_size,
-        enable_prefix_cache=given.enable_prefix_cache,
+        enable_prefix_cache=load_options.enable_prefix_cache,
         dtype=kv_cache_dtype,
-        device=given.device,
+        device=load_options.device,
         max_seq_len=max_seq_len,
-        host_cache_bytes=given.host_cache_bytes,
-        cache_folder=given.cache_folder,
-        cache_folder_bytes=given.cache_folder_bytes,
+        host_cache_bytes=load_options.host_cache_bytes,
+        cache_folder=load_options.cache_folder,
+        cache_folder_bytes=load_options.cache_folder_bytes,
     )
     num_tables = len(kv_config.tables)
-    cuda_graphs = given.cuda_graphs
-    if isinstance(config, ModuleConfig) and given.device.type == "cuda":
+    cuda_graphs = load_options.cuda_graphs
+    if isinstance(config, ModuleConfig) and load_options.device.type == "cuda":
         cuda_graphs = False  # transformers' code may read values on the host, which no graph can hold
     state_bytes = 0
     if kv_config.recurrent is not None:
-        recurrent = _with_slots(replace(kv_config.recurrent, conv_dtype=dtype), given, dtype)
+        recurrent = _with_slots(replace(kv_config.recurrent, conv_dtype=dtype), load_options, dtype)
         kv_config = replace(kv_config, recurrent=recurrent)
         state_bytes = (recurrent.num_slots + 1) * recurrent.slot_bytes(dtype)
-    num_blocks = (given.num_blocks or 0) * num_tables
+    num_blocks = (load_options.num_blocks or 0) * num_tables
     num_blocks = num_blocks or ranks.least(
-        _num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len, state_bytes)
+        _num_blocks(kv_config, kv_cache_dtype, load_options.device, max_seq_len, state_bytes)
     )
-    kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=given.num_swap_blocks * num_tables)
+    kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=load_options.num_swap_blocks * num_tables)
     ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
     with ranks.apart():
         model = PagedCausalLM(
             network,
             PagedKvCacheManager(kv_config),
-            max_loras=given.max_loras,
-            max_lora_rank=given.max_lora_rank,
+            max_loras=load_options.max_loras,
+            max_lora_rank=load_options.max_lora_rank,
             cuda_graphs=cuda_graphs,
         )
-        if given.quantization is not None:
-            network.quantize(given.quantization, track)
-        if given.cache_folder is not None:
-            folders = [folder] if given.draft in (None, MTP) else [folder, given.draft]
-            options = {name: getattr(given, name) for name in ("quantization", "model_impl", "draft")}
+        if load_options.quantization is not None:
+            network.quantize(load_options.quantization, track)
+        if load_options.cache_folder is not None:
+            folders = [folder] if load_options.draft in (None, MTP) else [folder, load_options.draft]
+            options = {name: getattr(load_options, name) for name in ("quantization", "model_impl", "draft")}
             model.kv_manager.set_fingerprint(model_digest(folders, options | {"dtype": dtype}))
         return model
 
@@ -257,10 +265,10 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     if key_layers:
         fields["groups"].append(CacheGroup(tuple(key_layers), 1, key_size, key_size, latent=True))
         num_layers *= 2
-    recurrent = {index: one for index, one in enumerate(config.recurrent) if one is not None}
+    recurrent = {index: states for index, states in enumerate(config.recurrent) if states is not None}
     if recurrent:
-        (one,) = set(recurrent.values())
-        shape = one.channels, one.conv_width, one.num_heads, one.head_dim, one.num_key_heads, one.key_dim
+        (state,) = set(recurrent.values())
+        shape = state.channels, state.conv_width, state.num_heads, state.head_dim, state.num_key_heads, state.key_dim
         fields["recurrent"] = RecurrentSpec(tuple(recurrent), *shape)
     return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
 
@@ -269,7 +277,7 @@ def _load_module(
     config: ModuleConfig,
     folder: Path,
     dtype: torch.dtype,
-    given: LoadOptions,
+    load_options: LoadOptions,
     ranks: Ranks,
 ) -> Llama:
     """Load transformers' own module; refuse options that need a family."""
@@ -277,13 +285,13 @@ def _load_module(
 
     refused = {
         "tensor_parallel_size": ranks.size > 1,
-        "cuda_graphs": bool(given.cuda_graphs) and given.device.type == "cuda",
-        "draft": given.draft is not None,
+        "cuda_graphs": bool(load_options.cuda_graphs) and load_options.device.type == "cuda",
+        "draft": load_options.draft is not None,
     }
     for name, is_given in refused.items():
         if is_given:
             raise UnsupportedError(f"{folder}: {name} is not supported for transformers' own module")
-    return load_module_network(config, folder, dtype=dtype, device=given.device, cache_config=cache_config)
+    return load_module_network(config, folder, dtype=dtype, device=load_options.device, cache_config=cache_config)
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
@@ -376,10 +384,12 @@ def known_architectures() -> tuple[str, ...]:
 
 
 def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
-    known_types = {one.model_type for one in ARCHITECTURES.values()}
+    known_types = {family.model_type for family in ARCHITECTURES.values()}
     name = next((name for name in (ALIASES.get(name, name) for name in names) if name in ARCHITECTURES), None)
     if name is None:
-        closest = dict.fromkeys(one for name in names for one in get_close_matches(name, known_architectures()))
+        closest: dict[str, None] = {}
+        for name in names:
+            closest |= dict.fromkeys(get_close_matches(name, known_architectures()))
         hint = f"closest: {', '.join(closest) or 'none'}; to add one see docs/adding-a-model.md; "
         hint += "list: `paged inspect --architectures`"
         raise UnknownArchitectureError(f"{hf.source}: architectures {shown(names)} are unknown{_lacking(hf)}; {hint}")
@@ -406,19 +416,19 @@ def _lacking(hf: HfConfig) -> str:
     return "".join(texts) or "; its keys are a Llama's: only the architecture's code differs"
 
 
-def _with_slots(recurrent: RecurrentSpec, given: LoadOptions, dtype: torch.dtype) -> RecurrentSpec:
+def _with_slots(recurrent: RecurrentSpec, load_options: LoadOptions, dtype: torch.dtype) -> RecurrentSpec:
     """Return the states' sizes with the number of slots, from the options or from the device's memory."""
-    append = given.max_drafts + 1
+    append = load_options.max_drafts + 1
     recurrent = replace(recurrent, max_append=append, ring=max(DEFAULT_RING, append))
-    slot_bytes, num_slots = recurrent.slot_bytes(dtype), given.num_state_slots
-    if num_slots is None and given.device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(given.device)
+    slot_bytes, num_slots = recurrent.slot_bytes(dtype), load_options.num_state_slots
+    if num_slots is None and load_options.device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(load_options.device)
         num_slots = min(int(free_bytes * GPU_FRACTION * _STATE_FRACTION) // slot_bytes, _MOST_SLOTS)
     elif num_slots is None:
         num_slots = min(_CPU_SLOTS, _CPU_BYTES // slot_bytes)
     num_slots = max(num_slots, 2)
-    num_swap_slots = min(num_slots, given.num_swap_blocks)
-    interval = given.snapshot_interval
+    num_swap_slots = min(num_slots, load_options.num_swap_blocks)
+    interval = load_options.snapshot_interval
     return replace(recurrent, num_slots=num_slots, num_swap_slots=num_swap_slots, snapshot_interval=interval)
 
 
@@ -430,5 +440,5 @@ def _num_blocks(
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return max(1, (int(free_bytes * GPU_FRACTION) - state_bytes) // block_bytes)
-    wanted = _CPU_SEQUENCES * cache.blocks_for(max_seq_len)
-    return max(1, min(wanted, _CPU_BYTES // block_bytes))
+    num_blocks = _CPU_SEQUENCES * cache.blocks_for(max_seq_len)
+    return max(1, min(num_blocks, _CPU_BYTES // block_bytes))

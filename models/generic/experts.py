@@ -41,9 +41,11 @@ class ModuleExperts(nn.Module):
     @staticmethod
     def attach(theirs: Any) -> None:
         """Let experts of transformers use ours, if those compute the same."""
-        options = getattr(theirs, "has_gate", False), getattr(theirs, "is_concatenated", False)
-        others = (getattr(theirs, name, True) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
-        if not all(options) or any(others) or type(theirs)._apply_gate is not moe._default_apply_gate:
+        has_our_form = getattr(theirs, "has_gate", False) and getattr(theirs, "is_concatenated", False)
+        for option in ("has_bias", "is_transposed", "has_post_expert_norm"):
+            if getattr(theirs, option, True):
+                has_our_form = False
+        if not has_our_form or type(theirs)._apply_gate is not moe._default_apply_gate:
             return
         inputs = torch.linspace(-6, 6, 64)
         outputs = theirs.act_fn(inputs)

@@ -68,13 +68,13 @@ def find_text_prefix(
         counts[prefix] = len(matched & modules)
     if not counts:
         return TextPrefix()
-    most = max(counts.values())
+    num_matched = max(counts.values())
     # Without a head, "language_model." and "language_model.model." hold the same tensors: the first is taken.
-    best = sorted((prefix for prefix in counts if counts[prefix] == most), key=lambda prefix: len(prefix.stored))
+    best = sorted((prefix for prefix in counts if counts[prefix] == num_matched), key=lambda prefix: len(prefix.stored))
     for prefix in best[1:]:
         if not prefix.stored.startswith(best[0].stored):
             places = f"{one_line(best[0].stored)!r} and {one_line(prefix.stored)!r}"
-            raise CheckpointError(f"text model: {most} of its tensors under both {places}, expected one place")
+            raise CheckpointError(f"text model: {num_matched} of its tensors under both {places}, expected one place")
     return best[0]
 
 
@@ -84,11 +84,11 @@ def _with_embedding(names: Sequence[str], rename: Callable[[str], str]) -> list[
     for name in names:
         words = name.split(".")
         for count in range(1, min(len(words), _MOST_WORDS) + 1):
-            rest = ".".join(words[-count:])
-            outer = name.removesuffix(rest)
+            inner = ".".join(words[-count:])
+            outer = name.removesuffix(inner)
             for ours in ("", "model."):
                 # Without a prefix, the name is the text model's own.
-                if (outer or not ours) and _module(rename(ours + rest)) == _EMBEDDING:
+                if (outer or not ours) and _module(rename(ours + inner)) == _EMBEDDING:
                     prefixes[TextPrefix(outer, ours)] = None
     return list(prefixes)
 
