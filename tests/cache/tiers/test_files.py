@@ -14,13 +14,15 @@ import torch
 
 from paged import InvalidInputError, UnsupportedError
 from paged.cache.groups import CacheGroup
+from paged.cache.tiers import files
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
 from paged.cache.tiers.block_store import BlockStore
-from paged.cache.tiers.files import PATIENCE_S, FileTier
+from paged.cache.tiers.files import FileTier
 from paged.cache.tiers.folder import CacheFolder
 from tests.cache.prefix_cache import BLOCK, Cache
 from tests.deadline import HANG_S
 
+PATIENCE_S = files.PATIENCE_S
 TOKENS = range(41)
 NUM_BLOCKS = 10
 
@@ -60,7 +62,10 @@ def test_processes_hash_alike(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
+from paged.cache.tiers import files
 from tests.cache.tiers.test_files import TOKENS, make
+from tests.deadline import HANG_S
+files.PATIENCE_S = HANG_S
 cache = make(Path(sys.argv[1]))
 namespace = frozenset(("model", "tenant", "adapter"))
 handle = cache.manager.allocate("probe", token_ids=TOKENS, namespace=namespace)
@@ -204,6 +209,7 @@ def test_a_folder_that_is_gone_is_a_miss(tmp_path: Path) -> None:
 
 def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
+    monkeypatch.setattr(files, "PATIENCE_S", PATIENCE_S)
     answer, load = Event(), CacheFolder.load
 
     def load_late(folder: CacheFolder, name: str) -> bytes | None:

@@ -19,6 +19,7 @@ from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
 from paged.models import registry
 from paged.models.registry import known_architectures
+from tests.deadline import HANG_S
 from tests.models.edits import edit_config
 
 Inspect = Callable[..., dict[str, Any]]
@@ -55,8 +56,11 @@ def test_a_checkpoint_is_described_as_it_loads(inspect: Inspect, monkeypatch: py
     assert inspect("--device-memory", "1KB")["kv_tokens"] == 0
 
 
-def test_a_cache_folder_is_verified(run: Inspect, inspect: Inspect, tmp_path: Path) -> None:
+def test_a_cache_folder_is_verified(
+    run: Inspect, inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two runs of a prompt: the second finds the files of the first."""
+    monkeypatch.setattr("paged.cache.tiers.files.PATIENCE_S", HANG_S)  # however busy the machine is
     folder = tmp_path / "cache"
     command = ("generate", "--prompt", "7 3 9 1 " * 12, "--max-new-tokens", "2", "--device", "cpu")
     tiers = ("--host-cache", "1MiB", "--cache-folder", str(folder), "--cache-folder-limit", "64MiB")
