@@ -257,7 +257,7 @@ class ModelledCache(RuleBasedStateMachine):
         stats, config = self.manager.stats(), self.manager.config
         assert (stats.free_blocks, stats.swap_blocks_free) == (config.num_blocks, config.num_swap_blocks)
         assert self.level is MemoryPressure.LOW
-        names = ("prefix_hits", "evictions", "cow_copies", "swapped_in_blocks", "host_loaded_blocks")
+        names = ("prefix_hits", "evictions", "cow_copies", "swapped_in_blocks", "host_stored_blocks")
         self.seen.update(
             steps=self.steps, unknown=len(self.mirror.unknown), **{name: getattr(stats, name) for name in names}
         )
