@@ -1,7 +1,6 @@
 """Selection of what a step runs: decodes first, then prompt chunks, oldest first, within a token budget.
 
-Blocks run out only here. Either all capacity of a step is reserved, or a completion is preempted and the step is
-reserved without it.
+Either all capacity of a step is reserved, or a completion is preempted and the step is reserved without it.
 """
 
 from __future__ import annotations

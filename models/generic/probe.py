@@ -218,7 +218,7 @@ class _Probe:
         return unused
 
     def _layers(self, places: list[str]) -> str:
-        """Return the name of the list of layers, each of which must call attention, and none of which twice."""
+        """Return the name of the list of layers, each of which must call attention, no module of it twice."""
         repeated = sorted({place for place in places if places.count(place) > 1})
         if repeated:
             raise UnsupportedError(f"{repeated[0]} calls attention {places.count(repeated[0])} times for a token")
