@@ -21,7 +21,7 @@ from ..launch import wait_for_inputs
 from .keys import Window, visible_range
 
 # Shares that are tried: none, and 15 from 1.4 to 0.12 of a perfectly even one. Simulated for 132 SMs and 32 query heads
-# on 8 KV heads (`bench.attention.schedule`), the worst of five mixed batches ends 8 % after perfect balance, with 8
+# on 8 KV heads (a simulation), the worst of five mixed batches ends 8 % after perfect balance, with 8
 # shares 13 %.
 _SHARES = tl.constexpr(16)
 # Lanes and warps of the planning program: one pass over 512 tiles. Of 256, 512 and 1,024 lanes compiled by Triton 3.6.0
