@@ -115,6 +115,7 @@ class AsyncEngine:
         # Gradients are off in its thread: to switch them off in every step takes 4 us.
         self._worker = ThreadPoolExecutor(1, "paged-engine", torch.set_grad_enabled, (False,))
         self._streams: dict[RequestOutput, _Stream] = {}
+        self._behind: set[RequestOutput] = set()  # those whose readers have not been given the newest state
         self._is_queued = False  # whether a step is queued; only the worker reads and sets it
         self._is_paused = False
         self._is_accepting = True
@@ -378,19 +379,31 @@ class AsyncEngine:
 
     def _step(self) -> None:
         self._is_queued = False
+        outputs: Sequence[RequestOutput] = ()
         if not self._is_paused:
             try:
-                self._publish(self.engine.step())
+                outputs = self.engine.step()
             except BaseException as error:  # nothing can run any more, and every request has ended
+                self._publish(())
                 self._tell(list(self._streams.values()), error)
             self._go_on()
+        self._publish(outputs)
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
-        """Give every reader of these requests their state at this moment, and wake those that wait, each once."""
+        """Give the readers of these requests their state at this moment, and wake those that wait, each once.
+
+        Readers that have not taken their former state get one after a later step, or now if no step is queued: a state
+        costs the worker 1 us, and 256 readers take a state every fourth step of 1 ms.
+        """
+        changed = self._behind.union(outputs)
+        self._behind.clear()
         streams = []
-        for output in outputs:
+        for output in changed:
             stream = self._streams.get(output)
             if stream is None:
+                continue
+            if stream.newest and self._is_queued and self._is_accepting:
+                self._behind.add(output)
                 continue
             stream.newest.append(output.moment())
             if stream.is_asleep:

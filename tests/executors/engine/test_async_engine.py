@@ -97,3 +97,19 @@ async def test_errors_arrive_where_they_belong(
         await collect(engine, [1])
     if shut_down == "engine":
         check_empty(engine.engine)
+
+
+@pytest.mark.parametrize("end", ["pause", "shutdown"])
+@in_a_loop
+async def test_the_last_step_holds_no_tokens_back(end: str, device: torch.device) -> None:
+    """A reader that lags sees, after the last step, all tokens there are."""
+    engine = AsyncEngine(Engine(make_executor(device)))
+    stream = engine.generate([1], SamplingParams(max_tokens=250))
+    await anext(stream)
+    while engine.engine.metrics.generated_tokens < 20:
+        await asyncio.sleep(0.001)
+    await getattr(engine, end)()
+    newest = await anext(stream)
+    assert len(newest.outputs[0].token_ids) == engine.engine.metrics.generated_tokens >= 20
+    await stream.aclose()
+    await engine.shutdown()
