@@ -154,6 +154,7 @@ class HostTier:
 
     def drop(self, hosts: Sequence[int]) -> None:
         """Forget entries; a rollback does not bring them back, as their memory may have been written."""
+        self._rollback.append((self.recount,))  # first, so that a rollback also counts the pool's blocks again
         for host in hosts:
             entry = self.entries.pop(host)
             del self._hosts[entry.hash, entry.column]

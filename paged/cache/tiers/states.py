@@ -46,12 +46,12 @@ class StateTier:
             return
         if not self._slots:
             return
+        self._rollback.keep_absence(self.entries, (hash_,))  # first, so that a rollback counts the free slots again
         if not self._free:
             _, oldest = self.entries.popitem(last=False)
             self._free.append(oldest.slot)
         host = self._free.pop()
         self._tensors.swap_out([(slot, host)])
-        self._rollback.keep_absence(self.entries, (hash_,))
         self._rollback.keep_fields(self, _COUNTS)
         self.entries[hash_] = HostState(host, position, start, end)
         self.num_stored += 1
