@@ -202,11 +202,11 @@ class RandomCalls:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_blocks": 24, "num_swap_blocks": 6, "host_cache_bytes": 1 << 13},
+        {"num_blocks": 24, "num_swap_blocks": 6, "host_cache_bytes": 10 * 512},
         {
             "num_blocks": 44,
             "num_swap_blocks": 10,
-            "host_cache_bytes": 1 << 14,
+            "host_cache_bytes": 24 * 256,
             "groups": [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)],
         },
     ],
