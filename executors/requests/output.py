@@ -14,7 +14,10 @@ from paged.seq_id import SeqId
 
 
 class Growth(NamedTuple):
-    """All output of a completion. The lists only grow, so their lengths are enough for a snapshot."""
+    """All output of a completion. The lists only grow, so their lengths are enough for a snapshot.
+
+    texts: what each token adds to the text.
+    """
 
     token_ids: list[int]
     texts: list[str]

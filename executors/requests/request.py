@@ -353,8 +353,7 @@ class Completion:
             text, stop = self._stops.read(text, may_stop=len(self.token_ids) >= self.params.min_tokens)
             if is_last and stop is None:
                 text += self._stops.held
-        if text:
-            self.output.growth.texts.append(text)
+        self.output.growth.texts.append(text)
         self.output.stop_reason = stop
         return stop is not None
 

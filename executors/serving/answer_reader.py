@@ -53,6 +53,10 @@ class AnswerReader:
         thinks: whether the prompt ends within it.
         parameters: JSON schemas of the tools by name. They say which arguments without quotes are texts. None if they
             are unknown; otherwise a call without markers is one only if its tool is known.
+
+    Attributes:
+        num_calls: calls so far.
+        num_reasoning: texts so far that began and ended within reasoning.
     """
 
     def __init__(
@@ -64,7 +68,8 @@ class AnswerReader:
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
         self._tools, self._reasoning, self._parameters = tools, reasoning, parameters
-        self._is_last, self.num_calls = False, 0
+        self.num_calls, self.num_reasoning = 0, 0
+        self._is_last, self._is_reasoning = False, thinks
         self._text, self._at = "", 0  # what has come, and how much of it is read
         self._head: list[str] | None = None  # text that has been read of what may be no call
         self._parts: list[tuple[_Kind, list[str]]] = []
@@ -76,11 +81,17 @@ class AnswerReader:
         self._run = self._channels(thinks) if has_channels else self._answer(thinks)
         next(self._run)
 
-    def read(self, text: str, *, is_last: bool = False) -> list[Delta]:
-        """Return what `text` adds; with `is_last` everything that still waits, too."""
-        self._text, self._at = self._text[self._at :] + text, 0
-        self._is_last, self._parts = is_last, []
-        next(self._run, None)
+    def read(self, *texts: str, is_last: bool = False) -> list[Delta]:
+        """Return what the texts of tokens add; with `is_last` everything that still waits, too."""
+        self._parts = []
+        for text in texts:
+            was_reasoning = self._is_reasoning
+            self._text, self._at = self._text[self._at :] + text, 0
+            next(self._run, None)
+            self.num_reasoning += was_reasoning and self._is_reasoning
+        if is_last:
+            self._is_last = True
+            next(self._run, None)
         return [Delta(kind, "".join(pieces)) for kind, pieces in self._parts]
 
     # The parts of an answer
@@ -117,7 +128,7 @@ class AnswerReader:
             thinks = yield from self._comes(self._reasoning.begin)
         if thinks:
             spaces = ""
-            yield from self._up_to((self._reasoning.end,), partial(self._put, "reasoning"))
+            yield from self._text_of("reasoning", (self._reasoning.end,))
             yield from self._while("\n".__contains__)
         return spaces
 
@@ -129,7 +140,7 @@ class AnswerReader:
         marker = "to="
         if not (yield from self._comes(marker)):
             self._put(kind, spaces)
-            marker = yield from self._up_to(_MESSAGE_ENDS, partial(self._put, kind))
+            marker = yield from self._text_of(kind, _MESSAGE_ENDS)
         while (yield from self._next()):
             if marker not in (_START, _CHANNEL, "to="):
                 marker = yield from self._up_to((_START, _CHANNEL), self._put_content)
@@ -144,7 +155,7 @@ class AnswerReader:
                 marker = yield from self._message_of_call(recipient[1])
                 continue
             kind = "reasoning" if f"{_CHANNEL}analysis" in header else "content"
-            marker = yield from self._up_to(_MESSAGE_ENDS, partial(self._put, kind))
+            marker = yield from self._text_of(kind, _MESSAGE_ENDS)
 
     def _message_of_call(self, name: str) -> _Reading[str]:
         """Pass on a call whose arguments are a message; return the marker behind it."""
@@ -154,6 +165,13 @@ class AnswerReader:
             return (yield from self._up_to(_MESSAGE_ENDS, self._put_arguments))
         yield from self._object(self._put_arguments)
         return (yield from self._up_to(_MESSAGE_ENDS, lambda text: None))
+
+    def _text_of(self, kind: _Kind, ends: tuple[str, ...]) -> _Reading[str]:
+        """Pass on a text up to one of some markers; return the marker."""
+        self._is_reasoning = kind == "reasoning"
+        marker = yield from self._up_to(ends, partial(self._put, kind))
+        self._is_reasoning = False
+        return marker
 
     # Calls
 

@@ -57,9 +57,18 @@ class Conversation(Form):
             reasoning = self.service.tongue.reasoning
             reader = AnswerReader(self._tools, reasoning, thinks=self._thinks, parameters=self._parameters)
             self._readers[piece.choice] = reader
-        reason = piece.part.finish_reason
-        deltas = reader.read(piece.part.text, is_last=reason is not None)
+        part, reason = piece.part, piece.part.finish_reason
+        texts = part.growth.texts[part.begin.texts : part.mark.texts]
+        deltas = reader.read(*texts, is_last=reason is not None)
         return deltas, "tool_calls" if reason == "stop" and reader.num_calls else reason
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens of reasoning so far, of all choices."""
+        return sum(reader.num_reasoning for reader in self._readers.values())
+
+    def usage(self) -> Event:
+        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning}}
 
     async def converse(
         self,

@@ -133,6 +133,7 @@ class _Message(Conversation):
 
     def events(self, piece: Piece) -> Iterator[Event]:
         if not self._readers:
+            self.record.cached_tokens = piece.output.num_cached_tokens
             yield {"type": "message_start", "message": self._message([])}
         for delta in self._read(piece):
             if delta.kind == "call" or delta.kind not in (self._kind, "arguments"):
@@ -177,7 +178,14 @@ class _Message(Conversation):
         return {"id": self.id, **fields, "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
 
     def _usage(self) -> Event:
-        return {"input_tokens": self.record.prompt_tokens, "output_tokens": self.record.new_tokens}
+        cached = self.record.cached_tokens
+        return {
+            "input_tokens": self.record.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self.record.new_tokens,
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning},
+        }
 
 
 def _block(delta: Delta) -> Event:

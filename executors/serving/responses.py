@@ -203,7 +203,7 @@ class _Response(Conversation):
             "input_tokens": record.prompt_tokens,
             "input_tokens_details": {"cached_tokens": record.cached_tokens},
             "output_tokens": record.new_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
             "total_tokens": record.prompt_tokens + record.new_tokens,
         }
         fixed: Event = {

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from paged import ChatTokenizer
 from paged.executors.serving import answer_reader
 from paged.executors.serving.answer_reader import AnswerReader, Delta
-from paged.executors.serving.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from paged.executors.serving.tool_formats import REASONING_FORMATS, TOOL_FORMATS, MarkedTokenizer, Tongue
+from paged.executors.text.chat_template import ChatTemplate
+from paged.executors.text.detokenizer import Detokenizer
 from paged.interop.structured import GrammarCompiler
 from tests.executors.text.spoken import conversation, read, reasoning_of, written
 from tests.interop.test_structured import END, VOCABULARY, allowed, byte_tokenizer, sample
@@ -180,16 +183,31 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return pieces
 
 
+def tokens_of(text: str, name: str) -> list[str]:
+    """The texts of an answer's tokens as the engine decodes them: each marker is a token, all else comes as bytes."""
+    form, reasoning, tokenizer = TOOL_FORMATS[name], reasoning_of(name), byte_tokenizer()
+    markers = {form.begin, form.end, *form.other_begins, reasoning.begin, reasoning.end, *reasoning.frame}
+    tokenizer.add_special_tokens(sorted({marker.strip() for marker in markers} - {""}))
+    chat = ChatTokenizer(tokenizer, ChatTemplate({}, {}, "here"))
+    decoder = Detokenizer(MarkedTokenizer(chat, Tongue(form, reasoning, ("", ""), "")))
+    ids = tokenizer.encode(text).ids
+    return [decoder.read(ids, end, is_last=end == len(ids)) for end in range(1, len(ids) + 1)]
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_conversations_are_read_as_the_format_writes_them(name: str) -> None:
     form, reasoning = TOOL_FORMATS[name], reasoning_of(name)
-    for seed in range(2000 if IS_LONG else 40):
+    for seed in range(2000 if IS_LONG else 30):
         rng = random.Random(seed)
         parts, schemas = conversation(rng, form, reasoning)
         text = written(parts, form, reasoning)
-        for pieces in ([text], list(text), cut(text, rng)):
+        tokens = tokens_of(text, name)
+        for pieces in ([text], list(text), cut(text, rng), tokens):
             reader = AnswerReader(form, reasoning, parameters=schemas)
             assert read(reader, pieces) == parts, (seed, text)
+        thoughts = [str(part[1]).encode() for part in parts if part[0] == "reasoning"]
+        spaces = len(reasoning.end) - len(reasoning.end.lstrip())
+        assert reader.num_reasoning == sum(map(len, thoughts)) + spaces * len(thoughts)
 
 
 # What hostile texts are made of beside the format's own markers.

@@ -93,8 +93,24 @@ def untrained() -> Iterator[Served]:
     """A server of a model that writes any bytes unless a grammar stops it."""
     template = ChatTemplate({"default": TEMPLATE}, {}, "here")
     executor = make_executor(torch.device("cpu"), vocab_size=VOCABULARY, num_blocks=512)
-    with serving(executor, tokenizer=ChatTokenizer(byte_tokenizer(), template, [END]), tool_parser="hermes") as served:
+    tokenizer, forms = ChatTokenizer(byte_tokenizer(), template, [END]), {"tool_parser": "hermes"}
+    with serving(executor, tokenizer=tokenizer, reasoning_parser="think", **forms) as served:
         yield served
+
+
+def test_tokens_of_reasoning_are_counted(untrained: Served) -> None:
+    """Without their markers, which are several tokens here; a prompt that ends with a marker leaves nothing else."""
+    thinking: Any = {"messages": [{"role": "user", "content": "<think>"}], "max_tokens": 9}
+    _, _, chat = ask(untrained, "/v1/chat/completions", thinking | {"n": 2, "ignore_eos": True})
+    assert chat["usage"]["completion_tokens_details"] == {"reasoning_tokens": 18}
+    _, _, response = ask(untrained, "/v1/responses", {"input": thinking["messages"], "max_output_tokens": 9})
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == response["usage"]["output_tokens"] > 0
+    _, _, message = ask(untrained, "/v1/messages", thinking)
+    assert message["usage"]["output_tokens_details"]["thinking_tokens"] == message["usage"]["output_tokens"] > 0
+    grammar = {"structured_outputs": {"regex": "<think>[ab]{50}</think>[ab]{3}"}}
+    _, _, chat = ask(untrained, "/v1/chat/completions", grammar | {"messages": [{"role": "user", "content": "a"}]})
+    assert len(chat["choices"][0]["message"]["content"]) == 3
+    assert chat["usage"]["completion_tokens_details"] == {"reasoning_tokens": 50 + len("</think>") - 1}
 
 
 @pytest.mark.thorough  # six seconds

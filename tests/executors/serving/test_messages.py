@@ -11,10 +11,17 @@ from tests.executors.serving.test_openai import MESSAGES, PROMPT, client
 
 __all__ = ["client"]
 
+SYSTEM = "finch: drum; " * 5  # more than a block
+
 
 @pytest.fixture(scope="module")
 def claude(served: Served) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+
+
+def num_tokens(usage: Any) -> int:
+    """Tokens of the prompt: Anthropic counts those from the cache apart."""
+    return usage.input_tokens + usage.cache_read_input_tokens
 
 
 def test_messages_whole_and_streamed(claude: anthropic.Anthropic) -> None:
@@ -25,16 +32,18 @@ def test_messages_whole_and_streamed(claude: anthropic.Anthropic) -> None:
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "heron: plum;"}]},
         {"role": "user", "content": "otter:"},
     ]
-    answer = claude.messages.create(messages=history, system="finch: drum;", **given)
+    answer = claude.messages.create(messages=history, system=SYSTEM, **given)
     assert [block.text for block in answer.content if block.type == "text"] == ["brass lantern"]
     assert (answer.stop_reason, answer.usage.output_tokens) == ("end_turn", 3)
-    with claude.messages.stream(messages=history, system="finch: drum;", **given) as stream:
+    with claude.messages.stream(messages=history, system=SYSTEM, **given) as stream:
         assert "".join(stream.text_stream) == "brass lantern"
-        assert stream.get_final_message().usage == answer.usage
+        usage = stream.get_final_message().usage
+    assert (num_tokens(usage), usage.output_tokens) == (num_tokens(answer.usage), answer.usage.output_tokens)
+    assert usage.cache_read_input_tokens
     thoughts: Any = [{"type": "thinking", "thinking": "", "signature": ""}, {"type": "redacted_thinking", "data": "a"}]
     for messages in (history, [history[0], {"role": "assistant", "content": thoughts}, *history[1:]]):
-        counted = claude.messages.count_tokens(model="recall", messages=messages, system="finch: drum;")
-        assert counted.input_tokens == answer.usage.input_tokens
+        counted = claude.messages.count_tokens(model="recall", messages=messages, system=SYSTEM)
+        assert counted.input_tokens == num_tokens(usage)
     stopped = claude.messages.create(messages=MESSAGES, stop_sequences=["lantern"], **given)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "lantern")
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
@@ -56,7 +65,8 @@ def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
             break
     assert len(pieces) > 1, "as it comes"
     assert events[-1].type == "response.completed"
-    assert events[-1].response.usage == answer.usage
+    usage = events[-1].response.usage
+    assert (usage.input_tokens, usage.output_tokens_details) == (8, answer.usage.output_tokens_details)
     with client.responses.stream(input=PROMPT, **given) as stream:  # checks the order of events
         assert stream.get_final_response().output_text == "brass lantern"
     cut = client.responses.create(input=PROMPT, max_output_tokens=1, **given)
