@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from paged.executors.serving.answer_reader import Delta
 from paged.executors.serving.answers import Event
-from paged.executors.serving.chat import Conversation, Tools, listed_tools
+from paged.executors.serving.chat import Conversation, Tools, as_template, listed_tools
 from paged.executors.serving.errors import ApiError, reply
 from paged.executors.serving.schemas import (
     CountTokensBody,
+    ImageBlock,
     MessagesBody,
     MessagesMessage,
     Sampling,
@@ -79,39 +80,38 @@ def _prompt_of(body: MessagesBody | CountTokensBody) -> tuple[list[dict[str, Any
     """Return messages as templates read them, and functions as OpenAI has them."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text_of(body.system)})
+        messages.append({"role": "system", "content": _content(body.system)})
     for message in body.messages:
-        messages += _as_template(message)
+        messages += _as_chat(message)
     functions: list[dict[str, Any]] = []
     for tool in body.tools or ():
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
         if tool.description is not None:
             function["description"] = tool.description
         functions.append(function)
-    return messages, functions
+    return as_template(messages), functions
 
 
-def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
-    """Return a message as templates read it: results of tools are messages of their own."""
+def _as_chat(message: MessagesMessage) -> list[dict[str, Any]]:
+    """Return a message as a chat has it: results of tools are messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     messages: list[dict[str, Any]] = []  # results of tools, then what remains of the message
     calls: list[dict[str, Any]] = []
-    texts: list[str] = []
+    shown: list[Text | ImageBlock] = []
     thoughts: list[str] = []
     for block in message.content:
-        if isinstance(block, Text):
-            texts.append(block.text)
+        if isinstance(block, (Text, ImageBlock)):
+            shown.append(block)
         elif isinstance(block, ToolUse):
             function = {"name": block.name, "arguments": block.input}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, Thinking):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolResult):
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text_of(block.content)})
-    text = "".join(texts)
-    if text or calls or thoughts or not messages:
-        messages.append({"role": message.role, "content": text})
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content)})
+    if shown or calls or thoughts or not messages:
+        messages.append({"role": message.role, "content": _content(shown)})
     if thoughts:
         messages[-1]["reasoning"] = "".join(thoughts)
     if calls:
@@ -119,8 +119,17 @@ def _as_template(message: MessagesMessage) -> list[dict[str, Any]]:
     return messages
 
 
-def _text_of(content: str | Sequence[Text] | None) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content or ())
+def _content(content: str | Sequence[Text | ImageBlock] | None) -> str | list[dict[str, Any]]:
+    """Return content as a chat has it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[dict[str, Any]] = []
+    for block in content:
+        if isinstance(block, ImageBlock):
+            parts.append({"type": "image_url", "image_url": {"url": block.source.url}})
+        else:
+            parts.append({"type": "text", "text": block.text})
+    return parts
 
 
 class _Message(Conversation):

@@ -265,9 +265,26 @@ class ToolUse(Struct, tag="tool_use"):
     input: dict[str, Any]
 
 
+class Base64Source(Struct, tag="base64"):
+    media_type: str
+    data: str
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(ImageUrl, tag="url"):
+    pass
+
+
+class ImageBlock(Struct, tag="image"):
+    source: Base64Source | UrlSource
+
+
 class ToolResult(Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[Text] | None = None
+    content: str | list[Text | ImageBlock] | None = None
 
 
 class Thinking(Struct, tag="thinking"):
@@ -280,7 +297,7 @@ class RedactedThinking(Struct, tag="redacted_thinking"):
 
 class MessagesMessage(Body):
     role: Literal["user", "assistant"]
-    content: str | list[Text | ToolUse | ToolResult | Thinking | RedactedThinking]
+    content: str | list[Text | ImageBlock | ToolUse | ToolResult | Thinking | RedactedThinking]
 
 
 class MessagesTool(Function):

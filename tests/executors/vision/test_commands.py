@@ -115,6 +115,17 @@ def test_chats(tower: MakeTower, tmp_path: Path) -> None:
             assert choices[0]["message"]["content"] == expected
         assert answer(second, first, text)[1][0]["message"]["content"] != expected
         assert [one["message"]["content"] for one in answer(first, second, text, n=2)[1]] == [expected] * 2
+        data = first["image_url"]["url"].partition(",")[2]
+        sources = [{"type": "base64", "media_type": "image/png", "data": data}]
+        sources.append({"type": "url", "url": f"file://{tmp_path}/a.png"})
+        blocks = [*({"type": "image", "source": source} for source in sources), text]
+        results = [{"type": "tool_result", "tool_use_id": "a", "content": blocks}]
+        asked: Any = {"temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": blocks}]}
+        shown = ask(served, "/v1/messages", asked)[2]["content"][0]["text"]
+        assert shown
+        assert expected.startswith(shown)
+        asked["messages"][0]["content"] = results
+        assert ask(served, "/v1/messages", asked)[0] == 200
         messages = {"messages": [{"role": "user", "content": [first, text]}]}
         assert ask(served, "/tokenize", messages)[2]["tokens"].count(IMAGE) > 1
         for parts, message in [
