@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from paged.executors.serving.tool_formats import GEMMA_QUOTE, Reasoning, ToolFormat, is_text
+from paged.executors.serving.tool_formats import GEMMA_QUOTE, Reasoning, Tags, ToolFormat, is_text
 
 T = TypeVar("T")
 _Kind = Literal["content", "reasoning", "call", "arguments"]
@@ -24,7 +24,7 @@ _LONGEST_NAME = 256
 _LONGEST_LITERAL = 1 << 14  # characters; Python reads so many in 50 ms
 _NAME = re.compile(r"[\w.:/-]+")
 _PIECES = re.compile(r"(\s+|\{\w+\})")
-_BETWEEN_CALLS = " \t\r\n;,]"
+_BETWEEN_CALLS = " \t\r\n;,"
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _BEHIND_STRINGS = ("", *",:=)]} \t\r\n")
@@ -180,8 +180,9 @@ class AnswerReader:
         self._head = [opened]
         if not (yield from self._call(form, is_bare=is_bare)):
             return self._is_no_call()
+        between_calls = _BETWEEN_CALLS + "]" * form.is_list
         while True:
-            between = yield from self._while(_BETWEEN_CALLS.__contains__)
+            between = yield from self._while(between_calls.__contains__)
             if form.end and (yield from self._comes(form.end)):
                 yield from self._while("\n".__contains__)
                 return True
@@ -229,6 +230,9 @@ class AnswerReader:
                 return False
             self._begin(name)
             yield from self._object(self._put_arguments)
+        elif form.arguments == "elements":
+            self._begin(name)
+            yield from self._elements(form.tags, (self._parameters or {}).get(name))
         else:
             self._begin(name)
             yield from self._loose_object(_CLOSING)
@@ -394,6 +398,47 @@ class AnswerReader:
         self._put_arguments("}")
         yield from self._skip(form.call[2])
         return True
+
+    def _elements(self, tags: Tags, schema: Any) -> _Reading[None]:
+        """Pass on elements as a JSON object, up to the tag that closes the call.
+
+        An element holds a text or elements, which are a list if its schema or their name says so.
+        """
+        self._put_arguments("{")
+        brackets, schemas, comma = ["}"], [schema], ""  # of what is open; no bracket: a text so far
+        pieces: list[str] = []
+        while (yield from self._up_to((tags.begin,), pieces.append)):
+            text = "".join(pieces)
+            pieces.clear()
+            tag = yield from self._while(lambda letter: letter != tags.middle)
+            yield from self._comes(tags.middle)
+            if not tag.startswith("/"):
+                schema = schemas[-1]
+                if not brackets[-1]:
+                    is_list = _is_list(schema, tag)
+                    self._put_arguments("[" if is_list else "{")
+                    brackets[-1] = "]" if is_list else "}"
+                is_item = brackets[-1] == "]"
+                self._put_arguments(comma if is_item else f"{comma}{_dumps(tag)}: ")
+                comma = ""
+                brackets.append("")
+                schemas.append(_inner(schema, tag, is_item=is_item))
+                continue
+            comma = ", "
+            schema = schemas.pop()
+            bracket = brackets.pop()
+            if bracket:
+                self._put_arguments(bracket)
+            elif not text.strip() and _has_type(schema, "array"):
+                self._put_arguments("[]")
+            elif not text.strip() and _has_type(schema, "object"):
+                self._put_arguments("{}")
+            elif is_text(schema):
+                self._put_arguments(_dumps(text))
+            else:
+                self._put_arguments(_as_json(text, is_known=isinstance(schema, Mapping)))
+            if not brackets:
+                return
 
     def _loose_object(self, closing: Mapping[str, str]) -> _Reading[None]:
         """Pass on the arguments of a call in Python, or between Gemma's braces, as a JSON object."""
@@ -572,6 +617,25 @@ class AnswerReader:
 
 def _dumps(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _has_type(schema: Any, kind: str) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == kind
+
+
+def _is_list(schema: Any, tag: str) -> bool:
+    """Return whether an element of a schema that holds a `tag` is a list."""
+    return _has_type(schema, "array") or (tag == "item" and not _has_type(schema, "object"))
+
+
+def _inner(schema: Any, tag: str, *, is_item: bool) -> Any:
+    """Return the schema of an element within one of `schema`; None if it is unknown."""
+    if not isinstance(schema, Mapping):
+        return None
+    if is_item:
+        return schema.get("items")
+    properties = schema.get("properties")
+    return properties.get(tag) if isinstance(properties, Mapping) else None
 
 
 def _as_json(text: str, *, is_known: bool) -> str:

@@ -51,8 +51,8 @@ class ToolFormat:
         is_list: whether the calls stand between brackets.
         separator: text between calls; None if there is one call only.
         arguments: their form: a JSON object beside the name in an "object", or a JSON object behind the name, or in
-            "tags", or as in a call in "python", or in Gemma's "braces".
-        tags: of arguments in tags.
+            "tags", or in "elements" that nest, or as in a call in "python", or in Gemma's "braces".
+        tags: of arguments in tags; of elements the text before a name or a slash, and the text behind it.
         bare: what a call begins with that comes without markers, at the beginning of an answer or behind a call.
         other_begins: further markers like `begin`.
         extra: what may stand before the text after the name.
@@ -69,7 +69,7 @@ class ToolFormat:
     is_section: bool = False
     is_list: bool = False
     separator: str | None = "\n"
-    arguments: Literal["object", "json", "tags", "python", "braces"] = "json"
+    arguments: Literal["object", "json", "tags", "elements", "python", "braces"] = "json"
     tags: Tags = Tags("", "", "")  # noqa: RUF009
     bare: str = ""
     other_begins: tuple[str, ...] = ()
@@ -189,6 +189,11 @@ TOOL_FORMATS = {
         ('\n<invoke name="', '">\n', "</invoke>\n"), is_section=True, separator="", arguments="tags",
         tags=Tags('<parameter name="', '">', "</parameter>\n", style="minimax_xml"),
     ),
+    "minimax_m3": ToolFormat(
+        "MiniMax M3", ("]<]minimax[>[",), "]<]minimax[>[<tool_call>", "]<]minimax[>[</tool_call>",
+        ('\n]<]minimax[>[<invoke name="', '">\n', "]<]minimax[>[</invoke>\n"), is_section=True, separator="",
+        arguments="elements", tags=Tags("]<]minimax[>[<", ">", "", style="minimax_m3_xml"),
+    ),
     "step3": ToolFormat(
         "Step 3", ("<steptml:invoke",), "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>",
         (
@@ -264,6 +269,7 @@ REASONING_FORMATS = {
         "gpt-oss", ("<|channel|>", "<|message|>"), "<|channel|>analysis<|message|>", "<|end|>", has_channels=True
     ),
     "seed": Reasoning("Seed-OSS", ("</seed:think>",), "<seed:think>", "</seed:think>"),
+    "minimax_m3": Reasoning("MiniMax M3", ("</mm:think>",), "<mm:think>", "</mm:think>"),
     "mistral": Reasoning("Magistral", ("[/THINK]",), "[THINK]", "[/THINK]"),
     "gemma4": Reasoning("Gemma 4", ("<channel|>",), "<|channel>thought\n", "<channel|>"),
     "hunyuan": Reasoning(
@@ -410,7 +416,7 @@ def _arguments(form: ToolFormat, schema: Any) -> dict[str, Any]:
     """Return the grammar of the arguments, with what stands behind them."""
     if form.arguments in ("object", "json"):
         return _json(schema)
-    if form.arguments == "tags" and form.tags.style:
+    if form.tags.style:
         return _json(schema, form.tags.style)
     if form.arguments == "tags":
         separator, closing, middle, end = "", "", form.tags.middle, form.tags.end

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from paged import ChatTokenizer
 from paged.executors.serving import answer_reader
@@ -143,6 +144,15 @@ CASES: list[tuple[str, str, str, bool, list[Any]]] = [
         [CALL],
     ),
     ("harmony", "harmony", f" to=functions.look<|channel|>commentary json<|message|>{GIVEN}<|call|>", False, [CALL]),
+    (  # an unclosed call, and what only the schema tells
+        "minimax_m3",
+        "minimax_m3",
+        '</mm:think>]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="look">\n]<]minimax[>[<city>12'
+        "]<]minimax[>[</city>"
+        "]<]minimax[>[<days>]<]minimax[>[<day>1]<]minimax[>[</day>]<]minimax[>[</days>]<]minimax[>[</invoke>",
+        False,
+        [("content", "</mm:think>"), ("call", "look", {"city": "12", "days": [1]})],
+    ),
     (
         "harmony",
         "harmony",
@@ -183,25 +193,25 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return pieces
 
 
-def tokens_of(text: str, name: str) -> list[str]:
-    """The texts of an answer's tokens as the engine decodes them: each marker is a token, all else comes as bytes."""
+def marked_tokenizer(name: str) -> tuple[Tokenizer, MarkedTokenizer]:
+    """A tokenizer with a token for each marker of a format, and for each byte; and what the engine decodes with."""
     form, reasoning, tokenizer = TOOL_FORMATS[name], reasoning_of(name), byte_tokenizer()
     markers = {form.begin, form.end, *form.other_begins, reasoning.begin, reasoning.end, *reasoning.frame}
     tokenizer.add_special_tokens(sorted({marker.strip() for marker in markers} - {""}))
     chat = ChatTokenizer(tokenizer, ChatTemplate({}, {}, "here"))
-    decoder = Detokenizer(MarkedTokenizer(chat, Tongue(form, reasoning, ("", ""), "")))
-    ids = tokenizer.encode(text).ids
-    return [decoder.read(ids, end, is_last=end == len(ids)) for end in range(1, len(ids) + 1)]
+    return tokenizer, MarkedTokenizer(chat, Tongue(form, reasoning, ("", ""), ""))
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_conversations_are_read_as_the_format_writes_them(name: str) -> None:
     form, reasoning = TOOL_FORMATS[name], reasoning_of(name)
+    tokenizer, decoder = marked_tokenizer(name)
     for seed in range(2000 if IS_LONG else 30):
         rng = random.Random(seed)
         parts, schemas = conversation(rng, form, reasoning)
         text = written(parts, form, reasoning)
-        tokens = tokens_of(text, name)
+        detokenizer, ids = Detokenizer(decoder), tokenizer.encode(text).ids
+        tokens = [detokenizer.read(ids, end, is_last=end == len(ids)) for end in range(1, len(ids) + 1)]
         for pieces in ([text], list(text), cut(text, rng), tokens):
             reader = AnswerReader(form, reasoning, parameters=schemas)
             assert read(reader, pieces) == parts, (seed, text)
@@ -313,7 +323,7 @@ def test_the_work_of_an_answer_is_linear_in_its_length(name: str) -> None:
             )
 
 
-CITY = {
+CITY: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "enum": ["Köln", 'a "b"']},
@@ -326,7 +336,7 @@ CITY = {
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-FORMS = ("harmony", "glm", "step3", "gemma4", "lfm2", "hermes")  # each kind of arguments
+FORMS = ("harmony", "glm", "minimax_m3", "step3", "gemma4", "lfm2", "hermes")  # each kind of arguments
 
 
 @pytest.mark.parametrize(
@@ -335,10 +345,13 @@ FORMS = ("harmony", "glm", "step3", "gemma4", "lfm2", "hermes")  # each kind of 
 def test_calls_that_a_grammar_forces_are_read(name: str) -> None:
     """Random ways through the grammar of one or two tools, token by token; with reasoning, no call before its end."""
     tokenizer, form, reasoning = byte_tokenizer(), TOOL_FORMATS[name], reasoning_of(name)
+    city: dict[str, Any] = CITY
+    if form.arguments == "elements":  # xgrammar refuses the length of texts in them
+        city = CITY | {"properties": CITY["properties"] | {"why": {"type": "string", "enum": ["a & <b>"]}}}
     compiler = GrammarCompiler(tokenizer, VOCABULARY, [END])
     for seed in range(16 if IS_LONG else 2):
         is_one = seed % 2 == 0
-        parameters: dict[str, object] = {"look": CITY} if is_one else {"look": CITY, "stop": NOTHING}
+        parameters: dict[str, object] = {"look": city} if is_one else {"look": city, "stop": NOTHING}
         grammar = form.grammar(parameters, is_one=is_one)
         matcher = asyncio.run(compiler.compile("structural_tag", grammar))
         text = tokenizer.decode(sample(matcher, seed, 4000))

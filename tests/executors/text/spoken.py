@@ -42,6 +42,7 @@ REASONING = {
     "gemma4": "gemma4",
     "mistral": "mistral",
     "hunyuan": "hunyuan",
+    "minimax_m3": "minimax_m3",
 }
 
 
@@ -78,7 +79,7 @@ def conversation(rng: random.Random, form: ToolFormat, reasoning: Reasoning) -> 
     if form.arguments in ("object", "json", "python") or form.tags.begin == "":
         in_values = [GEMMA_QUOTE] if form.arguments == "braces" else []
     else:
-        in_values = [form.tags.end.strip()]
+        in_values = [form.tags.end.strip() or form.tags.begin]
     schemas: dict[str, Any] = {name: {"type": "object", "properties": {}} for name in NAMES}
     parts: list[Part] = []
     if rng.random() < 0.5:
@@ -89,6 +90,8 @@ def conversation(rng: random.Random, form: ToolFormat, reasoning: Reasoning) -> 
         for _ in range(rng.randint(1, 1 if form.separator is None else 3)):
             name = rng.choice(NAMES)
             arguments = {key: value(rng, in_values) for key in rng.sample(KEYS, rng.randrange(4))}
+            if form.arguments == "elements":
+                arguments = {key: _told_apart(argument) for key, argument in arguments.items()}
             for key, argument in arguments.items():
                 schema = schemas[name]["properties"].setdefault(key, {"type": "string"})
                 if not isinstance(argument, str):
@@ -101,6 +104,15 @@ def conversation(rng: random.Random, form: ToolFormat, reasoning: Reasoning) -> 
             if form.bare:
                 break
     return _typed(parts, schemas), schemas
+
+
+def _told_apart(argument: Any, *, is_inner: bool = False) -> Any:
+    """Return an argument whose elements tell texts from values, and lists from objects, without a schema of theirs."""
+    if isinstance(argument, list):
+        return [_told_apart(inner, is_inner=True) for inner in argument] or [0]
+    if isinstance(argument, dict):
+        return {key: _told_apart(inner, is_inner=True) for key, inner in argument.items()} or {"a": None}
+    return f"x{argument}" if is_inner and isinstance(argument, str) else argument
 
 
 def _typed(parts: list[Part], schemas: dict[str, Any]) -> list[Part]:
@@ -175,6 +187,8 @@ def _arguments(arguments: Any, form: ToolFormat) -> str:
         return ", ".join(f"{key}={argument!r}" for key, argument in arguments.items()) + ")"
     if form.arguments == "braces":
         return ",".join(f"{key}:{_in_braces(argument)}" for key, argument in arguments.items()) + "}"
+    if form.arguments == "elements":
+        return "".join(_element(key, argument, form) for key, argument in arguments.items())
     pieces = []
     for key, argument in arguments.items():
         is_text = isinstance(argument, str)
@@ -183,6 +197,16 @@ def _arguments(arguments: Any, form: ToolFormat) -> str:
         middle = form.tags.middle.replace("{is_text}", str(is_text).lower())
         pieces.append(f"{form.tags.begin}{key}{middle}{lines}{shown}{lines}{form.tags.end}")
     return "".join(pieces)
+
+
+def _element(name: str, argument: Any, form: ToolFormat) -> str:
+    if isinstance(argument, list):
+        content = "\n".join(_element("item", inner, form) for inner in argument)
+    elif isinstance(argument, dict):
+        content = "".join(_element(key, inner, form) for key, inner in argument.items())
+    else:
+        content = argument if isinstance(argument, str) else json.dumps(argument)
+    return f"{form.tags.begin}{name}>{content}{form.tags.begin}/{name}>"
 
 
 def _in_braces(argument: Any) -> str:
