@@ -16,7 +16,9 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError, UnsupportedError
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.network import ModuleNetwork
+from paged.models.generic.split import plan_of
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.parallel.ranks import Ranks
 from paged.printable import one_line
 
 # Two prompts in one batch, whole and in chunks of unequal sizes, the last of one token: a decode step.
@@ -29,8 +31,14 @@ _TOLERANCE = 2e-4
 _COPIED_BYTES = 256 << 20
 
 
-def check_module(config: ModuleConfig, module: Any, cache_config: Callable[..., PagedKvCacheConfig]) -> None:
-    """Run two prompts on a copy in float32, and compare.
+def check_module(
+    config: ModuleConfig,
+    module: Any,
+    cache_config: Callable[..., PagedKvCacheConfig],
+    device: torch.device,
+    ranks: Ranks,
+) -> None:
+    """Run two prompts on a copy in float32, and compare; all ranks call it, and rank 0 compares.
 
     cache_config: makes the configuration of a cache, as `registry.cache_config` does.
 
@@ -38,14 +46,16 @@ def check_module(config: ModuleConfig, module: Any, cache_config: Callable[..., 
         UnsupportedError: logits differ; the message says whether whole prompts do or only chunks.
     """
     config, copy = _float32_copy(config, module)
-    device = next(module.parameters()).device
+    copy.to(device)
     prompts = [_prompt(length, seed, config.vocab_size).to(device) for seed, length in enumerate(_LENGTHS)]
     name = config.architecture
     try:
         with torch.no_grad():
             copy.set_attn_implementation("eager")
             expected = [copy(input_ids=prompt[None], use_cache=False).logits[0].float() for prompt in prompts]
-            model = _paged_model(config, copy, cache_config)
+            network = ModuleNetwork(config, ranks.share, copy, device)
+            network.join(ranks)
+            model = _paged_model(network, cache_config)
             model.network.pack()  # no code may need weights in their order
             unchunked = _run(model, prompts, [_LENGTHS])
             chunked = _run(model, prompts, _CHUNKS)
@@ -54,6 +64,8 @@ def check_module(config: ModuleConfig, module: Any, cache_config: Callable[..., 
     except Exception as error:  # from transformers' code, of any type
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise UnsupportedError(f"transformers' {name} fails with a paged cache: {reason}") from error
+    if ranks.rank:
+        return
     for kind, results in {"whole prompts": unchunked, "prompts in chunks": chunked}.items():
         for logits, reference in zip(results, expected, strict=True):
             reference = reference[:, : logits.shape[1]]
@@ -66,13 +78,17 @@ def check_module(config: ModuleConfig, module: Any, cache_config: Callable[..., 
                 )
 
 
-def _paged_model(config: ModuleConfig, module: Any, cache_config: Callable[..., PagedKvCacheConfig]) -> PagedCausalLM:
-    device = next(module.parameters()).device
+def _paged_model(network: ModuleNetwork, cache_config: Callable[..., PagedKvCacheConfig]) -> PagedCausalLM:
     cache = cache_config(
-        config, block_size=_BLOCK_SIZE, num_blocks=_NUM_BLOCKS, dtype=torch.float32, device=device, max_seq_len=None
+        network.own_config,
+        block_size=_BLOCK_SIZE,
+        num_blocks=_NUM_BLOCKS,
+        dtype=torch.float32,
+        device=network.embed_tokens.device,
+        max_seq_len=None,
     )
     cache = replace(cache, num_blocks=_NUM_BLOCKS * len(cache.tables))
-    return PagedCausalLM(ModuleNetwork(config, module=module), PagedKvCacheManager(cache), cuda_graphs=False)
+    return PagedCausalLM(network, PagedKvCacheManager(cache), cuda_graphs=False)
 
 
 def _run(
@@ -114,7 +130,7 @@ def _float32_copy(config: ModuleConfig, module: Any) -> tuple[ModuleConfig, Any]
         name: tuple(getattr(config, name)[index] for index in kept)
         for name in ("attention", "places", "intermediate_size", "moe", "recurrent", "attends")
     }
-    return replace(config, **per_layer), copy
+    return replace(config, plan=plan_of(copy), **per_layer), copy
 
 
 def _num_layers_of_all_kinds(config: ModuleConfig, layers: nn.ModuleList) -> int:

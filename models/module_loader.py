@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -18,6 +19,7 @@ from paged.models.generic.interface import EXPERTS, PAGED, attention_of_text
 from paged.models.generic.network import ModuleNetwork, drop_unused
 from paged.models.loading.weights import read_headers
 from paged.models.module_check import check_module
+from paged.models.parallel.ranks import Ranks
 from paged.printable import one_line
 
 _LOG = logging.getLogger("paged")
@@ -30,13 +32,27 @@ def load_module_network(
     dtype: torch.dtype,
     device: torch.device,
     cache_config: Callable[..., PagedKvCacheConfig],
+    ranks: Ranks,
 ) -> ModuleNetwork:
     """Return a network over transformers' module with the weights of a folder, after it has passed `check_module`.
+
+    With several ranks, each reads the whole module into host memory and takes its part to the device.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or has another shape; or a file cannot be read.
         UnsupportedError: the module over a paged cache gives other logits than by itself.
     """
+    with ranks.apart():
+        module = _load(config, folder, dtype)
+    check_module(config, module, cache_config, device, ranks)
+    _LOG.warning("%s: no family here; transformers' own %s runs over the paged cache", folder, config.architecture)
+    network = ModuleNetwork(config, ranks.share, module, device)
+    network.join(ranks)
+    return network
+
+
+def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype) -> Any:
+    """Return transformers' module with the weights of a folder, in host memory."""
     read_headers(folder)  # an index may not point outside of the folder
     with _quiet():
         try:
@@ -57,10 +73,7 @@ def load_module_network(
         if names := report.get(kind):
             raise CheckpointError(f"{folder}: {kind.replace('_keys', '')} tensors {shown(sorted(map(str, names))[:4])}")
     drop_unused(module, config.unused)
-    module.eval().requires_grad_(False).to(device)
-    check_module(config, module, cache_config)
-    _LOG.warning("%s: no family here; transformers' own %s runs over the paged cache", folder, config.architecture)
-    return ModuleNetwork(config, module=module)
+    return module.eval().requires_grad_(False)
 
 
 @contextmanager

@@ -170,10 +170,10 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
         raise UnsupportedError(f"quantization: {load_options.quantization} on {on}, expected plain weights on a CPU")
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    with ranks.apart():
-        if isinstance(config, ModuleConfig):
-            network = _load_module(config, folder, dtype, load_options, ranks)
-        else:
+    if isinstance(config, ModuleConfig):
+        network = _load_module(config, folder, dtype, load_options, ranks)
+    else:
+        with ranks.apart():
             network = load_network(
                 network_class,
                 config,
@@ -284,14 +284,15 @@ def _load_module(
     from paged.models.module_loader import load_module_network
 
     refused = {
-        "tensor_parallel_size": ranks.size > 1,
         "cuda_graphs": bool(load_options.cuda_graphs) and load_options.device.type == "cuda",
         "draft": load_options.draft is not None,
     }
     for name, is_given in refused.items():
         if is_given:
             raise UnsupportedError(f"{folder}: {name} is not supported for transformers' own module")
-    return load_module_network(config, folder, dtype=dtype, device=load_options.device, cache_config=cache_config)
+    return load_module_network(
+        config, folder, dtype=dtype, device=load_options.device, cache_config=cache_config, ranks=ranks
+    )
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class ModuleConfig(DecoderConfig):
         layers: name of the list of layers.
         linears: names of the linear layers whose weights no other code reads.
         unused: names of the modules that text does not need, such as a vision tower.
+        plan: styles of transformers' plan for tensor parallelism, by names of submodules and parameters.
     """
 
     architecture: str
@@ -30,3 +32,4 @@ class ModuleConfig(DecoderConfig):
     layers: str
     linears: tuple[str, ...]
     unused: tuple[str, ...]
+    plan: Mapping[str, str]

@@ -19,10 +19,13 @@ from paged.models.generic.experts import ModuleExperts
 from paged.models.generic.interface import PAGED, PagedLayer, Step, attention_of_text
 from paged.models.generic.layers import ModuleLinear, use_our_layers
 from paged.models.generic.probe import build
+from paged.models.generic.split import split, summed
 from paged.models.layers.attention import HeldCaches
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.rope import rope_table
 from paged.models.layers.share_bound import share_bound
 from paged.models.loading.weights import Track, untracked
+from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import ROUTER
 
@@ -35,27 +38,37 @@ class ModuleNetwork(Llama):
         logits come from the model's own forward, with its factors and caps.
     """
 
-    def __init__(self, config: ModuleConfig, share: Share | None = None, module: Any = None) -> None:
-        """module: with weights; None builds one, on the default device."""
+    def __init__(
+        self,
+        config: ModuleConfig,
+        share: Share | None = None,
+        module: Any = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """module: with all weights, of which this rank's go to `device`; None builds one, on the default device."""
         nn.Module.__init__(self)
-        if share is not None and share.size > 1:
-            raise UnsupportedError(f"tensor_parallel_size: {share.size}, expected 1 for transformers' own module")
+        share = share or Share()
+        has_weights = module is not None
         if module is None:
             module = build(config.model_class, config.config, PAGED)
             drop_unused(module, config.unused)
-        else:
+        num_weights = sum(parameter.numel() for parameter in module.parameters())
+        split(module, config, share)
+        if has_weights:
+            module.to(device)
             use_our_layers(module, config.linears, next(module.parameters()).dtype)
-        self.config = self.own_config = config
-        self.rows = Share().vocabulary(config.vocab_size)
-        self.num_logits = config.vocab_size
+        self.config, self.own_config = config, share.config(config)
+        self.rows = share.vocabulary(config.vocab_size)
+        self.num_logits = self.rows.stop - self.rows.start
         self.layers: Sequence[Any] = ()
         self.draft_head = None
-        self.num_weights = sum(parameter.numel() for parameter in module.parameters())
+        self.num_weights = num_weights
         self._packed_embedding = None
         # Never None: then `pack` would pack the embedding.
         self.lm_head: Any = module.get_output_embeddings() or nn.Identity()
         module.set_attn_implementation(attention_of_text(config.config, PAGED))
         self._attentions = [module.get_submodule(name) for name in config.places]
+        self._summed = [module.get_submodule(name) for name in summed(config)]
         self.decoder = module.get_submodule(config.decoder)
         self._decoder_layers = module.get_submodule(config.layers)
         self.module = module
@@ -63,6 +76,19 @@ class ModuleNetwork(Llama):
         module.set_submodule(config.decoder, self._given)
         self._step = Step()
         self._layers: list[PagedLayer] = []
+
+    @classmethod
+    def num_sums(cls, config: DecoderConfig) -> int:
+        """Return the number of all-reduces in a step; none is for the embeddings."""
+        assert isinstance(config, ModuleConfig)
+        return len(summed(config))
+
+    def join(self, ranks: Ranks) -> None:
+        """Let the modules of a plan add up the results of all ranks; `ranks` must match `share`."""
+        self.ranks = ranks
+        if ranks.size > 1:
+            for part in self._summed:
+                part.register_forward_hook(lambda _, __, out: ranks.sum(out.contiguous()))
 
     @property
     def embed_tokens(self) -> torch.Tensor:  # type: ignore[override]
@@ -75,7 +101,7 @@ class ModuleNetwork(Llama):
         held = HeldCaches()
         no_rotation = rope_table(None, 0, max_seq_len, self.embed_tokens.device)
         self._layers = []
-        for index, (attention, kind) in enumerate(zip(self._attentions, self.config.attention, strict=True)):
+        for index, (attention, kind) in enumerate(zip(self._attentions, self.own_config.attention, strict=True)):
             k_scale, v_scale = kv_manager.scales(index)
             layer = PagedLayer(
                 config=kind,

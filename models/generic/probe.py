@@ -25,6 +25,7 @@ from paged.models.generic.interface import (
     unexpected_options,
 )
 from paged.models.generic.layers import WATCHED
+from paged.models.generic.split import plan_of
 from paged.models.layers.config import AttentionConfig, NormConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
@@ -156,6 +157,7 @@ class _Probe:
             layers=layers,
             linears=tuple(self.linears),
             unused=tuple(self._unused(layers)),
+            plan=plan_of(self.module),
         )
 
     def _run(self) -> tuple[torch.Tensor, list[AttentionCall]]:

@@ -1,0 +1,101 @@
+"""A rank's part of transformers' own module, by the module's plan for tensor parallelism (`tp_plan`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paged.errors import UnsupportedError
+from paged.models.generic.config import ModuleConfig
+from paged.models.parallel.share import Section, Share, cut
+
+# Styles of transformers' plans that leave the forward as it is. The embedding lies on every rank.
+_WHOLE = frozenset(("embedding_rowwise", "local_params", "replicated_with_grad_allreduce"))
+# Styles that cut a weight, and the dimension. A bias has one dimension.
+_DIMS = {"colwise": -2, "colwise_gather_output": -2, "packed_colwise": -2, "rowwise": -1}
+# Style of the head: a rank computes the logits of its rows of the vocabulary.
+_HEAD = "colwise_gather_output"
+# Style of experts: ranks add up their outputs.
+_EXPERTS = "moe_tp_experts"
+
+
+def plan_of(module: nn.Module) -> dict[str, str]:
+    """Return the styles of a module's plan by the names of its submodules and parameters."""
+    patterns: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
+    names = [name for name, _ in module.named_modules()]
+    names += [name for name, _ in module.named_parameters()]
+    plan: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        plan.update((name, style) for name in names if expression.fullmatch(name))
+    return plan
+
+
+def split(module: Any, config: ModuleConfig, share: Share) -> None:
+    """Cut the weights of a whole module to a rank's part.
+
+    Raises:
+        UnsupportedError: the plan leaves the head or a layer's attention whole or has an unknown style, or a size is no
+            multiple of the number of ranks.
+    """
+    if share.size == 1:
+        return
+    _check(module, config, share)
+    for name, style in config.plan.items():
+        if style not in _DIMS:
+            continue
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        part = getattr(owner, attribute)
+        if isinstance(part, nn.Parameter):
+            setattr(owner, attribute, _cut(part, name, style, config, share))
+            continue
+        part.weight = _cut(part.weight, name, style, config, share)
+        if part.bias is not None and style != "rowwise":
+            part.bias = _cut(part.bias, name, style, config, share)
+        elif part.bias is not None and share.rank:
+            part.bias = nn.Parameter(torch.zeros_like(part.bias), requires_grad=False)  # rank 0 adds it
+
+
+def summed(config: ModuleConfig) -> list[str]:
+    """Return the names of the modules whose outputs ranks add up."""
+    names = [name for name, style in config.plan.items() if style == _EXPERTS]
+    return names + [name for name in config.linears if config.plan.get(name) == "rowwise"]
+
+
+def _check(module: Any, config: ModuleConfig, share: Share) -> None:
+    beginning = f"tensor_parallel_size {share.size}: transformers' plan of {config.architecture}"
+    if share.expert_parallel:
+        raise UnsupportedError(f"{beginning} splits every expert, expected expert_parallel=False")
+    other_styles = set(config.plan.values()) - _DIMS.keys() - _WHOLE - {_EXPERTS}
+    if other_styles:
+        raise UnsupportedError(f"{beginning} has the style {min(other_styles)!r}")
+    heads = [module.get_submodule(name) for name, style in config.plan.items() if style == _HEAD]
+    if heads != [module.get_output_embeddings()]:
+        raise UnsupportedError(f"{beginning} does not split the head, or gathers other outputs")
+    columns = [name for name, style in config.plan.items() if style == "colwise"]
+    for place, attention in zip(config.places, config.attention, strict=True):
+        if not any(name.startswith(f"{place}.") for name in columns):
+            raise UnsupportedError(f"{beginning} leaves {place} whole")
+        if attention.num_kv_heads % share.size:
+            raise UnsupportedError(
+                f"tensor_parallel_size {share.size}: num_key_value_heads {attention.num_kv_heads}, supported are multiples"
+            )
+
+
+def _cut(tensor: torch.Tensor, name: str, style: str, config: ModuleConfig, share: Share) -> nn.Parameter:
+    dim = _DIMS[style] if tensor.dim() > 1 else -1
+    if style == _HEAD:
+        sections = [share.vocabulary(config.vocab_size)]
+    else:
+        num_sections = 2 if style == "packed_colwise" else 1  # gates and ups
+        size = tensor.shape[dim] // num_sections
+        if size % share.size:
+            raise UnsupportedError(f"tensor_parallel_size {share.size}: {name} of {size}, supported are multiples")
+        part = size // share.size
+        sections = [Section(size, share.rank * part, (share.rank + 1) * part)] * num_sections
+    return nn.Parameter(cut(tensor, sections, dim), requires_grad=False)
