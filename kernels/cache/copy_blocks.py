@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from ..common.checks import check_is_tensor, check_tensor, check_writable
+from ..common.checks import check_device, check_is_tensor, check_tensor, check_writable
 from ..common.compat import tl, triton
 from ..common.device import use_triton
 from ..common.errors import InvalidInputError, UnsupportedError
@@ -145,13 +145,15 @@ def _copy(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[t
     if not caches:
         return
     first = caches[0]
-    check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), pairs.device)
+    check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,))
+    if pairs.device.type != "cpu":
+        check_device("block_pairs", pairs, first.device)
     if pairs.device.type == "cpu" or not use_triton(first):
+        pairs = pairs.cpu()
         _check_pairs(pairs.tolist(), first.shape[0])
         pairs = _send(pairs, first.device)
     else:
         check_all_ids("copy_blocks", Ids("block_pairs", pairs, 0, len(first) - 1), by_triton=True)
-    check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), first.device)
     BlockCopy(caches, caches)(pairs)
 
 

@@ -31,6 +31,7 @@ _ARGUMENTS = {
     "mla_norm_rope_and_cache": ("slot_mapping", "positions"),
     "copy_blocks": ("block_pairs",),
     "add_lora": ("rows", "slots", "ranks"),
+    "sample_tokens": ("penalties.rows",),
 }
 _OPERATIONS = ("", *_ARGUMENTS)
 # Fields of `Sequences` that are arguments of the kernel.

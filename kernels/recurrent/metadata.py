@@ -218,7 +218,7 @@ def check_step(state: RecurrentState, batch: RecurrentBatch, x: torch.Tensor) ->
     check_is_tensor("x", x)
     for name, tensor in vars(state).items():
         if tensor is not None:
-            check_is_tensor(name, tensor)
+            check_tensor(name, tensor, None, None, x.device)
     check_device("batch", batch.starts, x.device)
 
 

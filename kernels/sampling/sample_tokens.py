@@ -11,6 +11,7 @@ from ..common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from ..common.compat import triton
 from ..common.device import device_of, use_triton
 from ..common.errors import InvalidInputError
+from ..common.id_checks import Ids, check_all_ids
 from ..common.launch import launch, num_warps
 from ..common.operation import Run, in_fields, operation
 from . import passes, thresholds
@@ -83,7 +84,11 @@ def _sample(
     if logits.numel() == 0:
         return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
     log_min_p = None if min_p is None else min_p.log()
-    if use_triton(logits):
+    by_triton = use_triton(logits)
+    if penalties is not None:
+        rows = Ids("penalties.rows", penalties.rows, None, len(penalties.counts) - 1)
+        check_all_ids("sample_tokens", rows, by_triton=by_triton)
+    if by_triton:
         return _launch(logits, keys, temperature, top_k, top_p, log_min_p, penalties)[0]
     if penalties is not None:
         logits = torch_op.penalised(logits.float(), penalties)

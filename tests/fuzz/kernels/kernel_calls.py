@@ -125,6 +125,39 @@ def _with_caches(arguments: Arguments) -> Arguments:
     return {"caches": [arguments["cache"]], "block_pairs": arguments["block_pairs"]}
 
 
+def _packed() -> Arguments:
+    return {
+        "x": torch.randn(5, 64),
+        "values": torch.randint(-127, 128, (24, 64), dtype=torch.int8),
+        "scale": torch.rand(24, 2) / 127,
+        "zero_point": torch.randint(-9, 9, (24, 2), dtype=torch.int8),
+        "bias": torch.randn(24),
+    }
+
+
+def _with_weight(arguments: Arguments) -> Arguments:
+    weight = paged.QuantizedWeight(arguments["values"], arguments["scale"], 64, arguments["zero_point"])
+    return {"x": arguments["x"], "weight": weight, "bias": arguments["bias"]}
+
+
+def _drawn() -> Arguments:
+    penalties = {
+        "rows": torch.tensor([1, -1, 0]),
+        "counts": torch.randint(0, 3, (2, 40), dtype=torch.int32),
+        "seen": torch.rand(2, 40) < 0.5,
+        "weights": torch.rand(3, 3),
+    }
+    filters = {"top_k": torch.tensor([4, 40, 9]), "top_p": torch.full((3,), 0.9), "min_p": torch.full((3,), 0.01)}
+    keys = torch.randint(0, 2**32, (3, 2))
+    return {"logits": torch.randn(3, 40), "keys": keys, "temperature": torch.ones(3)} | filters | penalties
+
+
+def _with_penalties(arguments: Arguments) -> Arguments:
+    names = ("rows", "counts", "seen", "weights")
+    others = {name: tensor for name, tensor in arguments.items() if name not in names}
+    return others | {"penalties": paged.Penalties(*(arguments[name] for name in names))}
+
+
 def _states() -> Arguments:
     lse = torch.randn(2, 2, 5) * 4
     lse[0, 0, 1], lse[:, 1, 2], lse[1, 0, 3] = -torch.inf, torch.inf, torch.inf
@@ -233,6 +266,8 @@ CALLS = {
             lambda: dict(zip("xz", torch.randn(2, 5, 3, 8), strict=True), weight=torch.rand(8), norm_first=True),
             {"eps": float, "norm_first": bool, "group_size": int},
         ),
+        Call("quantized_linear", _packed, {}, _with_weight),
+        Call("sample_tokens", _drawn, {}, _with_penalties),
         Call("greedy_argmax", lambda: {"logits": torch.randn(3, 40), "token_mask": torch.rand(3, 40) < 0.5}),
     )
 }  # fmt: skip
