@@ -46,7 +46,8 @@ class Contest:
 
     about: the row's items other than times. cost: of a call; None if only times are compared. is_cold: whether the
     tensors exceed the cache. max_seconds: after min_samples, limit of the time for more. samples: times a call, by
-    implementation. absent: the reason by absent peer.
+    implementation. absent: the reason by absent peer. complete: adds to the row what only this operation has, such as
+    goals.
     """
 
     about: Json
@@ -58,6 +59,7 @@ class Contest:
     method: str = ""
     samples: dict[str, Sample] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    complete: Callable[[Json], None] = lambda row: None
 
     def add(self, name: str, calls: Sequence[Call], check: Callable[[Any], None], *, capturable: bool = True) -> None:
         """Add an implementation if `check` accepts the result of its first call.
@@ -108,4 +110,5 @@ class Contest:
         if self.cost is not None:
             row |= {"flops": self.cost.flops, "num_bytes": self.cost.num_bytes}
             row |= {"method": self.method, "cold": self.is_cold}
+        self.complete(row)
         return row

@@ -29,7 +29,7 @@ from paged.bench.attention.cases import (
 from paged.bench.attention.peers import PEERS, chosen_by_sdpa
 from paged.bench.benchmark import SHARED, Benchmark, Json, Setting, backend_name
 from paged.bench.check import compare
-from paged.bench.contest import OURS, Contest, peers_of
+from paged.bench.contest import OURS, Contest
 from paged.bench.limits import Ceilings, Goal, at_least, at_most
 from paged.bench.timing import num_sets
 
@@ -69,24 +69,16 @@ def contest(case: AttentionCase, setting: Setting) -> Contest:
 
     entries.add("planning", ours_with_planning(step, layers), check_all)
     entries.add_peers(PEERS, case, lambda peer: peer.make(step, layers), check_all)
+
+    def complete(row: Json) -> None:
+        row["planning_us"] = max(row["peers"].pop("planning")["median_us"] - row["median_us"], 0.0)
+        if "sdpa" in row["peers"]:
+            row["peers"]["sdpa"]["backend"] = chosen_by_sdpa(step, layers[0])
+        if setting.device.type == "cuda":
+            row["goals"] = goals(case, row, setting.limits)
+
+    entries.complete = complete
     return entries
-
-
-def peers(case: AttentionCase, setting: Setting) -> list[str]:
-    """Return the names of the peers that take the case."""
-    return peers_of(PEERS, case, setting)
-
-
-def measure(case: AttentionCase, setting: Setting) -> Json:
-    """Measure the row of a case."""
-    row = contest(case, setting).row()
-    row["planning_us"] = max(row["peers"].pop("planning")["median_us"] - row["median_us"], 0.0)
-    if "sdpa" in row["peers"]:
-        step, layers = case.tensors(setting.device, setting.dtype, 1)
-        row["peers"]["sdpa"]["backend"] = chosen_by_sdpa(step, layers[0])
-    if setting.device.type == "cuda":
-        row["goals"] = goals(case, row, setting.limits)
-    return row
 
 
 def goals(case: AttentionCase, row: Json, limits: Ceilings) -> list[Goal]:
@@ -129,7 +121,7 @@ BENCHMARK = Benchmark(
     "attention",
     __doc__,
     cases,
-    measure,
+    lambda case, setting: contest(case, setting).row(),
     {"cuda": 50, "cpu": 10},
     options=(*SHARED, "shape"),
     legend="decode.4x700.h8_2.b16.d64: 4 sequences of 700 keys, 8 query and 2 KV heads, blocks of 16, heads of 64",

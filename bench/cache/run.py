@@ -23,56 +23,55 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.metadata import version
-from types import ModuleType
+
+import torch
 
 from paged.bench.benchmark import Benchmark, Json, Setting
 from paged.bench.cache.cases import CASES, Case
-from paged.bench.contest import OURS, Contest
+from paged.bench.contest import OURS, Contest, Peer
 from paged.bench.limits import Goal, at_least, at_most
 
 PEER_VERSION = "0.33.0"
+_PEER_MODULE = "paged.bench.cache.peer_vllm"
 _WARM_UP = 3
 _GOAL_RATIO = 3.0
 
 
-def load_peer() -> tuple[ModuleType | None, str]:
-    """Return `peer_vllm` if it can be imported at PEER_VERSION, and else why it cannot."""
+def _refused_by_vllm(case: Case, _dtype: torch.dtype, _device: torch.device) -> str | None:
+    if not case.has_peer:
+        return "is measured without a peer"
     try:
         installed = version("vllm")
         if installed != PEER_VERSION:
-            return None, f"skipped: vLLM {installed} is on PYTHONPATH, expected {PEER_VERSION}"
-        return importlib.import_module("paged.bench.cache.peer_vllm"), ""
+            return f"skipped: vLLM {installed} is on PYTHONPATH, expected {PEER_VERSION}"
+        importlib.import_module(_PEER_MODULE)
     except ImportError as error:
-        return None, f"skipped: vLLM {PEER_VERSION} is not on PYTHONPATH ({type(error).__name__}: {error})"
+        return f"skipped: vLLM {PEER_VERSION} is not on PYTHONPATH ({type(error).__name__}: {error})"
+    return None
+
+
+PEERS = (Peer("vllm", _refused_by_vllm, lambda case: case.theirs(importlib.import_module(_PEER_MODULE))),)
 
 
 def contest(case: Case, setting: Setting) -> Contest:
     """Return the contest of a case; its first samples warm up."""
     entries = Contest({"name": case.name}, setting)
     entries.samples[OURS] = case.ours().__next__
-    peer, reason = load_peer()
-    if peer is None:
-        entries.absent["vllm"] = reason
-    elif case.has_peer:
-        entries.samples["vllm"] = case.theirs(peer).__next__
+    for peer in PEERS:
+        reason = peer.refuses(case, setting.dtype, setting.device)
+        if reason is None:
+            entries.samples[peer.name] = peer.make(case).__next__
+        else:
+            entries.absent[peer.name] = reason
     for sample in entries.samples.values():
         for _ in range(_WARM_UP):
             sample()
+
+    def complete(row: Json) -> None:
+        row["goals"] = goals(case, row)
+
+    entries.complete = complete
     return entries
-
-
-def peers(case: Case, _: Setting) -> list[str]:
-    """Return the names of the peers that take part."""
-    if case.has_peer and load_peer()[0] is not None:
-        return ["vllm"]
-    return []
-
-
-def measure(case: Case, setting: Setting) -> Json:
-    """Measure the row of a case."""
-    row = contest(case, setting).row()
-    row["goals"] = goals(case, row)
-    return row
 
 
 def goals(case: Case, row: Json) -> list[Goal]:
@@ -89,7 +88,7 @@ BENCHMARK = Benchmark(
     "cache",
     __doc__,
     lambda _: CASES,
-    measure,
+    lambda case, setting: contest(case, setting).row(),
     {"cpu": 100},
     options=("json", "only", "repeats"),
     device="cpu",

@@ -76,6 +76,7 @@ _LATENT_LENGTHS = ([(1, 8192)] * 64, [(1, 512)] * 4, [(1, 200), (1, 33)])
 _LATENT_STEP = {"lengths": _LATENT_LENGTHS, "heads": _LATENT_HEADS, **_LATENT}
 _INDEXED = {"lengths": _LATENT_LENGTHS, "heads": (64, 16, 16), "dim": (128, 128, 32), "top_k": (2048, 128, 20)}
 _CHOSEN = partial(work.paged_mla_attention, chosen=2048)
+_PACKED = partial(work.concat_and_cache_mla, is_packed=True)
 
 _Lengths = list[tuple[int, int]]
 
@@ -97,7 +98,7 @@ CASES = (
     Case("paged_mla_attention", _CHOSEN, _LATENT_STEP, "chosen"),
     Case("choose_keys", work.choose_keys, _INDEXED),
     Case("concat_and_cache_mla", work.concat_and_cache_mla, {"tokens": _TOKENS, **_LATENT}),
-    Case("concat_and_cache_mla", work.concat_and_cache_mla_packed, {"tokens": _TOKENS, **_LATENT}, "packed"),
+    Case("concat_and_cache_mla", _PACKED, {"tokens": _TOKENS, **_LATENT}, "packed"),
     Case(
         "mla_norm_rope_and_cache", work.mla_norm_rope_and_cache, {"tokens": _TOKENS, "heads": _LATENT_HEADS, **_LATENT}
     ),

@@ -13,15 +13,16 @@ import sys
 
 import torch
 
-from paged.bench.benchmark import Benchmark, Json, Setting
+from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
-from paged.bench.contest import OURS, Contest
+from paged.bench.contest import OURS, Contest, Peer
 from paged.bench.kernels.cases import CASES, Case
 from paged.bench.kernels.work import Work
 from paged.bench.timing import num_sets
 
 # Largest number of tensor sets that a case rotates through, even if they do not fill the cache.
 MAX_SETS = 512
+PEERS: tuple[Peer, ...] = ()  # those of attention and experts are in benchmarks of their own
 
 
 def check(work: Work) -> None:
@@ -50,17 +51,13 @@ def contest(case: Case, setting: Setting) -> Contest:
     return entries
 
 
-def peers(_case: Case, _setting: Setting) -> list[str]:
-    """Return no peer: those of attention and experts have benchmarks of their own."""
-    return []
-
-
-def measure(case: Case, setting: Setting) -> Json:
-    """Measure the row of a case."""
-    return contest(case, setting).row()
-
-
-BENCHMARK = Benchmark("kernels", __doc__, lambda _: CASES, measure, {"cuda": 100, "cpu": 20})
+BENCHMARK = Benchmark(
+    "kernels",
+    __doc__,
+    lambda _: CASES,
+    lambda case, setting: contest(case, setting).row(),
+    {"cuda": 100, "cpu": 20},
+)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -137,22 +137,15 @@ def choose_keys(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, d
     return work_of("choose_keys", Cost(2 * heads * dim * pairs, num_bytes), **arguments, top_k=top_k)
 
 
-def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int]) -> Work:
+def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int], is_packed: bool = False) -> Work:
+    """is_packed: into rows of 656 bytes, codes in e4m3, float32 scales, and the rotated part in bfloat16."""
     latent, k_rope = draw.normal(tokens, sizes[0]), draw.normal(tokens, sizes[1])
     num_blocks = -(-2 * tokens // BLOCK_SIZE)
     cache = draw.normal(num_blocks, BLOCK_SIZE, sum(sizes))
+    if is_packed:
+        cache = torch.zeros(num_blocks, BLOCK_SIZE, 656, dtype=torch.uint8, device=draw.device)
     slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
-    num_bytes = 2 * _bytes(latent, k_rope) + _bytes(slots)
-    return work_of("concat_and_cache_mla", num_bytes, latent, k_rope, cache, slots)
-
-
-def concat_and_cache_mla_packed(draw: Draw, *, tokens: int, sizes: tuple[int, int]) -> Work:
-    """Rows of 656 bytes: codes in e4m3, float32 scales, and the rotated part in bfloat16."""
-    latent, k_rope = draw.normal(tokens, sizes[0]), draw.normal(tokens, sizes[1])
-    num_blocks = -(-2 * tokens // BLOCK_SIZE)
-    cache = torch.zeros(num_blocks, BLOCK_SIZE, 656, dtype=torch.uint8, device=draw.device)
-    slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
-    num_bytes = _bytes(latent, k_rope, slots) + 656 * tokens
+    num_bytes = _bytes(latent, k_rope, slots) + tokens * cache[0, 0].nbytes
     return work_of("concat_and_cache_mla", num_bytes, latent, k_rope, cache, slots)
 
 

@@ -24,7 +24,7 @@ import torch
 from paged.bench.attention import run as attention
 from paged.bench.benchmark import DEVICE, INTERPRETING, Setting
 from paged.bench.cache import run as cache
-from paged.bench.contest import OURS, Contest
+from paged.bench.contest import OURS, Contest, peers_of
 from paged.bench.kernels import run as kernels
 from paged.bench.moe import run as moe
 from paged.bench.timing import SampleClock, timed
@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for family, module in FAMILIES.items():
         setting = setting_of(family)
         for case in module.BENCHMARK.cases(setting):
-            for implementation in (OURS, *module.peers(case, setting)):
+            for implementation in (OURS, *peers_of(module.PEERS, case, setting)):
                 name = f"{family}.{case.name}-{implementation}"
                 params.append(pytest.param(family, case.name, implementation, id=name))
     metafunc.parametrize(("family", "name", "implementation"), params)

@@ -24,7 +24,7 @@ import torch
 
 from paged.bench.benchmark import Benchmark, Json, Setting
 from paged.bench.check import compare
-from paged.bench.contest import OURS, Contest, peers_of
+from paged.bench.contest import OURS, Contest
 from paged.bench.limits import Ceilings, Goal, at_least
 from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL, MoeCase
 from paged.bench.moe.peers import PEERS
@@ -79,20 +79,13 @@ def contest(case: MoeCase, setting: Setting) -> Contest:
         lambda peer: [peer.make(case, layer, batch) for batch in batches],
         lambda out: compare(out, our_out, judged_as, budgets),
     )
+
+    def complete(row: Json) -> None:
+        if device.type == "cuda" or case.model == CPU_MODEL:
+            row["goals"] = goals(row, setting.limits)
+
+    entries.complete = complete
     return entries
-
-
-def peers(case: MoeCase, setting: Setting) -> list[str]:
-    """Return the names of the peers that take the case."""
-    return peers_of(PEERS, case, setting)
-
-
-def measure(case: MoeCase, setting: Setting) -> Json:
-    """Measure the row of a case."""
-    row = contest(case, setting).row()
-    if setting.device.type == "cuda" or case.model == CPU_MODEL:
-        row["goals"] = goals(row, setting.limits)
-    return row
 
 
 def _tolerance(case: MoeCase) -> tuple[torch.dtype | None, float]:
@@ -139,7 +132,7 @@ BENCHMARK = Benchmark(
     "moe",
     __doc__,
     cases,
-    measure,
+    lambda case, setting: contest(case, setting).row(),
     {"cuda": 30, "cpu": 500},
     legend="Qwen3-30B-A3B/16.zipf.64: a sixteenth of the widths and experts, routing, tokens",
 )
