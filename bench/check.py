@@ -47,6 +47,15 @@ class Result(NamedTuple):
             return None
         return tuple(wrong[0].tolist())
 
+    def check(self) -> None:
+        """Raise WrongResultError unless every element is within its budget."""
+        wrong = int((self.shares() > 1).sum())
+        if wrong:
+            error = (self.got.detach().double() - self.want.detach().to(self.got.device, torch.float64)).abs()
+            raise WrongResultError(
+                f"{wrong} of {self.want.numel()} elements are wrong, the largest error is {error.max():.3g}"
+            )
+
     def describe(self, index: tuple[int, ...]) -> str:
         """Return an element beside the expected one: "out[3, 1, 0]: 0.31, expected 0.27, 90 times its budget"."""
         got, want = self.got[index].item(), self.want[index].item()
@@ -77,17 +86,3 @@ def error_shares(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | Non
         budget = TOLERANCE[dtype or got.dtype] * (sizes + sizes.square().mean(-1, keepdim=True).sqrt())
     is_same = (result == want) | (result.isnan() & want.isnan())
     return ((result - want).abs() / budget).nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(is_same, 0.0)
-
-
-def compare(
-    got: torch.Tensor,
-    want: torch.Tensor,
-    judged_as: torch.dtype | None = None,
-    budgets: float = 1,
-    name: str = "result",
-) -> None:
-    """Raise WrongResultError unless all of `got` is within this many budgets of `want`, see `error_shares`."""
-    wrong = int((Result(got, want, judged_as, budgets, name).shares() > 1).sum())
-    if wrong:
-        error = (got.detach().double() - want.detach().to(got.device, torch.float64)).abs()
-        raise WrongResultError(f"{wrong} of {want.numel()} elements are wrong, the largest error is {error.max():.3g}")

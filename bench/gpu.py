@@ -37,7 +37,7 @@ from typing import TextIO
 
 import torch
 
-from paged.bench.benchmark import HUNG, environment, option_parser, save
+from paged.bench.benchmark import DEVICE, HUNG, environment, option_parser, save
 from paged.bench.timing import device_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,13 +95,7 @@ class Outcome:
 
 def results_folder(work: Path) -> Path:
     """Return the folder for results of this device: another device's are kept beside them."""
-    return work / re.sub(r"\W+", "-", device_name(_device()))
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("cpu")
+    return work / re.sub(r"\W+", "-", device_name(torch.device(DEVICE)))
 
 
 def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
@@ -339,7 +333,7 @@ def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path
     variables |= {"TRITON_CACHE_DIR": str(work / _CACHE), "TRITON_STORE_BINARY_ONLY": "1"}
     folder = results_folder(work)
     folder.mkdir(exist_ok=True)
-    about, path = environment("gpu", _device()), folder / "gpu.json"
+    about, path = environment("gpu", torch.device(DEVICE)), folder / "gpu.json"
     before = []
     if path.exists():
         before = json.loads(path.read_text())["steps"]

@@ -28,7 +28,7 @@ from paged.bench.attention.cases import (
 )
 from paged.bench.attention.peers import PEERS, chosen_by_sdpa
 from paged.bench.benchmark import SHARED, Benchmark, Json, Setting, backend_name
-from paged.bench.check import compare
+from paged.bench.check import Result
 from paged.bench.contest import OURS, Contest
 from paged.bench.limits import Ceilings, Goal, at_least, at_most
 from paged.bench.timing import num_sets
@@ -57,7 +57,7 @@ def contest(case: AttentionCase, setting: Setting) -> Contest:
 
     def check_spots(out: torch.Tensor) -> None:
         for token, heads, want in spots:
-            compare(out.reshape(*layers[0].q.shape[:2], -1)[token, heads], want)
+            Result(out.reshape(*layers[0].q.shape[:2], -1)[token, heads], want).check()
 
     our_calls = ours(step, layers)
     entries.add(OURS, our_calls, check_spots)
@@ -65,7 +65,7 @@ def contest(case: AttentionCase, setting: Setting) -> Contest:
 
     def check_all(out: torch.Tensor) -> None:
         check_spots(out)
-        compare(out.reshape(our_out.shape), our_out)
+        Result(out.reshape(our_out.shape), our_out).check()
 
     entries.add("planning", ours_with_planning(step, layers), check_all)
     entries.add_peers(PEERS, case, lambda peer: peer.make(step, layers), check_all)

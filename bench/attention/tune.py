@@ -25,7 +25,7 @@ import torch
 
 from paged.bench.attention.cases import CASES, MAX_LAYERS, AttentionCase, ours
 from paged.bench.benchmark import RESUMABLE, Benchmark, Setting
-from paged.bench.check import compare
+from paged.bench.check import Result
 from paged.bench.limits import speed
 from paged.bench.timing import num_sets, sampler, take_in_turns
 from paged.kernels.attention import config as attention_config
@@ -144,7 +144,7 @@ def measure(case: TileCase, setting: Setting) -> dict[str, Any]:
     tensors, want, time_chosen = _batch(case.case, setting)
     with with_tile(case.kind, case.tile, case.num_stages):
         calls = ours(*tensors)
-        compare(calls[0](), want)
+        Result(calls[0](), want).check()
         _, time_tile = sampler(calls, setting.device)
         samples = take_in_turns({"chosen": time_chosen, "tile": time_tile}, setting.repeats)
     times = speed(samples["tile"], case.case.cost(setting.dtype), setting.limits)

@@ -14,21 +14,13 @@ import sys
 import torch
 
 from paged.bench.benchmark import Benchmark, Setting
-from paged.bench.check import compare
 from paged.bench.contest import OURS, Contest, Peer
 from paged.bench.kernels.cases import CASES, Case
-from paged.bench.kernels.work import Work
 from paged.bench.timing import num_sets
 
 # Largest number of tensor sets that a case rotates through, even if they do not fill the cache.
 MAX_SETS = 512
 PEERS: tuple[Peer, ...] = ()  # those of attention and experts are in benchmarks of their own
-
-
-def check(work: Work) -> None:
-    """Raise WrongResultError unless the operation's results equal the float64 reference's."""
-    for result in work.results():
-        compare(*result)
 
 
 def contest(case: Case, setting: Setting) -> Contest:
@@ -38,7 +30,7 @@ def contest(case: Case, setting: Setting) -> Contest:
         WrongResultError: the operation does not agree with the reference.
     """
     torch.manual_seed(0)
-    check(case.work("check", setting.device, setting.dtype))
+    case.work("check", setting.device, setting.dtype).check()
     work = case.work(setting.scale, setting.device, setting.dtype)
     # Tensors that change in place count twice as moved bytes: only half of the bytes fill the cache.
     count, is_cold = num_sets(work.cost.num_bytes // 2, setting.device, MAX_SETS)

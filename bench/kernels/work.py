@@ -47,6 +47,11 @@ class Work:
         """Run the reference, then the operation."""
         return list(DEFINITIONS[self.operation].check(self.arguments, self.judgement).values())
 
+    def check(self) -> None:
+        """Raise WrongResultError unless the operation's results equal the float64 reference's."""
+        for result in self.results():
+            result.check()
+
 
 def _bytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.nbytes for tensor in tensors)

@@ -23,7 +23,7 @@ import sys
 import torch
 
 from paged.bench.benchmark import Benchmark, Json, Setting
-from paged.bench.check import compare
+from paged.bench.check import Result
 from paged.bench.contest import OURS, Contest
 from paged.bench.limits import Ceilings, Goal, at_least
 from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL, MoeCase
@@ -71,13 +71,13 @@ def contest(case: MoeCase, setting: Setting) -> Contest:
     token = slice(case.num_tokens // 2, case.num_tokens // 2 + 1)
     expected = reference.fused_moe(*layer.arguments(batches[0].rows(token)), **layer.options)
     calls = [layer.call(batch) for batch in batches]
-    entries.add(OURS, calls, lambda out: compare(out[token], expected, judged_as, budgets))
+    entries.add(OURS, calls, lambda out: Result(out[token], expected, judged_as, budgets).check())
     our_out = calls[0]()
     entries.add_peers(
         PEERS,
         case,
         lambda peer: [peer.make(case, layer, batch) for batch in batches],
-        lambda out: compare(out, our_out, judged_as, budgets),
+        lambda out: Result(out, our_out, judged_as, budgets).check(),
     )
 
     def complete(row: Json) -> None:

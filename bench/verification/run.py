@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from paged.bench.benchmark import Benchmark, Setting
-from paged.bench.check import compare
 from paged.bench.verification.cases import CHECKS, Check
 
 
@@ -24,7 +23,7 @@ def measure(check: Check, setting: Setting) -> dict[str, Any]:
     torch.manual_seed(0)
     num_results = 0
     for result in check.results(setting.device, setting.dtype):
-        compare(*result)
+        result.check()
         num_results += 1
     return {"name": check.name, "value": num_results, "unit": "results"}
 

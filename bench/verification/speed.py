@@ -20,7 +20,7 @@ import torch
 from paged.bench.attention.cases import AttentionCase, Layer, Step
 from paged.bench.attention.peers import PEERS
 from paged.bench.benchmark import DEVICE, Setting, line
-from paged.bench.check import compare
+from paged.bench.check import Result
 from paged.bench.contest import OURS, Contest
 from paged.bench.operations import DEFINITIONS, Arguments
 from paged.bench.verification.candidate import Candidate, needed
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         """Results are checked by a call on tensors of its own: the timed ones change where a call writes to them."""
         fresh = Replay(args.file, device, "").arguments
         for result in definition.beside(definition.call(fresh, function), want, judgement).values():
-            compare(*result)
+            result.check()
         entries.add(name, [lambda: function(**arguments)], lambda _: None)
 
     names = backends(device)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         step, layer = step_and_layer
         entries.add_peers(
             PEERS, step.case, lambda peer: peer.make(step, [layer]),
-            lambda out: compare(out.reshape(want["out"].shape), want["out"], *judgement),
+            lambda out: Result(out.reshape(want["out"].shape), want["out"], *judgement).check(),
         )  # fmt: skip
     print("\n".join([about(replay.call), f"ours: {names[0]} on {device}", line(entries.row())]))
     return 0

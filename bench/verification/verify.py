@@ -107,17 +107,12 @@ def run(args: argparse.Namespace) -> int:
     if args.backend == "triton" and device.type == "cpu" and HAS_TRITON and not interpreting():
         # The interpreter must be chosen before triton is imported.
         command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", "triton"]
-        command += ["--only", args.only]
-        if args.quick:
-            command.append("--quick")
-        if args.json:
-            command.append("--json")
-        if args.op:
-            command += ["--op", args.op]
-        if args.candidate:
-            command += ["--candidate", args.candidate]
-        if args.replay:
-            command += ["--replay", str(args.replay)]
+        for option in ("quick", "json"):
+            if getattr(args, option):
+                command.append(f"--{option}")
+        for option in ("only", "op", "candidate", "replay"):
+            if getattr(args, option):
+                command += [f"--{option}", str(getattr(args, option))]
         return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     choice = args.backend or os.environ.get("PAGED_BACKEND", "")
     can_run_numba = device.type == "cpu" and has_numba()

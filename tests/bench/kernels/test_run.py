@@ -9,7 +9,6 @@ import paged
 from paged.bench.attention.cases import AttentionCase
 from paged.bench.check import WrongResultError
 from paged.bench.kernels.cases import CASES, Case
-from paged.bench.kernels.run import check
 from paged.bench.limits import Ceilings, Cost
 from paged.bench.operations import DEFINITIONS, Definition
 from tests.operations import OPERATIONS
@@ -74,7 +73,7 @@ def test_case_agrees_with_the_reference_and_a_wrong_one_is_refused(case: Case, m
     definition = DEFINITIONS[case.operation]
     expected = {name: tensor.clone() for name, tensor in definition.want(work.arguments).items()}
     monkeypatch.setattr(Definition, "want", lambda *_: expected)
-    check(work)
+    work.check()
     right = getattr(paged, case.operation)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -89,4 +88,4 @@ def test_case_agrees_with_the_reference_and_a_wrong_one_is_refused(case: Case, m
     monkeypatch.setattr(paged, case.operation, wrong)
     torch.manual_seed(0)  # the same tensors
     with pytest.raises(WrongResultError, match="elements are wrong"):
-        check(case.work("check", CPU, torch.float32))
+        case.work("check", CPU, torch.float32).check()

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="vLLM's kernels need triton")
 
 import paged
-from paged.bench.check import compare
+from paged.bench.check import Result
 from paged.bench.moe import peers as moe_peers
 from paged.bench.moe.cases import MODELS, MoeCase
 from paged.bench.moe.formats import Format
@@ -31,4 +31,4 @@ def test_result_is_ours(num_tokens: int, layout: Format | None, monkeypatch: pyt
     case = replace(case, model=replace(case.model, num_experts=8, top_k=2, num_local_experts=8))
     layer, batch = (make(torch.device("cpu"), torch.float16) for make in (case.layer, case.batch))
     ours = paged.fused_moe(batch.hidden_states, layer.w1, layer.w2, batch.topk_weights, batch.topk_ids, **layer.options)
-    compare(vllm_call(case, layer, batch)(), ours, budgets=1 if layout is None else 2)
+    Result(vllm_call(case, layer, batch)(), ours, budgets=1 if layout is None else 2).check()
