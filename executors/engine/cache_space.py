@@ -13,6 +13,7 @@ from paged.batch import UnifiedBatch
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.recurrent_states import SCAN_CHUNK
+from paged.cache.tiers.files import FileRead
 from paged.errors import InvalidInputError, OutOfBlocksError
 from paged.executors.engine.batch import captured_of
 from paged.executors.isolation import attempt
@@ -63,6 +64,15 @@ class BlockSpace:
         self._growth = sum(map(self._growth_of, running))
         self._num_sequences = sum(completion.num_sequences for completion in running)
 
+    def is_reading(self, completion: Completion, wait_s: float) -> bool:
+        """Return whether blocks that a waiting completion begins with are still to come from files, after `wait_s`."""
+        if self.manager.files is None or completion.is_swapped:
+            return False
+        if completion.from_files is None:
+            # Without a read, admission meets the same error, and refuses the completion.
+            completion.from_files = attempt(partial(_LOG.warning, "no files: %s"), self._read_files, completion)
+        return completion.from_files is not None and not completion.from_files.wait(wait_s)
+
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
         """Allocate the blocks of a waiting completion; return False if there are too few.
 
@@ -85,6 +95,7 @@ class BlockSpace:
             completion.hold(None)
             return False
         self._growth, self._num_sequences = growth, num_sequences
+        completion.from_files = None
         return True
 
     def chunk(self, completion: Completion, count: int, *, max_chunk: int) -> int:
@@ -120,6 +131,11 @@ class BlockSpace:
         reservation, _ = self.manager.reserve_step(handles, batch.columns.counts)
         reservation.leave()  # the capacity stays for the executor's own reservation
         return batch
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Let waits for files depend on the time that a step took for prompt tokens."""
+        if self.manager.files is not None:
+            self.manager.files.observe_prefill(num_tokens, seconds)
 
     def release(self, completion: Completion) -> None:
         """Free what a completion holds, if anything, through the executor, which may hold more for it."""
@@ -163,13 +179,14 @@ class BlockSpace:
             self.manager.swap_in(completion.handle)
             completion.is_swapped = False
         else:
-            request, tokens = completion.request, completion.tokens
-            if request.embeds is not None:
-                tokens = request.embeds.ids(tokens, 0)
-            # A cached prefix has no logits, hidden states or experts.
-            is_computed = completion.wants_prompt_rows or completion.states is not None or not self._takes_prefixes
-            ids = None if is_computed else tokens
-            handle = self.manager.allocate(completion.seq_id, len(tokens), token_ids=ids, namespace=request.namespace)
+            request, num_tokens = completion.request, len(completion.tokens)
+            handle = self.manager.allocate(
+                completion.seq_id,
+                num_tokens,
+                token_ids=self._ids_to_match(completion),
+                namespace=request.namespace,
+                from_files=completion.from_files,
+            )
             if self._has_draft_head and handle.num_tokens and self.manager.config.recurrent is None:
                 # The head needs the hidden state of the token before the first that runs: that token runs again.
                 # With recurrent layers there is no state before it, and the head sees 0 once.
@@ -177,11 +194,22 @@ class BlockSpace:
                     self.manager.truncate(handle, handle.num_tokens - 1)
                 except InvalidInputError:  # that token's window reaches back to a block that the prefix lacks
                     self.manager.free(handle)
-                    handle = self.manager.allocate(completion.seq_id, len(tokens), namespace=request.namespace)
+                    handle = self.manager.allocate(completion.seq_id, num_tokens, namespace=request.namespace)
             completion.hold(handle)
             if request.first_token is None:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
                 request.output.num_loaded_tokens = handle.num_loaded_tokens
+
+    def _read_files(self, completion: Completion) -> FileRead | None:
+        ids = self._ids_to_match(completion)
+        return None if ids is None else self.manager.read_files(ids, namespace=completion.request.namespace)
+
+    def _ids_to_match(self, completion: Completion) -> Sequence[int] | None:
+        """Return the ids by which the cache knows a completion's tokens; None if all of them have to run."""
+        if completion.wants_prompt_rows or completion.states is not None or not self._takes_prefixes:
+            return None  # a cached prefix has no logits, hidden states or experts
+        request = completion.request
+        return completion.tokens if request.embeds is None else request.embeds.ids(completion.tokens, 0)
 
     def _growth_of(self, completion: Completion) -> int:
         """Return the number of blocks that a completion lacks for the tokens that the admission policy counts."""

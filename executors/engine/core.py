@@ -73,6 +73,7 @@ class EngineCore(RequestLifecycle):
             self.metrics,
             self._drafter,
             ask_for_tokens,
+            is_reading=self._space.is_reading if isinstance(self._space, BlockSpace) else None,
             decode_cost=decode_cost,
             prompt_rows=max(_PROMPT_LOGITS // info.vocab_size, 1),
         )
@@ -332,6 +333,8 @@ class EngineCore(RequestLifecycle):
         seconds = now - max(output.started, self._last_taken)
         self._last_taken = now
         self.metrics.step_time.observe(seconds)
+        if output.step.chunks and isinstance(self._space, BlockSpace):
+            self._space.observe_prefill(output.step.num_prefill_tokens, seconds)
         if self._scheduler.pacer is not None and output.step.decodes:
             self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
 

@@ -33,6 +33,9 @@ _NEWEST = 0.3
 _MARGIN = 0.8
 # Longest wait of a step for masks that are computed elsewhere. Most arrive within 0.2 ms.
 _MASK_WAIT_S = 0.005
+# Most completions that read files at a time, and the longest wait of a step for them if nothing else runs.
+_MOST_READING = 8
+_FILE_WAIT_S = 0.005
 # Fewest prompt tokens that the pacer allows, so that every prompt progresses.
 _SMALLEST_CHUNK = 8
 
@@ -40,17 +43,21 @@ _SMALLEST_CHUNK = 8
 class Scheduler:
     """Queue, running sequences and preemption.
 
-    No waiting completion is overtaken by one of lower rank: the first that does not fit holds up the others, so none
-    starves. After a preemption, or when the first does not fit, nothing is admitted until something has finished.
+    No waiting completion is overtaken by one of lower rank, except while it waits for files: the first that does not
+    fit holds up the others, so none starves. After a preemption, or when the first does not fit, nothing is admitted
+    until something has finished.
 
     Args:
         drafter: drafts for sequences that decode, or None.
         ask_for_tokens: lets the executor choose the tokens of completions if it can; None if logits are cheaper.
+        is_reading: whether blocks that a waiting completion begins with are still to come from files, after some
+            seconds; None if they never do.
         decode_cost: most tokens of a decoding sequence: 1 and its drafts.
         prompt_rows: most prompt tokens of a step with logits for each.
 
     Attributes:
         awaits_masks: whether the last plan left out decodes whose masks had not arrived.
+        awaits_files: whether the last plan admitted nothing because blocks are to come from files.
         refused: completions that cannot run, with the reason; the caller ends them and empties the list.
     """
 
@@ -62,6 +69,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         ask_for_tokens: Callable[[list[Completion]], None] | None = None,
         *,
+        is_reading: Callable[[Completion, float], bool] | None = None,
         decode_cost: int = 1,
         prompt_rows: int = 1,
     ) -> None:
@@ -74,6 +82,7 @@ class Scheduler:
         self._metrics = metrics
         self._drafter = drafter
         self._ask_for_tokens = ask_for_tokens
+        self._is_reading = is_reading
         self.refused: list[tuple[Completion, str]] = []
         self._rows: Rows | None = None
         self._masked: set[Completion] = set()  # those whose masks are computed elsewhere
@@ -81,7 +90,7 @@ class Scheduler:
         self._prompt_rows = prompt_rows
         self._is_full = self._has_begun = False
         self._num_unpublished = 0  # steps
-        self.awaits_masks = False
+        self.awaits_masks = self.awaits_files = False
 
     @property
     def num_running(self) -> int:
@@ -181,7 +190,7 @@ class Scheduler:
 
     def _refuse_first(self) -> None:
         """Refuse the first of the queue if nothing runs and nothing can make room for it."""
-        if self.awaits_masks or self.refused or not self.waiting or self.preempt() is not None:
+        if self.awaits_masks or self.awaits_files or self.refused or not self.waiting or self.preempt() is not None:
             return
         reason = "the cache has no room for it, and no request here holds any"
         self.refused.append((self.waiting[0], reason))
@@ -267,7 +276,7 @@ class Scheduler:
             tokens_left = min(tokens_left, self.pacer.max_prefill_tokens)
         max_chunk = min(tokens_left, config.chunk_size or tokens_left)
         step = StepBatch(decodes, tokens_left, max_chunk, self._prompt_rows)
-        self._has_begun = False
+        self._has_begun = self.awaits_files = False
         index = 0
         while step.tokens_left > 0:
             if index == len(self.prefilling):
@@ -405,7 +414,9 @@ class Scheduler:
     def _admit_next(self, tokens_left: int) -> bool:
         """Admit the first of the queue if it fits the cache; one that decodes at once must fit the budget, too."""
         while self.waiting and not (self._is_full and self.num_running):
-            first = self.waiting[0]
+            first = self._first_to_admit()
+            if first is None:
+                return False
             if not self._has_slot(first) or (first.is_decoding and tokens_left < self._decode_cost):
                 return False
             if not self._has_begun:
@@ -432,6 +443,18 @@ class Scheduler:
                 self.prefilling.append(first)
             return True
         return False
+
+    def _first_to_admit(self) -> Completion | None:
+        """Return the first of the queue for which no blocks are to come from files, None if that is soon."""
+        if self._is_reading is None:
+            return self.waiting[0]
+        for completion in self.waiting[:_MOST_READING]:
+            if not self._is_reading(completion, 0.0):
+                return completion
+        # If nothing else runs, the step waits here, so that its caller does not spin.
+        wait_s = 0.0 if self.num_running else _FILE_WAIT_S
+        self.awaits_files = self._is_reading(self.waiting[0], wait_s)
+        return None if self.awaits_files else self.waiting[0]
 
     def _has_slot(self, completion: Completion) -> bool:
         """Return whether it may run beside the others, counting all forks to come."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paged.batch import FullLogits, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.tiers.files import FileRead
 from paged.errors import InvalidInputError
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
@@ -144,6 +145,7 @@ class Completion:
         num_sampled: number of tokens sampled, those that the host does not know yet included.
         token_mask, logits_processor: see `Engine.add_request`.
         awaited_mask: the mask, if it is computed elsewhere.
+        from_files: blocks of its tokens that come from files while it waits.
     """
 
     def __init__(self, request: Request, index: int, seed: int, tokenizer: Tokenizer | None) -> None:
@@ -159,6 +161,7 @@ class Completion:
         self.state = State.WAITING
         self.handle: KvCacheHandle | None = None
         self.is_swapped = False
+        self.from_files: FileRead | None = None
         self.tokens: Sequence[int] = request.prompt
         self.prefilled = self.num_sampled = self.num_ran = 0
         self.chunk: list[int] = []

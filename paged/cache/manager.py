@@ -23,7 +23,7 @@ from paged.cache.slot_reservation import KvSlotReservation, SequenceState
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
 from paged.cache.tiers.block_store import BlockStore
-from paged.cache.tiers.files import FileTier, layout_text
+from paged.cache.tiers.files import FileRead, FileTier, layout_text
 from paged.cache.tiers.folder import CacheFolder
 from paged.cache.tiers.host import HostTier
 from paged.cache.token_chain import TokenChain, pack
@@ -95,6 +95,7 @@ class PagedKvCacheManager(KvInspection):
         *,
         token_ids: Iterable[int] | None = None,
         namespace: Hashable = None,
+        from_files: FileRead | None = None,
     ) -> KvCacheHandle:
         """Start a sequence with capacity for `num_tokens`, or for `token_ids` if there are more of them.
 
@@ -107,6 +108,7 @@ class PagedKvCacheManager(KvInspection):
             token_ids: the prompt, to search for a published prefix.
             namespace: prefixes are shared only within one. None, a str, bytes, an int of 128 bits, or a tuple or
                 frozenset of these.
+            from_files: what `read_files` has returned for these ids. Without it, this call waits for files.
 
         Raises:
             InvalidInputError: `request_id` is in use, an argument has another type, `num_tokens` is negative, or a
@@ -120,6 +122,10 @@ class PagedKvCacheManager(KvInspection):
         if token_ids is not None:
             ids = as_token_ids("token_ids", token_ids)
             capacity = max(num_tokens, len(ids))
+            if from_files is None:
+                from_files = self.read_files(ids, namespace=namespace)
+            if from_files is not None:
+                from_files.wait()
         with self._guard:
             name = self._sequences.new_name(request_id)
             self._sequences.check_length(capacity)
@@ -127,9 +133,20 @@ class PagedKvCacheManager(KvInspection):
             if ids is None or not self.config.enable_prefix_cache:
                 state.blocks = self._prefixes.allocate(-(-capacity // self.config.block_size))
             else:
-                self._prefixes.begin(state, ids, capacity)
+                self._prefixes.begin(state, ids, capacity, from_files)
                 self._window.drop_unseen([state])
             return self._new_handle(state)
+
+    def read_files(self, token_ids: Iterable[int], *, namespace: Hashable = None) -> FileRead | None:
+        """Begin to read blocks that a prompt continues with from `cache_folder`; None if the cache has none.
+
+        The prompt waits by `FileRead.wait`, which holds up nobody else, and takes the blocks by `allocate`.
+        """
+        if self.files is None:
+            return None
+        ids, namespace = as_token_ids("token_ids", token_ids), as_namespace("namespace", namespace)
+        with self._guard:
+            return self._prefixes.read(ids, namespace)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Add capacity for `num_tokens` more positions and advance the length; the caller writes the K/V.
@@ -374,10 +391,9 @@ class PagedKvCacheManager(KvInspection):
 
         The prefix cache is cleared. Without a folder nothing changes.
         """
-        tier = self._prefixes.tier
-        if tier is not None and tier.files is not None:
+        if self.files is not None:
             self.clear_prefix_cache()
-            tier.files.identify(fingerprint)
+            self.files.identify(fingerprint)
 
     def close_tiers(self, timeout_s: float = 5.0) -> None:
         """Write free published blocks to `cache_folder`, and use it no more; what takes longer is dropped."""
@@ -392,6 +408,11 @@ class PagedKvCacheManager(KvInspection):
         """
         if self.config.has_tier:
             self._prefixes.index.identify = identify
+
+    @property
+    def files(self) -> FileTier | None:
+        """What reads and writes `cache_folder`, or an attached store; None if there is neither."""
+        return None if self._prefixes.tier is None else self._prefixes.tier.files
 
     @property
     def used_bytes(self) -> int:
@@ -541,7 +562,7 @@ class PagedKvCacheManager(KvInspection):
             tables=config.tables,
         )
         is_needed = [table.sliding_window is None for table in config.tables]
-        tier.files = FileTier(store, layout, self._tensors.bytes_per_host_block, is_needed)
+        tier.files = FileTier(store, layout, config.block_size, self._tensors.bytes_per_host_block, is_needed)
 
     def _new_handle(self, state: SequenceState) -> KvCacheHandle:
         """Register a sequence that this call has made."""

@@ -14,6 +14,7 @@ from paged.cache.pool import BlockPool
 from paged.cache.prefix_index import PrefixIndex
 from paged.cache.recurrent_states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
+from paged.cache.tiers.files import FileRead
 from paged.cache.tiers.host import HostTier
 from paged.cache.token_chain import Hash, TokenChain, pack, to_int32
 from paged.errors import InvalidInputError, UnsupportedError
@@ -33,10 +34,10 @@ class PrefixCache:
     tier: HostTier | None = None
 
     def __init__(self, config: PagedKvCacheConfig, guard: CacheGuard) -> None:
-        are_needed = [table.sliding_window is None for table in config.tables[1:]]
+        self._are_needed = [table.sliding_window is None for table in config.tables]
         # A tier knows blocks by their hash alone, so hashes must not collide.
         algorithm = "sha256" if config.has_tier else config.prefix_hash
-        self.index = PrefixIndex(config.num_blocks, config.block_size, algorithm, guard.rollback, are_needed)
+        self.index = PrefixIndex(config.num_blocks, config.block_size, algorithm, guard.rollback, self._are_needed[1:])
         self.pool = BlockPool(config.num_blocks, self.index.published, self._evict, guard.rollback)
         if self.index.other_tables is not None:
             self.index.other_tables.on_withdrawn = self.pool.unpublished
@@ -58,14 +59,29 @@ class PrefixCache:
         rows = np.array(taken, np.int64).reshape(count, num_whole)
         return tuple(np.pad(rows, ((0, 0), (0, num_others))).ravel().tolist())
 
-    def begin(self, state: SequenceState, token_ids: list[int], num_tokens: int) -> None:
-        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_tokens`."""
+    def read(self, token_ids: list[int], namespace: Hashable) -> FileRead | None:
+        """Begin to read what `token_ids` continues with from files; None without files."""
+        if self.tier is None or self.tier.files is None:
+            return None
+        _, chain = self.index.match(token_ids, namespace)
+        _, hashes = self.tier.find(token_ids, namespace, chain.hashes, self._are_needed)
+        return self.tier.read(token_ids, namespace, hashes)
+
+    def begin(
+        self, state: SequenceState, token_ids: list[int], num_tokens: int, from_files: FileRead | None = None
+    ) -> None:
+        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_tokens`.
+
+        from_files: what `read` has returned for it.
+        """
         matched, chain = self.index.match(token_ids, state.namespace)
         longest = max(len(token_ids) - 1, 0)
         length, blocks = self._usable(matched, longest)
         num_needed = -(-num_tokens // self._block_size)
         num_on_device = length
-        if self.tier is not None and self._load(token_ids, state.namespace, matched, chain, length, num_needed):
+        if self.tier is not None and self._load(
+            token_ids, state.namespace, matched, chain, length, num_needed, from_files
+        ):
             matched, chain = self.index.match(token_ids, state.namespace)
             length, blocks = self._usable(matched, longest)
             state.num_loaded_tokens = length - num_on_device
@@ -136,19 +152,24 @@ class PrefixCache:
         chain: TokenChain,
         num_usable: int,
         num_needed: int,
+        from_files: FileRead | None,
     ) -> bool:
         """Copy blocks that `token_ids` begins with from the tier to free blocks, and publish them.
 
         matched, chain: from the index. num_usable: tokens that they are good for. num_needed: blocks of the first table
-        that the sequence will take.
+        that the sequence will take. from_files: blocks for the tier.
 
         Returns:
             False if the tier has none that help, or the pool has no memory for them; then nothing changes.
         """
         assert self.tier is not None
         size, num_tables, num_matched = self._block_size, len(self._tables), len(matched)
-        is_needed = [table.sliding_window is None for table in self._tables]
+        is_needed = self._are_needed
         in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes, is_needed)
+        if from_files is not None:
+            self.tier.keep(from_files, in_tier[in_tier != 0].tolist())
+            in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes, is_needed)
+        self.tier.count(len(token_ids) - num_matched * size, is_hit=len(hashes) > num_matched)
         rows = np.zeros((len(in_tier), num_tables), np.int64)
         rows[:num_matched, 0] = matched
         if self.index.other_tables is not None and matched:

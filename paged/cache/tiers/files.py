@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,10 +17,10 @@ from paged.cache.tiers.block_store import BlockStore
 
 _LOG = logging.getLogger("paged")
 
-# A prompt waits so much longer than a folder of the rate would take for what has come; the rest is computed. At 1 GB/s,
-# an 8B model's K/V (131 kB a token) come at 7,600 tokens/s, about as fast as a GPU computes them.
+# How much later a prompt's first token may come because of files.
 PATIENCE_S = 0.05
-_WORTHWHILE_RATE = 1e9
+# Prompt tokens that a forward runs in a second, until a step has been measured: those of an 8B model on a GPU.
+_FIRST_PREFILL_RATE = 8_000.0
 # Blocks that wait to be written; more are dropped.
 _MOST_WAITING = 256
 
@@ -38,34 +39,61 @@ class Write(NamedTuple):
     make: Callable[[], StoredBlock | None]
 
 
-class _Job:
-    """A run of positions to read: the blocks that have come so far, and whether anybody still waits for them."""
+def longest_wait_s(num_tokens: int, prefill_rate: float) -> float:
+    """Return how long a prompt waits until `num_tokens` of it have come from files.
 
-    def __init__(self, positions: Sequence[Position], digest: bytes) -> None:
+    A forward computes them in `num_tokens / prefill_rate` seconds. A prompt that waits as long, and PATIENCE_S, and
+    then computes the rest, has its first token at most PATIENCE_S later than a prompt that begins cold.
+    """
+    return PATIENCE_S + num_tokens / prefill_rate
+
+
+class FileRead:
+    """Blocks that a prompt continues with, on their way from files.
+
+    positions: to read, in this order. digest: of the weights and the layout. blocks: those that have come so far.
+    num_positions: how many positions they are of.
+    is_over: whether no more blocks come, because all are there or the files are too slow.
+    """
+
+    def __init__(self, tier: FileTier, positions: Sequence[Position], digest: bytes) -> None:
         self.positions, self.digest = positions, digest
         self.blocks: list[StoredBlock] = []
-        self.is_done = self.is_abandoned = False
+        self.num_positions = 0
+        self.is_over = not positions
+        self._tier = tier
+
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        """Wait until a prompt should begin with the blocks that are there; False if that is later than `timeout_s`."""
+        return self._tier.wait(self, timeout_s)
 
 
 class FileTier:
     """Reads and writes blocks of a folder in two threads of its own.
 
-    No fault of the folder goes further than here: it is a miss, a line in the log and a count in `num_faults`. A read
-    waits for PATIENCE_S, and longer only while blocks come at a worthwhile rate. While the folder has not answered an
-    earlier read, others do not wait at all.
+    No fault of the folder goes further than here: it is a miss, a line in the log and a count in `num_faults`. Reads
+    run one after the other. One that takes longer than `longest_wait_s` is given up with all that wait behind it. Until
+    the folder has answered, further ones are given up at once.
 
+    prefill_rate: prompt tokens that a forward runs in a second; the highest that was measured.
     num_read, num_written: blocks. num_late: reads that were given up. num_dropped: blocks that were not written because
     too many waited, their memory was used again, or the limit of the folder is too small.
     """
 
-    def __init__(self, store: BlockStore, layout: str, num_block_bytes: int, is_needed: Sequence[bool]) -> None:
+    def __init__(
+        self, store: BlockStore, layout: str, block_size: int, num_block_bytes: int, is_needed: Sequence[bool]
+    ) -> None:
         """layout: all that decides what the bytes of a block mean. is_needed: whether each table has no window."""
         self.store = store
         self.num_read = self.num_written = self.num_faults = self.num_late = self.num_dropped = 0
         self.digest = b""
+        self.prefill_rate: float | None = None
         self._layout, self._num_block_bytes, self._is_needed = layout, num_block_bytes, is_needed
+        self._block_size = block_size
         self._changed = Condition()
-        self._job: _Job | None = None
+        self._current: FileRead | None = None
+        self._begun_at = 0.0  # the current read
+        self._reads: deque[FileRead] = deque()
         self._writes: deque[Write] = deque()
         self._is_writing = self._is_closed = False
         self._pid = 0
@@ -75,29 +103,58 @@ class FileTier:
         """Use files of these weights from now on."""
         self.digest = hashlib.sha256(self._layout.encode() + b"\0" + fingerprint).digest()
 
-    def read(self, positions: Sequence[Position]) -> list[StoredBlock]:
-        """Return the blocks of the longest run of positions that the folder has, as far as they come in time."""
-        if not positions or not self._is_running():
-            return []
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Record how long a step with so many prompt tokens took."""
+        self.prefill_rate = max(self.prefill_rate or 0.0, num_tokens / seconds)
+
+    def read(self, positions: Sequence[Position]) -> FileRead:
+        """Begin to read the longest run of positions that the folder has."""
+        read = FileRead(self, positions, self.digest)
+        if not self._is_running():
+            read.is_over = True
+        if read.is_over:
+            return read
         with self._changed:
-            if self._job is not None:  # given up by an earlier call, and still not answered
+            if self._current is not None and self._current.is_over:  # given up, and still not answered
+                read.is_over = True
                 self.num_late += 1
-                return []
-            job = self._job = _Job(positions, self.digest)
-            self._changed.notify_all()
-            begun = monotonic()
-            while not job.is_done:
-                allowed_s = PATIENCE_S + len(job.blocks) * self._num_block_bytes / _WORTHWHILE_RATE
-                remaining_s = begun + allowed_s - monotonic()
-                if remaining_s <= 0:
+            else:
+                self._reads.append(read)
+                self._changed.notify_all()
+        return read
+
+    def wait(self, read: FileRead, timeout_s: float) -> bool:
+        """`FileRead.wait`."""
+        end = monotonic() + timeout_s
+        with self._changed:
+            while not read.is_over:
+                remaining_s = min(end - monotonic(), self._give_up_late())
+                if read.is_over or remaining_s <= 0:
                     break
-                self._changed.wait_for(lambda: job.is_done, remaining_s)
-            job.is_abandoned = True
-            if not job.is_done:
+                self._changed.wait(remaining_s)
+            return read.is_over
+
+    def take(self, read: FileRead) -> list[StoredBlock]:
+        """Return the blocks of a read that have come, and expect no more of it; none if the weights have changed."""
+        with self._changed:
+            read.is_over = True
+            return list(read.blocks) if read.digest == self.digest else []
+
+    def _give_up_late(self) -> float:
+        """Give all reads up if the first of them takes too long; return the seconds until then."""
+        current = self._current
+        if current is None or current.is_over:
+            return PATIENCE_S  # the next one is about to begin
+        num_tokens = current.num_positions * self._block_size
+        allowed_s = longest_wait_s(num_tokens, self.prefill_rate or _FIRST_PREFILL_RATE)
+        remaining_s = self._begun_at + allowed_s - monotonic()
+        if remaining_s <= 0:
+            _LOG.warning("%s: too slow, computing the rest", self.store)
+            for late in (current, *self._reads):
+                late.is_over = True
                 self.num_late += 1
-                _LOG.warning("%s: too slow, computing the rest", self.store)
-            self.num_read += len(job.blocks)
-            return list(job.blocks)
+            self._reads.clear()
+        return remaining_s
 
     def write(self, writes: Sequence[Write]) -> None:
         """Write blocks later; those that are too many are dropped."""
@@ -122,6 +179,9 @@ class FileTier:
                 _LOG.warning("%s: %d blocks dropped", self.store, len(self._writes))
             self.num_dropped += len(self._writes)
             self._writes.clear()
+            for read in self._reads:
+                read.is_over = True
+            self._reads.clear()
             self._is_closed = True
             self._changed.notify_all()
         if not self._is_writing:
@@ -136,41 +196,44 @@ class FileTier:
             return False
         if not self._pid:
             self._pid = os.getpid()
-            for target in (self._read_jobs, self._write_blocks):
+            for target in (self._read_files, self._write_blocks):
                 Thread(target=target, name="paged-cache-folder", daemon=True).start()
         return self._pid == os.getpid()
 
-    def _read_jobs(self) -> None:
+    def _read_files(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._job is not None or self._is_closed)
-                job = self._job
-            if job is None:
-                return
+                self._changed.wait_for(lambda: self._reads or self._is_closed)
+                if not self._reads:
+                    return
+                read = self._current = self._reads.popleft()
+                self._begun_at = monotonic()
             try:
-                self._run(job)
+                self._run(read)
             except Exception as error:  # also of others' code
                 self._count_fault(error)
             finally:
                 with self._changed:
-                    job.is_done = True
-                    self._job = None
+                    read.is_over = True
+                    self._current = None
                     self._changed.notify_all()
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, read: FileRead) -> None:
         """Read position by position, until one lacks a block that it needs."""
-        for position in job.positions:
+        for position in read.positions:
             row: list[StoredBlock] = []
             for column, is_needed in enumerate(self._is_needed):
-                block = self._read_block(BlockKey(job.digest, position.hash, column), position)
+                block = self._read_block(BlockKey(read.digest, position.hash, column), position)
                 if block is not None:
                     row.append(block)
                 elif is_needed or column == 0:
                     return
             with self._changed:
-                if job.is_abandoned:
+                if read.is_over:
                     return
-                job.blocks += row
+                read.blocks += row
+                read.num_positions += 1
+                self.num_read += len(row)
 
     def _read_block(self, key: BlockKey, position: Position) -> StoredBlock | None:
         content = self.store.load(key.name)

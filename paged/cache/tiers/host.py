@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
-from paged.cache.tiers.files import FileTier, Position, Write
+from paged.cache.tiers.files import FileRead, FileTier, Position, Write
 
 if TYPE_CHECKING:
     from paged.cache.guard import Rollback
@@ -100,14 +100,13 @@ class HostTier:
         """Return the host blocks that a prompt can use, by position and table, 0 for none; and the positions' hashes.
 
         The rows are those of the positions on the device, and further ones as far as the host has a block of the first
-        table and of all needed ones.
+        table and of all needed ones. Nothing changes.
 
         hashes: of the positions that the device has. is_needed: whether each table has no window.
         """
         size = self._block_size
         rows: list[list[int]] = []
         known: list[Hash] = []
-        is_fetched = False
         previous = self._index.root_hash(namespace)
         if hashes and len(is_needed) == 1:  # the device lacks nothing at its positions
             rows = [[0]] * len(hashes)
@@ -120,19 +119,18 @@ class HostTier:
             else:
                 previous = self._index.next_hash(previous, ids)
             row = self._row(previous, ids, is_needed)
-            if not is_on_device and not row and self.files is not None and not is_fetched:
-                is_fetched = True
-                self._fetch(token_ids[start:], previous, [host for row in rows for host in row if host])
-                row = self._row(previous, ids, is_needed)
             if not is_on_device and not row:
                 break
             known.append(previous)
             rows.append(row or [self._host_of(previous, column, ids) for column in range(len(is_needed))])
-        self._rollback.keep_fields(self, _COUNTS)
-        self.num_hits += len(rows) > len(hashes)
-        self.num_misses += len(rows) <= len(hashes)
-        self.num_query_tokens += len(token_ids) - len(hashes) * size
         return np.array(rows, np.int64).reshape(len(rows), len(is_needed)), known
+
+    def count(self, num_tokens: int, *, is_hit: bool) -> None:
+        """Count a prompt that the device lacks so many tokens of."""
+        self._rollback.keep_fields(self, _COUNTS)
+        self.num_hits += is_hit
+        self.num_misses += not is_hit
+        self.num_query_tokens += num_tokens
 
     def pin(self, hosts: Sequence[int]) -> None:
         """Keep entries until `load`, or a release, however much is stored meanwhile."""
@@ -144,6 +142,37 @@ class HostTier:
         self.pool.release(hosts)
         self._rollback.keep_fields(self, _COUNTS)
         self.num_loaded += len(hosts)
+
+    def read(self, token_ids: list[int], namespace: Hashable, known: Sequence[Hash]) -> FileRead:
+        """Begin to read blocks that a prompt continues with from files.
+
+        known: hashes of the positions that the device or the host has.
+        """
+        assert self.files is not None
+        size = self._block_size
+        previous = known[-1] if known else self._index.root_hash(namespace)
+        positions: list[Position] = []
+        for start in range(len(known) * size, len(token_ids) - size + 1, size):
+            ids = token_ids[start : start + size]
+            previous = self._index.next_hash(previous, ids)
+            assert isinstance(previous, bytes)
+            positions.append(Position(previous, ids))
+        return self.files.read(positions)
+
+    def keep(self, read: FileRead, held: Sequence[int]) -> None:
+        """Copy blocks that have come from files to the host, in place of any entries but `held`."""
+        assert self.files is not None
+        blocks: list[StoredBlock] = []
+        for block in self.files.take(read):
+            if (block.key.hash, block.key.column) not in self._hosts:
+                blocks.append(block)
+        self.pin(held)
+        del blocks[self.pool.num_free :]
+        hosts = self.pool.allocate(len(blocks))
+        for host, block in zip(hosts, blocks, strict=True):
+            self._tensors.write_host(host, block.data)
+        self._enter(hosts, [HostEntry(block.key.hash, block.key.column, block.token_ids) for block in blocks])
+        self.pool.release(held)
 
     def close(self, blocks: Sequence[int], timeout_s: float) -> None:
         """Write all entries and published blocks of the device to files, as far as the time goes; then use no files."""
@@ -182,32 +211,6 @@ class HostTier:
         row = [self._host_of(hash_, column, ids) for column in range(len(is_needed))]
         has_needed = all(host for host, needed in zip(row, is_needed, strict=True) if needed)
         return row if row[0] and has_needed else []
-
-    def _fetch(self, token_ids: list[int], hash_: Hash, found: list[int]) -> None:
-        """Copy blocks that a prompt continues with from files to the host, as far as they come in time.
-
-        token_ids: from the first position on that is missing; hash_: of that position. found: entries to keep.
-        """
-        assert self.files is not None
-        size = self._block_size
-        positions: list[Position] = []
-        for start in range(0, len(token_ids) - size + 1, size):
-            ids = token_ids[start : start + size]
-            if start:
-                hash_ = self._index.next_hash(hash_, ids)
-            assert isinstance(hash_, bytes)
-            positions.append(Position(hash_, ids))
-        blocks: list[StoredBlock] = []
-        for block in self.files.read(positions):
-            if (block.key.hash, block.key.column) not in self._hosts:
-                blocks.append(block)
-        self.pin(found)
-        del blocks[self.pool.num_free :]
-        hosts = self.pool.allocate(len(blocks))
-        for host, block in zip(hosts, blocks, strict=True):
-            self._tensors.write_host(host, block.data)
-        self._enter(hosts, [HostEntry(block.key.hash, block.key.column, block.token_ids) for block in blocks])
-        self.pool.release(found)
 
     def _write_of(self, host: int, digest: bytes) -> Write:
         entry = self.entries[host]

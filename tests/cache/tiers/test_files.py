@@ -220,14 +220,14 @@ def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypa
     cache = make(tmp_path)
     tier = files_of(cache)
     waits: list[float] = []
-    wait_for = tier._changed.wait_for
+    wait = tier._changed.wait
 
-    def wait(done: Callable[[], bool], timeout: float | None = None) -> bool:
+    def wait_briefly(timeout: float | None = None) -> bool:
         if timeout is not None:  # those of the tier's own threads have none
             waits.append(timeout)
-        return wait_for(done, timeout)
+        return wait(timeout)
 
-    monkeypatch.setattr(tier._changed, "wait_for", wait)
+    monkeypatch.setattr(tier._changed, "wait", wait_briefly)
     num_waits: list[int] = []
     for name in ("a", "b", "c"):
         cache.free(cache.run(name, [*TOKENS[:30], ord(name)]))
@@ -238,7 +238,7 @@ def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypa
     assert num_waits[0] == num_waits[2], "later ones do not wait while there is no answer"
     answer.set()
     with tier._changed:
-        assert tier._changed.wait_for(lambda: tier._job is None, HANG_S)
+        assert tier._changed.wait_for(lambda: tier._current is None, HANG_S)
     assert cache.run("d", TOKENS).num_cached_tokens == 40
     cache.check()
 
