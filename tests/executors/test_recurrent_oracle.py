@@ -91,8 +91,12 @@ def test_same_tokens_with_a_tier(states: dict[str, Any], config: dict[str, Any])
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_tokens", [3, 7])
 def test_same_tokens_with_drafts(num_tokens: int) -> None:
-    engine = Engine(_executor({}), proposer=PromptLookup(num_tokens))
+    """Also where the states and blocks that were kept beside refused drafts come back from host memory."""
+    engine = Engine(_executor({}, host_cache_bytes=1 << 24), proposer=PromptLookup(num_tokens))
     assert _answers(engine) == alone()
+    engine.executor.kv_manager.evict(96)
+    assert _answers(engine) == alone()
+    assert engine.executor.kv_manager.stats().host_loaded_states > 0
     assert 0 < engine.metrics.accepted_tokens < engine.metrics.draft_tokens
     with pytest.raises(UnsupportedError, match="8 drafts, expected at most 7 beside recurrent layers"):
         Engine(_executor({}), proposer=PromptLookup(8))

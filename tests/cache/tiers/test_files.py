@@ -267,6 +267,18 @@ def test_writes_that_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert make(tmp_path).run("a", TOKENS).num_cached_tokens == 0
 
 
+def test_a_read_that_is_late(tmp_path: Path) -> None:
+    """What it brings after the weights have changed is not used."""
+    fill(tmp_path)
+    cache = make(tmp_path)
+    read = cache.manager.read_files(TOKENS)
+    assert read is not None
+    assert read.wait(HANG_S)
+    assert len(read.blocks) == NUM_BLOCKS
+    cache.manager.set_fingerprint(b"new")
+    assert cache.manager.allocate("a", token_ids=TOKENS, from_files=read).num_cached_tokens == 0
+
+
 def test_the_limit_holds_for_all_processes(tmp_path: Path) -> None:
     """What was used last stays."""
     block_bytes = 500

@@ -34,11 +34,15 @@ def evict_all(cache: Cache) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"groups": WINDOWS}], ids=["plain", "windows"])
 def test_evicted_prefixes_come_back(changes: dict[str, Any], device: torch.device) -> None:
-    """`Cache.begin` compares all data. A prompt takes what the device has, then what the host has."""
+    """`Cache.begin` compares all data, which was NaN until it came. A prompt takes what the device has, then what the
+    host has."""
     cache = Cache(device=device, num_blocks=40, host_cache_bytes=80 * BLOCK_BYTES, **changes)
     for name, tokens in {"a": range(18), "b": [*range(8), *range(50, 61)]}.items():
         cache.free(cache.run(name, tokens))
     evict_all(cache)
+    for layer in cache.layers:
+        cache.manager.k_cache(layer).fill_(torch.nan)
+        cache.manager.v_cache(layer).fill_(torch.nan)
     assert cache.found(range(18)) == 0
     handle = cache.run("c", range(18))
     assert handle.num_cached_tokens == 16
