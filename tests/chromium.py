@@ -59,7 +59,7 @@ class Tab:
         await self.send("Input.insertText", text=text)
 
     async def press(self, key: str) -> None:
-        code = {"Enter": 13, "Escape": 27, "Tab": 9}[key]
+        code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38}[key]
         fields: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         await self.send("Input.dispatchKeyEvent", type="keyDown", text="\r" if key == "Enter" else "", **fields)
         await self.send("Input.dispatchKeyEvent", type="keyUp", **fields)

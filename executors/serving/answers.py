@@ -48,8 +48,11 @@ class Form:
         raise NotImplementedError
 
     def end(self) -> Iterable[Event]:
-        """In OpenAI's form, the usage if it is asked for."""
-        return [self.body(choices=[], usage=self.usage())] if self.has_usage else []
+        """In OpenAI's form, the usage if it is asked for, and the times of the request."""
+        if not self.has_usage:
+            return []
+        timings = {"queued_s": self.record.queued_s, "first_token_s": self.record.first_token_s}
+        return [self.body(choices=[], usage=self.usage(), timings=timings)]
 
     def whole(self, pieces: Sequence[Piece]) -> Event:
         """Return the answer of one piece for each choice, in their order."""

@@ -221,7 +221,8 @@ def _blocks(manager: PagedKvCacheManager, names: Mapping[SeqId, str]) -> tuple[s
 
 async def page() -> Response:
     text = Path(__file__).with_name("page.html").read_text()
-    policy = "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    policy = "default-src 'none'; connect-src 'self'; img-src data:"
+    policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     for tag in ("script", "style"):
         content = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
         policy += f"; {tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -13,6 +13,11 @@ from tests.executors.serving.conftest import serving
 from tests.executors.serving.test_openai import PROMPT, check_idle
 
 HOSTILE = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PASTE = f"""
+const data = new DataTransfer(), bytes = Uint8Array.from(atob("{PIXEL}"), letter => letter.charCodeAt());
+data.items.add(new File([bytes], "a.png", {{ type: "image/png" }}));
+by("text").dispatchEvent(new ClipboardEvent("paste", {{ clipboardData: data }})); by("text").focus(); 0"""
 CONTRASTS = """
 (() => {
   const luminance = text => {
@@ -25,7 +30,7 @@ CONTRASTS = """
   document.body.append(canvas);
   const back = luminance(getComputedStyle(canvas).color);
   canvas.remove();
-  return Math.min(...[...document.querySelectorAll("h1, p, dd, dt, label, .dim")].map(one => {
+  return Math.min(...[...document.querySelectorAll("h1, p, dd, dt, label, summary, .dim")].map(one => {
     const front = luminance(getComputedStyle(one).color);
     return (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
   }));
@@ -37,10 +42,13 @@ CONTRASTS = """
 def test_page(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PAGE_PICTURES=FOLDER keeps the pictures of the documentation."""
     decode = ChatTokenizer.decode
-    hostile = [HOSTILE]
-    monkeypatch.setattr(
-        ChatTokenizer, "decode", lambda self, ids: decode(self, ids).replace("lantern", f"lantern{hostile[0]}")
-    )
+    hostile, thoughts = [HOSTILE], [""]
+
+    def say(self: ChatTokenizer, ids: list[int]) -> str:
+        text = decode(self, ids).replace("brass", f"{thoughts[0]}brass")
+        return text.replace("lantern", f"lantern{hostile[0]}")
+
+    monkeypatch.setattr(ChatTokenizer, "decode", say)
     pictures = Path(os.environ.get("PAGE_PICTURES", tmp_path))
 
     async def use(url: str) -> None:
@@ -53,7 +61,29 @@ def test_page(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             await page.until("document.querySelectorAll('#talk p.content').length === 1 && !by('send').disabled")
             assert await page.evaluate("by('talk').querySelector('.content').textContent") == f"brass lantern{HOSTILE}"
             assert await page.evaluate("document.title + document.querySelectorAll('img').length") == "paged0"
-            hostile[0] = ""
+            assert (await page.evaluate("by('talk').lastChild.textContent")).endswith(" a second")
+            thoughts[0] = "<think>Hm.</think>"
+            hostile[0] = '<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
+            await page.evaluate(
+                "by('settings').elements.tools.value = '[{\"name\": \"look\"}]'; by('clear').click(); 0"
+            )
+            await page.evaluate("by('text').focus()")
+            await page.press("ArrowUp")
+            await page.press("Enter")
+            await page.until("document.querySelectorAll('#talk .content').length === 1 && !by('send').disabled")
+            folded = "[...document.querySelectorAll('#talk details:not([open]) p')].map(one => one.textContent).join()"
+            assert await page.evaluate(folded) == 'Hm.,{"a": 1}'
+            await page.type(PROMPT)
+            await page.press("Enter")
+            await page.until("document.querySelectorAll('#talk .content').length === 2 && !by('send').disabled")
+            assert await page.evaluate("talk.map(message => message.role).join()") == "user,assistant,tool,assistant"
+            await page.screenshot(pictures / "serving-tools.png")
+            await page.evaluate("by('clear').click(); by('settings').reset(); 0")
+            await page.evaluate(PASTE)
+            await page.until("document.querySelector('#images img')?.naturalWidth === 1")
+            await page.press("Enter")
+            await page.until("by('state').textContent.includes('takes no images') && !by('send').disabled")
+            thoughts[0] = hostile[0] = ""
             await page.evaluate(
                 "by('settings').elements.temperature.value = 2; by('settings').elements.max_tokens.value = 900; 0"
             )
@@ -91,9 +121,9 @@ def test_page(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 assert await page.evaluate("document.documentElement.scrollWidth") <= width
                 assert await page.evaluate(CONTRASTS) >= 4.5
                 await page.screenshot(pictures / f"serving-{name}.png")
-            assert page.problems == []
+            assert [problem for problem in page.problems if "status of 400" not in problem] == []
 
-    with serving(chat_folder) as served:
+    with serving(chat_folder, tool_parser="hermes", reasoning_parser="think") as served:
         asyncio.run(use(served.url))
         check_idle(served)
         # The one that was stopped, and as many of the three others as had not ended when the browser was closed.
