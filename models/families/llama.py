@@ -116,13 +116,14 @@ class DecoderLayer(nn.Module):
         are returned.
         """
         # Attention, or the recurrent part.
-        if self.self_attn is not None or self.linear_attn is not None:
-            if self.before_attention is None:
+        attention, norm = self.self_attn, self.before_attention  # once: looking up a module takes 0.7 us
+        if attention is not None or self.linear_attn is not None:
+            if norm is None:
                 hidden, residual = _enter_without_norm(hidden, residual)
             else:
-                hidden, residual = self.before_attention(hidden, residual)
-            if self.linear_attn is None and self.self_attn is not None:
-                hidden = self.self_attn(hidden, positions, metadata, outputs)
+                hidden, residual = norm(hidden, residual)
+            if self.linear_attn is None and attention is not None:
+                hidden = attention(hidden, positions, metadata, outputs)
             else:
                 hidden = self.attend(hidden, positions, metadata, outputs)
             if self.ranks.size > 1:
@@ -142,10 +143,11 @@ class DecoderLayer(nn.Module):
             return hidden, residual
 
         # The MLP, or experts.
-        if self.before_mlp is None:
+        norm = self.before_mlp
+        if norm is None:
             hidden, residual = _enter_without_norm(hidden, residual)
         else:
-            hidden, residual = self.before_mlp(hidden, residual)
+            hidden, residual = norm(hidden, residual)
         hidden = getattr(self, self.mlp_name)(hidden, lora)
         if self.ranks.size > 1:
             hidden = self.ranks.sum(hidden)

@@ -88,6 +88,7 @@ class Attention(nn.Module):
         self.eps = config.norms.eps
         sizes = _projected_sizes(layer)
         self.sizes = list(sizes.values())
+        self.q_width = sizes["q_proj"] // layer.num_heads  # of a head, its gate included
         parts = {"qkv_proj": sum(self.sizes)} if layer.fused else sizes
         self.qkv_proj = Linear(config.hidden_size, parts, bias=layer.qkv_bias)
         self.o_proj = Linear(layer.num_heads * layer.v_head_dim, {"o_proj": config.hidden_size}, bias=layer.o_bias)
@@ -136,12 +137,14 @@ class Attention(nn.Module):
         block_table, slot_mapping = metadata.table(self.table)
 
         # Project.
+        num_tokens = hidden.shape[0]
         parts = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
-        q = parts[0].unflatten(-1, (layer.num_heads, -1))  # [T, Hq, D]
-        k = parts[1].unflatten(-1, (layer.num_kv_heads, -1))  # [T, Hkv, D]
-        v = parts[-1].unflatten(-1, (layer.num_kv_heads, -1))  # [T, Hkv, Dv]; the keys if there is no `v_proj`
+        q = parts[0].view(num_tokens, layer.num_heads, self.q_width)  # [T, Hq, D]
+        k = parts[1].view(num_tokens, layer.num_kv_heads, layer.head_dim)  # [T, Hkv, D]
+        # The keys if there is no `v_proj`.
+        v = parts[-1].view(num_tokens, layer.num_kv_heads, layer.v_head_dim)  # [T, Hkv, Dv]
         gate: torch.Tensor | None = None
-        if layer.output_gate:
+        if layer.output_gate:  # the second half of each query head
             q, gate = q.chunk(2, -1)  # both [T, Hq, D]
             gate = gate.sigmoid()
         elif self.gate_proj is not None:
