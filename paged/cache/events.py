@@ -57,7 +57,22 @@ class CacheCleared:
     """All published blocks were withdrawn."""
 
 
-CacheEvent = BlocksStored | BlockRemoved | CacheCleared
+@dataclass(frozen=True)
+class HostBlockStored:
+    """A block was copied to host memory; `hash` is the chained hash of its position."""
+
+    hash: int | bytes
+
+
+@dataclass(frozen=True)
+class HostBlockRemoved:
+    """A block in host memory was dropped; `hash` is the chained hash of its position."""
+
+    hash: int | bytes
+
+
+HostEvent = HostBlockStored | HostBlockRemoved
+CacheEvent = BlocksStored | BlockRemoved | CacheCleared | HostEvent
 
 
 class Listeners:
@@ -71,6 +86,7 @@ class Listeners:
 
     def __init__(self, measure_pressure: Callable[[], MemoryPressure]) -> None:
         self.on_event: list[Callable[[CacheEvent], None]] = []
+        self.on_host_event: list[Callable[[CacheEvent], None]] = []
         self.on_pressure: list[Callable[[MemoryPressure], None]] = []
         self.events: list[CacheEvent] = []
         self._measure_pressure = measure_pressure
@@ -85,16 +101,18 @@ class Listeners:
             self._last_pressure = self._measure_pressure()
         self.on_pressure.append(callback)
 
-    def add_event_callback(self, callback: Callable[[CacheEvent], None]) -> None:
-        """Register a callback for every event."""
+    def add_event_callback(self, callback: Callable[[CacheEvent], None], *, with_host: bool) -> None:
+        """Register a callback for every event, for those of host memory only if `with_host`."""
         _check_callable(callback)
         self.on_event.append(callback)
+        if with_host:
+            self.on_host_event.append(callback)
 
     def queue(self) -> None:
         """Queue the notifications of a call that is final."""
         if self.events:
             for event in self.events:
-                for callback in self.on_event:
+                for callback in self.on_host_event if isinstance(event, HostEvent) else self.on_event:
                     self._notifications.append((callback, event))
             self.events.clear()
         if self.on_pressure:

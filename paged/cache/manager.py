@@ -74,7 +74,7 @@ class PagedKvCacheManager(KvInspection):
         num_host_blocks = self._tensors.num_host_blocks
         host_pool = BlockPool(num_host_blocks, rollback=rollback)
         if config.has_tier:
-            tier = HostTier(self._tensors, self._prefixes.index, config.block_size, rollback)
+            tier = HostTier(self._tensors, self._prefixes.index, config.block_size, self._guard)
             host_pool = tier.pool = BlockPool(num_host_blocks, tier.entries.keys(), tier.drop, rollback)
             self._prefixes.tier = tier
             if config.cache_folder is not None:
@@ -430,10 +430,13 @@ class PagedKvCacheManager(KvInspection):
         with self._guard:
             self._guard.listeners.add_pressure_callback(callback)
 
-    def subscribe(self, callback: Callable[[CacheEvent], None]) -> None:
-        """Register a callback for every BlocksStored, BlockRemoved and CacheCleared, in order, outside the lock."""
+    def subscribe(self, callback: Callable[[CacheEvent], None], *, with_host: bool = False) -> None:
+        """Register a callback for every BlocksStored, BlockRemoved and CacheCleared, in order, outside the lock.
+
+        with_host: also for HostBlockStored and HostBlockRemoved, by which blocks come to the host tier and leave it.
+        """
         with self._guard:
-            self._guard.listeners.add_event_callback(callback)
+            self._guard.listeners.add_event_callback(callback, with_host=with_host)
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Return whether `allocate` would find capacity for a new sequence of `num_tokens`.

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from paged.cache.events import BlockRemoved, BlocksStored, CacheEvent
+from paged.cache.events import BlockRemoved, BlocksStored, CacheEvent, HostBlockRemoved, HostBlockStored
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 
@@ -65,7 +65,7 @@ class KvEventPublisher:
             raise InvalidInputError(f"endpoint: {endpoint!r}, {replay_endpoint!r}: cannot be bound: {error}") from error
         self._thread = threading.Thread(target=self._run, name="paged-kv-events", daemon=True)
         self._thread.start()
-        manager.subscribe(self._events.put)
+        manager.subscribe(self._events.put, with_host=True)
 
     def close(self) -> None:
         """Send what there is and close the sockets."""
@@ -100,6 +100,18 @@ class KvEventPublisher:
         self._replay.send_multipart((client, b"", b"", _END, b""))
 
     def _as_map(self, event: CacheEvent) -> dict[str, Any]:
+        if isinstance(event, HostBlockRemoved):
+            return {"type": "BlockRemoved", "block_hashes": [event.hash], "medium": "CPU"}
+        if isinstance(event, HostBlockStored):
+            return {
+                "type": "BlockStored",
+                "block_hashes": [event.hash],
+                "parent_block_hash": None,
+                "token_ids": [],  # as vLLM's offloading connector has it: the device's event told them
+                "block_size": self._block_size,
+                "lora_id": None,
+                "medium": "CPU",
+            }
         if isinstance(event, BlockRemoved):
             self._stored.discard(event.hash)
             return {"type": "BlockRemoved", "block_hashes": [event.hash], "medium": "GPU"}

@@ -41,7 +41,7 @@ def replayed(manager: PagedKvCacheManager, count: int) -> Iterator[list[tuple[in
     told: list[tuple[int, bytes]] = []
     num_told_of = 0  # events
     heard: list[Any] = []
-    manager.subscribe(heard.append)
+    manager.subscribe(heard.append, with_host=True)
     try:
         for step in range(5):
             exercise(manager, count // 5 + step)
@@ -70,21 +70,30 @@ def replayed(manager: PagedKvCacheManager, count: int) -> Iterator[list[tuple[in
         subscriber.close()
 
 
-def make_manager() -> PagedKvCacheManager:
-    config = PagedKvCacheConfig(num_layers=1, num_kv_heads=1, head_dim=8, block_size=8, num_blocks=12)
+def make_manager(host_cache_bytes: int = 0) -> PagedKvCacheManager:
+    config = PagedKvCacheConfig(1, 1, 8, block_size=8, num_blocks=12, host_cache_bytes=host_cache_bytes)
     return PagedKvCacheManager(config)
 
 
-def test_events_rebuild_the_cache() -> None:
-    manager = make_manager()
+@pytest.mark.parametrize("host_cache_bytes", [0, 1 << 14])
+def test_events_rebuild_the_cache(host_cache_bytes: int) -> None:
+    manager = make_manager(host_cache_bytes)
     with replayed(manager, 500) as batches:
         chains: dict[Any, tuple[Any, ...]] = {}  # hash -> what leads to it
+        on_host: set[Any] = set()
         kinds = set()
         for _, batch in batches:
             for event in msgspec.msgpack.decode(batch)[1]:
                 kinds.add(event["type"])
                 if event["type"] == "AllBlocksCleared":
                     chains.clear()
+                    on_host.clear()
+                elif event["medium"] == "CPU":
+                    if event["type"] == "BlockStored":
+                        assert event["block_hashes"][0] in chains, "of the same name as on the device"
+                        on_host.update(event["block_hashes"])
+                    else:
+                        on_host.difference_update(event["block_hashes"])
                 elif event["type"] == "BlockRemoved":
                     for one in event["block_hashes"]:
                         del chains[one]
@@ -100,6 +109,8 @@ def test_events_rebuild_the_cache() -> None:
         assert kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
         stats = manager.stats()
         assert len(chains) == stats.published_blocks
+        assert len(on_host) == stats.host_cached_blocks
+        assert (stats.host_cached_blocks > 0) == (host_cache_bytes > 0)
         assert stats.evictions > 100
         assert len(set(chains.values())) == len(chains), "no two blocks have the same way to them"
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from paged.cache.events import HostBlockRemoved, HostBlockStored, HostEvent
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
 from paged.cache.tiers.files import FileRead, FileTier, Position, Write
 
 if TYPE_CHECKING:
-    from paged.cache.guard import Rollback
+    from paged.cache.guard import CacheGuard
     from paged.cache.pool import BlockPool
     from paged.cache.prefix_index import PrefixIndex
     from paged.cache.tensors import KvCacheTensors
@@ -56,7 +57,7 @@ class HostTier:
     pool: BlockPool
     files: FileTier | None = None
 
-    def __init__(self, tensors: KvCacheTensors, index: PrefixIndex, block_size: int, rollback: Rollback) -> None:
+    def __init__(self, tensors: KvCacheTensors, index: PrefixIndex, block_size: int, guard: CacheGuard) -> None:
         self.entries: dict[int, HostEntry] = {}
         self.num_stored = self.num_loaded = self.num_dropped = 0
         self.num_hits = self.num_misses = self.num_query_tokens = self.num_hit_tokens = 0
@@ -64,7 +65,7 @@ class HostTier:
         self._tensors = tensors
         self._index = index
         self._block_size = block_size
-        self._rollback = rollback
+        self._rollback, self._listeners = guard.rollback, guard.listeners
 
     def store(self, blocks: Sequence[int]) -> None:
         """Copy published blocks, which are about to be withdrawn, to the host, unless it has them."""
@@ -183,10 +184,13 @@ class HostTier:
 
     def drop(self, hosts: Sequence[int]) -> None:
         """Forget entries; a rollback does not bring them back, as their memory may have been written."""
-        self._rollback.append((self.recount,))  # first, so that a rollback also counts the pool's blocks again
+        dropped: list[HostEntry] = []
+        self._rollback.keep_lost(self._report_dropped, dropped)  # first, so that a rollback also counts the pool again
         for host in hosts:
             entry = self.entries.pop(host)
             del self._hosts[entry.hash, entry.column]
+            dropped.append(entry)
+        self._report_dropped(dropped)
 
     def clear(self) -> None:
         """Forget all entries."""
@@ -204,7 +208,18 @@ class HostTier:
         for host, entry in zip(hosts, entries, strict=True):
             self.entries[host] = entry
             self._hosts[entry.hash, entry.column] = host
+        self._report(HostBlockStored, entries)
         self.pool.release(hosts)
+
+    def _report_dropped(self, entries: Sequence[HostEntry]) -> None:
+        self._report(HostBlockRemoved, entries)
+
+    def _report(self, event: type[HostEvent], entries: Sequence[HostEntry]) -> None:
+        """Tell listeners of the positions whose first table's block is among the entries."""
+        if self._listeners.on_host_event:
+            for entry in entries:
+                if entry.column == 0:
+                    self._listeners.events.append(event(entry.hash))
 
     def _row(self, hash_: Hash, ids: list[int], is_needed: Sequence[bool]) -> list[int]:
         """Return the host blocks of a position by table, 0 for none; empty if it lacks one that is needed."""

@@ -17,6 +17,7 @@ import torch
 import paged.cache.manager
 import paged.cache.tiers.host
 from paged import InvalidInputError, KvCacheHandle
+from paged.cache.events import CacheEvent, HostBlockRemoved, HostBlockStored
 from paged.cache.groups import CacheGroup
 from paged.cache.tiers import files
 from paged.cache.tiers.folder import CacheFolder
@@ -83,6 +84,7 @@ class RandomCalls:
         self.seen: Counter[str] = Counter()
         self.prompts: list[list[int]] = [[]]
         self.next_id = 0
+        self.on_host = set[int | bytes]()  # by what listeners are told
         self.cache = self.start()
 
     def start(self) -> WeightedCache:
@@ -90,7 +92,15 @@ class RandomCalls:
         cache.weights = self.random.randrange(2)
         cache.manager.attach_store(FaultyFolder(self.folder, self.random.randrange(1 << 30)))
         cache.manager.set_fingerprint(b"%d" % cache.weights)
+        self.on_host.clear()
+        cache.manager.subscribe(self.hear, with_host=True)
         return cache
+
+    def hear(self, event: CacheEvent) -> None:
+        if isinstance(event, HostBlockStored):
+            self.on_host.add(event.hash)
+        elif isinstance(event, HostBlockRemoved):
+            self.on_host.discard(event.hash)
 
     def new_id(self) -> int:
         self.next_id += 1
@@ -196,6 +206,9 @@ class RandomCalls:
                 if not handle.is_swapped:
                     self.cache.check_data(handle)
             self.cache.manager.check_integrity()
+            tier = self.cache.manager._prefixes.tier
+            assert tier is not None
+            assert self.on_host == {entry.hash for entry in tier.entries.values() if entry.column == 0}
         self.stop()
 
 
