@@ -1,7 +1,10 @@
 """Chats with calls of tools and reasoning, as OpenAI's and Anthropic's clients read them."""
 
+import contextlib
 import json
+import os
 import random
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,23 +17,30 @@ import tokenizers
 import torch
 
 from paged import ChatTokenizer
-from paged.executors.serving.tool_formats import MarkedTokenizer
+from paged.executors.serving.tool_formats import TOOL_FORMATS, MarkedTokenizer
 from paged.executors.text.chat_template import ChatTemplate
 from tests.executors.oracle import make_executor
 from tests.executors.serving.conftest import TEMPLATE, Served, serving
 from tests.executors.serving.test_limits import ask
 from tests.executors.serving.test_openai import MESSAGES
+from tests.executors.text.spoken import reasoning_of, written
 from tests.interop.test_structured import END, VOCABULARY, ambiguous, byte_tokenizer
 
+CLIENTS = Path(__file__).with_name("clients")
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 SAID = '<think>Hm.</think>Yes. <tool_call>{"name": "look", "arguments": {"a": [1]}}</tool_call>'
 
 
 @pytest.fixture
-def talking(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def said() -> dict[str, str]:
+    """What the model says in place of its words."""
+    return {"brass": SAID[:40], "lantern": SAID[40:]}
+
+
+@pytest.fixture
+def talking(chat_folder: Path, said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A server whose model says SAID in place of "brass lantern"."""
     decode = ChatTokenizer.decode
-    said = {"brass": SAID[:40], "lantern": SAID[40:]}
 
     def say(self: Any, ids: list[int]) -> str:
         return "".join(said.get(one, one) for one in decode(self, ids).split())
@@ -86,6 +96,85 @@ def test_calls_and_reasoning(talking: Served) -> None:
         assert [block.type for block in blocks] == ["thinking", "text", "tool_use"]
         assert (blocks[0].thinking, blocks[1].text, blocks[2].input) == ("Hm.", "Yes. ", {"a": [1]})
         assert answer.stop_reason == "tool_use"
+
+
+def openai_loop(served: Served) -> list[Any]:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    asked: Any = {"model": "recall", "temperature": 0, "tools": TOOLS}
+    messages: list[Any] = [*MESSAGES]
+    calls = []
+    for turn in range(3):
+        if turn == 1:
+            with client.chat.completions.stream(messages=messages, **asked) as stream:
+                message = stream.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(messages=messages, **asked).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or ():
+            calls.append([call.function.name, json.loads(call.function.arguments)])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": MESSAGES[0]["content"]})
+    return calls
+
+
+def anthropic_loop(served: Served) -> list[Any]:
+    claude = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    tools: Any = [{"name": "look", "input_schema": {"type": "object"}}]
+    asked: Any = {"model": "recall", "tools": tools, "max_tokens": 9, "extra_body": {"temperature": 0}}
+    messages: list[Any] = [*MESSAGES]
+    calls = []
+    for turn in range(3):
+        if turn == 1:
+            with claude.messages.stream(messages=messages, **asked) as events:
+                answer: Any = events.get_final_message()
+        else:
+            answer = claude.messages.create(messages=messages, **asked)
+        messages.append({"role": "assistant", "content": answer.content})
+        results = []
+        for block in answer.content:
+            if block.type == "tool_use":
+                calls.append([block.name, block.input])
+                results.append({"type": "tool_result", "tool_use_id": block.id, "content": MESSAGES[0]["content"]})
+        messages.append({"role": "user", "content": results})
+    return calls
+
+
+@contextlib.contextmanager
+def other_loops(served: Served) -> Iterator[list[subprocess.Popen[str]]]:
+    """LangChain in the Python LANGCHAIN_PYTHON, and the AI SDK in the folder AI_SDK_FOLDER, if they are named."""
+    python, folder = os.environ.get("LANGCHAIN_PYTHON"), os.environ.get("AI_SDK_FOLDER")
+    commands = []
+    if python is not None:
+        commands.append((None, [python, CLIENTS / "langchain_loop.py"]))
+    if folder is not None:
+        commands.append((folder, ["node", CLIENTS / "ai_sdk_loop.mjs"]))
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for cwd, command in commands:
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            client = subprocess.Popen([*command, served.url, MESSAGES[0]["content"]], cwd=cwd, **pipes)
+            clients.append(stack.enter_context(client))
+        yield clients
+        for client in clients:
+            assert client.stdin is not None
+            client.stdin.close()
+
+
+@pytest.mark.thorough
+def test_real_clients_do_three_turns_in_each_format(talking: Served, said: dict[str, str]) -> None:
+    look = ["look", {"a": [1]}]
+    with other_loops(talking) as clients:
+        for name, form in TOOL_FORMATS.items():
+            reasoning = reasoning_of(name)
+            text = written([("reasoning", "Hm."), ("call", *look)], form, reasoning)
+            said |= {"brass": text[:40], "lantern": text[40:]}
+            talking.service.tongue = talking.service.tongue._replace(tools=form, reasoning=reasoning)
+            assert openai_loop(talking) == anthropic_loop(talking) == [look] * 3, name
+            for client in clients:
+                assert client.stdin is not None
+                assert client.stdout is not None
+                print(name, file=client.stdin, flush=True)
+                calls = json.loads(client.stdout.readline())
+                assert calls in ([look] * 3, [look] * 6), (name, client.args)
 
 
 @pytest.fixture(scope="module")
