@@ -65,6 +65,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
 ALIASES = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 
@@ -393,7 +394,12 @@ def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
             closest |= dict.fromkeys(get_close_matches(name, known_architectures()))
         hint = f"closest: {', '.join(closest) or 'none'}; to add one see docs/adding-a-model.md; "
         hint += "list: `paged inspect --architectures`"
-        raise UnknownArchitectureError(f"{hf.source}: architectures {shown(names)} are unknown{_lacking(hf)}; {hint}")
+        origin = ""
+        if hf.section("auto_map") is not None:
+            origin = "; their code is in the checkpoint, and trust_remote_code=True tries it"
+        raise UnknownArchitectureError(
+            f"{hf.source}: architectures {shown(names)} are unknown{origin}{_lacking(hf)}; {hint}"
+        )
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")

@@ -155,6 +155,7 @@ def _laguna(hf: HfConfig) -> dict[str, Any]:
 def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
     """MiMo-V2-Flash (Xiaomi, 2025): sigmoid routing with a bias; layers with a window have sinks, other KV heads and
     another rotation."""
+    hf.choice("attention_projection_layout", "split")
     num_layers, num_heads, kv_heads = (
         count_layers(hf),
         hf.integer("num_attention_heads"),
@@ -163,7 +164,6 @@ def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
     head_dim, v_head_dim = read_head_dim(hf), hf.integer("v_head_dim", most=MAX_HEAD_DIM)
     for key, size in (("num_attention_heads", num_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         hf.choice(f"swa_{key}", size)
-    hf.choice("attention_projection_layout", "split")
     _check_sigmoid(hf)
 
     # `hybrid_layer_pattern` has 1 for each layer with a window; by default, the first and every sixth have none.

@@ -82,7 +82,7 @@ def _model_class(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[A
         config_class: Any = model_class.config_class
         if config_class is not None and config_class.model_type == hf.values.get("model_type"):
             try:
-                return model_class, config_class.from_dict(dict(hf.values))
+                return model_class, config_class.from_pretrained(folder, local_files_only=True)
             except Exception as error:  # transformers validates with many types
                 raise CheckpointError(f"{hf.source}: {one_line(str(error), 300)}") from error
     return None, None

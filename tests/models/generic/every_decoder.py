@@ -54,12 +54,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 # Sizes of configurations that are not valid with those above. Two assistants of Gemma 4 remain, which transformers 5.23
 # cannot build of any sizes, and Gemma 3n's wrapper, which needs timm.
 _OWN = {
-    "BambaConfig": "attn_layer_indices=[1] time_step_limit=[0.0,10.0]",
+    "BambaConfig": "attn_layer_indices=[1]",
     "CohereCompassTextConfig": "rope_parameters={'full_attention':{'rope_type':'default','rope_theta':1e4}} "
     "num_hidden_layers=2 layer_types=['full_attention','full_attention']",
     "DbrxConfig": "attn_config={'kv_n_heads':2,'clip_qkv':8,'rope_theta':1e4}",
     "GPTNeoConfig": "attention_types=[[['global','local'],1]]",
-    "Mamba2Config": "num_heads=8 time_step_limit=[0.0,10.0]",
+    "Mamba2Config": "num_heads=8",
     "ProphetNetConfig": "num_encoder_layers=2 num_decoder_layers=2",
     "ReformerConfig": "axial_pos_embds_dim=[16,48] axial_pos_shape=[8,16] attention_head_size=16 "
     "attn_layers=['local','lsh']",

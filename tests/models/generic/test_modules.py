@@ -34,14 +34,15 @@ ACCEPTED = Families(
     opt="OPT ffn_dim=96 word_embed_proj_dim=64",
     phimoe="Phimoe local_experts window head_dim=16",
 )
-# The cause follows the name of the class. Keys that DeepSeek-V4 compresses begin at 128 tokens.
+# The cause follows the name of the class. Keys that DeepSeek-V4 compresses begin at 128 tokens. Mamba-2 has an infinite
+# number in config.json, as transformers writes it.
 REFUSED = {
     "BigBird is_decoder=True": "no layer calls attention through transformers' interface",
     "DeepseekV4 num_key_value_heads=1 head_dim=16 q_lora_rank=24": "layers.0.self_attn: queries, keys",
-    "GPTJ n_embd=64 n_head=4 n_layer=2 rotary_dim=8": "no layer calls attention through transformers' interface",
     "Bloom n_layer=2 n_head=4": "no layer calls attention through transformers' interface",
     "CodeGen n_embd=64 n_head=4 n_layer=2 rotary_dim=8": "no layer calls attention through transformers' interface",
     "Doge keep_window_size=16": "layers.0.self_attn: a mask of its own",
+    "Mamba2 num_heads=8 head_dim=16": "its forward reads tensors on the host",
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -164,6 +164,18 @@ UNSUPPORTED, WRONG = UnsupportedError, CheckpointError
             UNSUPPORTED,
             r"^[^;]*: architectures \['GPT2LMHeadModel'\] are unknown; ",
         ),
+        (
+            "llama",
+            {"architectures": ["MiniCPMV"], "auto_map": {"AutoModelForCausalLM": "modeling_minicpmv.MiniCPMV"}},
+            UNSUPPORTED,
+            r"architectures \['MiniCPMV'\] are unknown; their code is in the checkpoint, and trust_remote_code=True",
+        ),
+        (
+            "mimo_v2_flash",
+            {"architectures": ["MiMoV2ForCausalLM"], "attention_projection_layout": "fused_qkv"},
+            UNSUPPORTED,
+            "attention_projection_layout = 'fused_qkv' is not supported, known are split",
+        ),
         ("llama", {"architectures": ["Gemma3ForConditionalGeneration"]}, UNSUPPORTED, "Gemma3ForConditionalGeneration"),
         (
             "llama",
