@@ -188,14 +188,6 @@ def test_rank_0_that_gives_up_ends_the_others(followers: Followers, odd: Path) -
     executor.shutdown()
 
 
-def test_processes_with_other_options(followers: Followers, odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load, others = LlmExecutor.from_pretrained, {"num_blocks": 65}
-    monkeypatch.setattr(LlmExecutor, "from_pretrained", lambda *args, **options: load(*args, **options | others))
-    with pytest.raises(InvalidInputError, match=r"ranks \[1\] have other values"):
-        followers.order(odd, 2, {}, OPTIONS)
-    assert followers.answers(2)[0].startswith("InvalidInputError: options: ranks [0]")
-
-
 def test_a_model_that_does_not_divide(followers: Followers, odd: Path) -> None:
     with pytest.raises(UnsupportedError, match="tensor_parallel_size 2: num_attention_heads 3"):
         followers.order(odd, 2, {}, OPTIONS)

@@ -106,7 +106,8 @@ def test_other_checkpoints(
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"block_size": 16}, {"max_seq_len": 40}]
+    "options",
+    [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"block_size": 16}, {"num_blocks": 65}, {"max_seq_len": 40}],
 )
 def test_other_options(
     options: dict[str, Any], followers: Followers, llama: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,27 +49,6 @@ def test_drafts_are_verified_and_taken_back(case: Case) -> None:
     case.same(UnifiedBatchItem("a", tokens(12, 7), pos_offset=11))
 
 
-def test_fork_copies_the_blocks_of_every_process(case: Case) -> None:
-    case.same(UnifiedBatchItem("a", PROMPT[:19]))
-    for manager in case.managers():
-        manager.fork(manager.get_handle("a"), "b")
-    case.same(UnifiedBatchItem("a", tokens(9, 8), pos_offset=19), UnifiedBatchItem("b", tokens(12, 9), pos_offset=19))
-
-
-def test_swap_and_cached_prefix(case: Case) -> None:
-    case.same(UnifiedBatchItem("a", PROMPT[:30]))
-    for manager in case.managers():
-        manager.swap_out(manager.get_handle("a"))
-    for other in range(3):  # over what it left
-        case.same(UnifiedBatchItem(other, tokens(40, other)))
-    for manager in case.managers():
-        manager.swap_in(manager.get_handle("a"))
-    case.same(UnifiedBatchItem("a", PROMPT[30:], pos_offset=30))
-    for manager in case.managers():
-        assert manager.allocate("b", token_ids=PROMPT).num_cached_tokens == 39
-    case.same(UnifiedBatchItem("b", PROMPT[39:], pos_offset=39))
-
-
 def test_tokens_are_chosen_where_the_logits_are(case: Case) -> None:
     ranks = case.spread.model.ranks
     before = ranks.num_bytes["gather"]
