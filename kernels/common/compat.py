@@ -6,7 +6,6 @@ operation still works on CPU tensors through the PyTorch implementations.
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -64,18 +63,6 @@ else:
                     self.value = value
 
 
-_encoded = functools.cache(os.environ.encodekey)
-
-
-def setting(name: str) -> str:
-    """Return os.environ.get(name, ""), in 0.2 us instead of 1.3: every operation outside of a forward reads two."""
-    values = getattr(os.environ, "_data", None)  # CPython's; os.environ encodes the name anew to look there
-    if values is None:
-        return os.environ.get(name, "")
-    value: str | bytes = values.get(_encoded(name), "")
-    return value if isinstance(value, str) else value.decode(errors="surrogateescape")
-
-
 def interpreting() -> bool:
     """Return whether Triton kernels run in the interpreter (TRITON_INTERPRET=1), on CPU tensors."""
-    return setting("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .compat import HAS_TRITON, setting, triton
+from .compat import HAS_TRITON, triton
+from .device import setting
 from .errors import InvalidInputError, UnsupportedError
 
 _CHOICES = ("allow", "warn", "error")

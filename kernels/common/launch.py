@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .compat import TensorDescriptor, setting, tl, triton
+from .compat import TensorDescriptor, tl, triton
 from .compilation import collecting
-from .device import device_of
+from .device import device_of, setting
 from .errors import InvalidInputError
 
 Compute = Callable[[dict[str, Any]], Any]
