@@ -21,8 +21,7 @@ from ..common.launch import Compute, Launch, nothing, strides, wait_for_inputs
 from ..common.operation import Run, operation
 from ..common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from ..common.scalars import as_bool
-from ..common.torch_ops.rows import rms_norm, rotary_embedding
-from .torch_ops.reshape_and_cache import reshape_and_cache
+from .torch_ops import reshape_and_cache as torch_op
 from .write import (
     SCALE_CACHES,
     WRITES_SCALES,
@@ -186,6 +185,8 @@ def qk_norm_rope_and_cache(
         loops = loops_of("cache.numba_ops.qk_norm_rope_and_cache", q, *write[:4], weights=[q_weight, k_weight])
         if loops is not None:
             launch = loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
+    if launch is None:
+        return torch_op.qk_norm_rope_and_cache
 
     def run(
         q: torch.Tensor,
@@ -203,11 +204,6 @@ def qk_norm_rope_and_cache(
         v_scale: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        if launch is None:
-            rotated = q, k, positions, cos_sin_cache, q_weight, k_weight
-            wide_q, wide_k = _by_torch(*rotated, eps=eps, interleaved=interleaved)
-            reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
-            return q.copy_(wide_q)
         if checks:
             _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=True)
         if is_fp8:
@@ -235,27 +231,6 @@ def qk_norm_rope_and_cache(
         return q
 
     return run
-
-
-def _by_torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    *,
-    eps: float,
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return normalised and rotated q and k in PyTorch, float32 and new."""
-    wide = torch.cat((q, k), 1).float()
-    wide_q, wide_k = wide.split((q.shape[1], k.shape[1]), 1)
-    if q_weight is not None and k_weight is not None:
-        rms_norm(wide_q, None, q_weight, wide_q, eps=eps)
-        rms_norm(wide_k, None, k_weight, wide_k, eps=eps)
-    rotary_embedding(positions, wide, None, cos_sin_cache, interleaved=interleaved)
-    return wide_q, wide_k
 
 
 def _check_ids(

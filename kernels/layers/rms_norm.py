@@ -66,16 +66,15 @@ def rms_norm(
     _check(x, weight)
     check_out(out, x.shape, x)
     launch = _launch(x, weight, eps)
+    if launch is None:
+        return torch_op.rms_norm
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, *_: object, out: torch.Tensor | None = None, **__: object
     ) -> torch.Tensor:
         if out is None:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if launch is None:
-            torch_op.rms_norm(x, None, weight, out, eps=eps)
-        else:
-            launch({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
+        launch({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
         return out
 
     return run
@@ -107,14 +106,13 @@ def fused_add_rms_norm(
         strides = f"{x.stride()}, {residual.stride()}"
         raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
     launch = _launch(x, weight, eps, has_residual=True)
+    if launch is None:
+        return torch_op.fused_add_rms_norm
 
     def run(
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if launch is None:
-            torch_op.rms_norm(x, residual, weight, x, eps=eps)
-        else:
-            launch({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
+        launch({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
         return x, residual
 
     return run

@@ -47,8 +47,7 @@ def mla_norm_rope_and_cache(
     interleaved: bool,
 ) -> torch.Tensor:
     """PyTorch implementation of `mla_norm_rope_and_cache`: float32 inside, each result rounded once."""
-    wide = torch.empty(latent.shape, dtype=torch.float32, device=latent.device)
-    rms_norm(latent.float(), None, latent_weight, wide, eps=eps)
+    wide = rms_norm(latent.float(), latent_weight, eps)
     rotated = torch.cat([q_rope, k_rope.unsqueeze(1)], 1).float()
     rotary_embedding(positions, rotated, None, cos_sin_cache, interleaved=interleaved)
     concat_and_cache_mla(wide, rotated[:, -1], kv_cache, slot_mapping, scale)

@@ -8,6 +8,7 @@ from ...common.cache_kinds import SMALLEST
 from ...common.checks import NARROW_DTYPES
 from ...common.fp8 import as_kernel_argument
 from ...common.id_checks import check_ids_on_host
+from ...common.torch_ops.rows import rms_norm, rotary_embedding
 
 
 def reshape_and_cache(
@@ -46,6 +47,34 @@ def reshape_and_cache(
                 target.flatten(0, 1).index_copy_(0, slots, rows)
             else:
                 target[slots // block_size, slots % block_size] = rows
+
+
+def qk_norm_rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """PyTorch implementation of `kernels.cache.qk_norm_rope_and_cache`: float32 inside, each result rounded once."""
+    wide = torch.cat((q, k), 1).float()
+    wide_q, wide_k = wide.split((q.shape[1], k.shape[1]), 1)
+    if q_weight is not None and k_weight is not None:
+        rms_norm(wide_q, q_weight, eps, out=wide_q)
+        rms_norm(wide_k, k_weight, eps, out=wide_k)
+    rotary_embedding(positions, wide, None, cos_sin_cache, interleaved=interleaved)
+    reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    return q.copy_(wide_q)
 
 
 def cast_to_cache(

@@ -9,18 +9,27 @@ from ..id_checks import check_ids_on_host
 
 
 def rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, *, eps: float
-) -> None:
-    """Run `kernels.layers.rms_norm` or `fused_add_rms_norm` in PyTorch, on rows x or on residual += x.
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """PyTorch implementation of `kernels.layers.rms_norm`; `out` may be x.
 
-    Computed in float32 and rounded once into `out`, which may be x. It makes one temporary as large as x: three of them
-    made 2,048 rows fifteen times as slow, because of the pages that memory came in.
+    It makes one temporary as large as x: three of them made 2,048 rows fifteen times as slow, because of the pages that
+    memory came in.
     """
-    if residual is not None:
-        x = residual.add_(x)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     wide = x.float()
     mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
     torch.mul(wide * mean_square.add_(eps).rsqrt_(), weight.float(), out=out.view(x.shape))
+    return out
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch implementation of `kernels.layers.fused_add_rms_norm`."""
+    rms_norm(residual.add_(x), weight, eps, out=x)
+    return x, residual
 
 
 def rotary_embedding(
