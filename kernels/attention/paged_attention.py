@@ -147,7 +147,9 @@ def paged_attention(
         InvalidInputError: a shape, dtype, device or value does not fit.
         UnsupportedError: an argument requires a gradient.
     """
-    is_causal = _flags(causal)
+    is_causal: torch.Tensor | None = None  # for each sequence; None if it is one value for all
+    if isinstance(causal, torch.Tensor) and causal.dim():
+        is_causal = causal
     window_left, window_right = _window(window_size)
     softcap = as_float("softcap", softcap, 0.0, 1000.0)
     if 0.0 < softcap < 1e-6:
@@ -209,8 +211,9 @@ def paged_attention(
         if return_lse:
             lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         longest = min(int(max_seqlen_q), len(q))
+        flags = None if is_causal is None else causal
         call = AttentionCall(
-            q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, longest, _flags(causal), sinks, alibi_slopes,
+            q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, longest, flags, sinks, alibi_slopes,
             k_scale, v_scale, mask, out, lse, *options,
         )  # fmt: skip
         run_step(bind_step, call, plan)
@@ -246,13 +249,6 @@ def check_attention_tensors(
     check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_last_dim_contiguous(name, tensor)
-
-
-def _flags(causal: bool | torch.Tensor) -> torch.Tensor | None:
-    """Return `causal` for each sequence; None if it is one value for all."""
-    if isinstance(causal, torch.Tensor) and causal.dim():
-        return causal
-    return None
 
 
 def _window(window_size: tuple[int, int]) -> list[int]:

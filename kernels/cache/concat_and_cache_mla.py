@@ -274,10 +274,11 @@ def mla_norm_rope_and_cache(
     check_writable("q_rope", q_rope)
     check_rotary(positions, cos_sin_cache, q_rope)
     check_tensor("latent_weight", latent_weight, (size,), FLOAT_DTYPES, latent.device)
-    by_triton = use_triton(latent)
-    checks = by_triton and checks_ids(latent)
+    if not use_triton(latent):
+        return torch_op.mla_norm_rope_and_cache
+    checks = checks_ids(latent)
     launch: Compute = nothing
-    if by_triton and len(latent):
+    if len(latent):
         launch = _prepare(write, q_rope, cos_sin_cache, eps, interleaved)
 
     def run(
@@ -294,11 +295,6 @@ def mla_norm_rope_and_cache(
         **_: object,
     ) -> torch.Tensor:
         write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
-        if not by_triton:
-            rotation = positions, cos_sin_cache
-            return torch_op.mla_norm_rope_and_cache(
-                q_rope, *write, *rotation, latent_weight, eps=eps, interleaved=interleaved
-            )
         if checks:
             ids = write.slots, positions_of(positions, cos_sin_cache)
             check_all_ids("mla_norm_rope_and_cache", *ids, by_triton=True)

@@ -92,11 +92,12 @@ def rotary_embedding(
         check_last_dim_contiguous("key", key)
         check_writable("key", key)
     check_rotary(positions, cos_sin_cache, query)
-    by_triton = use_triton(query)
+    if not use_triton(query):
+        return torch_op.rotary_embedding
     (num_tokens, num_q_heads, _), rotary_dim = query.shape, cos_sin_cache.shape[1]
     num_kv_heads = 0 if key is None else key.shape[1]
     launch: Compute = nothing
-    checks = by_triton and checks_ids(positions)
+    checks = checks_ids(positions)
     if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim > 0:
         grid, arguments = rotation_launch(num_tokens, num_q_heads, num_kv_heads, rotary_dim, cos_sin_cache, interleaved)
         launch = Launch(_rotary_embedding_kernel, grid, arguments | strides("token head", query=query, key=key))
@@ -104,9 +105,6 @@ def rotary_embedding(
     def run(
         positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch.Tensor, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not by_triton:
-            torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
-            return query, key
         if checks:
             check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
         tensors = {"query_ptr": query, "key_ptr": key, "cos_sin_cache_ptr": cos_sin_cache}

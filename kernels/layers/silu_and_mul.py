@@ -63,14 +63,13 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
         raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
     check_out(out, (*x.shape[:-1], x.shape[-1] // 2), x)
     launch = _launch(x, activation)
+    if launch is None:
+        return torch_op.silu_and_mul
 
     def run(x: torch.Tensor, *, out: torch.Tensor | None = None, **_: object) -> torch.Tensor:
         if out is None:
             out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-        if launch is None:
-            torch_op.silu_and_mul(x, activation, out=out)
-        else:
-            launch({"x_ptr": rows_of(x), "out_ptr": out})
+        launch({"x_ptr": rows_of(x), "out_ptr": out})
         return out
 
     return run

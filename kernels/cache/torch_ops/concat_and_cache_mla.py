@@ -38,13 +38,13 @@ def mla_norm_rope_and_cache(
     k_rope: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    scale: torch.Tensor | None,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
     latent_weight: torch.Tensor,
     *,
-    eps: float,
-    interleaved: bool,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """PyTorch implementation of `mla_norm_rope_and_cache`: float32 inside, each result rounded once."""
     wide = rms_norm(latent.float(), latent_weight, eps)

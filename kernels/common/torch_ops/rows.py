@@ -38,8 +38,8 @@ def rotary_embedding(
     key: torch.Tensor | None,
     cos_sin_cache: torch.Tensor,
     *,
-    interleaved: bool,
-) -> None:
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """PyTorch implementation of `kernels.layers.rotary_embedding`: query and key change in place."""
     half = cos_sin_cache.shape[1] // 2
     try:
@@ -66,6 +66,7 @@ def rotary_embedding(
         wide.mul_(cos).addcmul_(swapped, sin)
         if wide is not rotated:
             rotated.copy_(wide)
+    return query, key
 
 
 def gated_activation(x: torch.Tensor, activation: str, interleaved: bool) -> torch.Tensor:
@@ -88,11 +89,14 @@ def gated_activation(x: torch.Tensor, activation: str, interleaved: bool) -> tor
     return functional.gelu(gate, approximate=approximate) * up
 
 
-def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> None:
+def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor | None = None) -> torch.Tensor:
     """PyTorch implementation of `kernels.layers.silu_and_mul`: float32 inside, rounded once into `out`."""
+    if out is None:
+        out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
     if activation == "silu" and x.dtype == torch.float32:
         # Without a temporary: the pages of one and the copy out of it took a twelfth of a prompt of 2,048 tokens.
         gate, up = x.chunk(2, -1)
         torch.ops.aten.silu.out(gate, out=out).mul_(up)
     else:
         out.copy_(gated_activation(x.float(), activation, interleaved=False))
+    return out
