@@ -154,7 +154,9 @@ class PagedKvCacheConfig:
     @property
     def host_state_bytes(self) -> int:
         """The part of `host_cache_bytes` that is for states of recurrent layers."""
-        return self.host_cache_bytes // 2 if self.has_tier and self.recurrent is not None else 0
+        if not self.has_tier or self.recurrent is None:
+            return 0
+        return (self.host_cache_bytes or _FOLDER_HOST_BYTES) // 2
 
     def num_host_blocks(self, dtype: torch.dtype) -> int:
         """Return the number of host blocks of a cache of `dtype`, those for swapped sequences included.

@@ -77,6 +77,8 @@ class PagedKvCacheManager(KvInspection):
             tier = HostTier(self._tensors, self._prefixes.index, config.block_size, self._guard)
             host_pool = tier.pool = BlockPool(num_host_blocks, tier.entries.keys(), tier.drop, rollback)
             self._prefixes.tier = tier
+            if self._recurrent is not None:
+                tier.states = self._recurrent.tier
             if config.cache_folder is not None:
                 try:
                     self.attach_store(CacheFolder(Path(config.cache_folder), config.cache_folder_bytes))
@@ -397,9 +399,8 @@ class PagedKvCacheManager(KvInspection):
 
     def close_tiers(self, timeout_s: float = 5.0) -> None:
         """Write free published blocks to `cache_folder`, and use it no more; what takes longer is dropped."""
-        if self._prefixes.tier is not None:
-            with self._guard:
-                self._prefixes.tier.close(list(self._pool.cached), timeout_s)
+        with self._guard:
+            self._prefixes.close_tiers(timeout_s)
 
     def tell_apart(self, identify: Callable[[Hashable], Hashable]) -> None:
         """Let tiers know namespaces by what `identify` returns, which changes when a name gets another meaning.
@@ -556,16 +557,23 @@ class PagedKvCacheManager(KvInspection):
             raise InvalidInputError(f"store: {shown(store)}, expected a BlockStore, and host_cache_bytes above 0")
         if self._tensors.listener is not None:
             raise UnsupportedError("attach_store: other ranks mirror this cache; expected a model of one rank")
-        layout = layout_text(
-            dtype=str(storage.dtype),
-            device=storage.device.type,
-            block_size=config.block_size,
-            slots=config.slots,
-            rows_per_slot=config.rows_per_slot,
-            tables=config.tables,
-        )
+        layout = {
+            "dtype": str(storage.dtype),
+            "device": storage.device.type,
+            "block_size": config.block_size,
+            "slots": config.slots,
+            "rows_per_slot": config.rows_per_slot,
+            "tables": config.tables,
+        }
+        num_bytes = [self._tensors.bytes_per_host_block] * len(config.tables)
         is_needed = [table.sliding_window is None for table in config.tables]
-        tier.files = FileTier(store, layout, config.block_size, self._tensors.bytes_per_host_block, is_needed)
+        if tier.states is not None and self._tensors.states is not None:
+            layout["states"] = self._tensors.states.layout
+            num_bytes.append(tier.states.num_file_bytes)
+            is_needed.append(False)
+        tier.files = FileTier(store, layout_text(**layout), config.block_size, num_bytes, is_needed)
+        if tier.states is not None:
+            tier.states.files = tier.files
 
     def _new_handle(self, state: SequenceState) -> KvCacheHandle:
         """Register a sequence that this call has made."""

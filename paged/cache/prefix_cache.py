@@ -364,11 +364,21 @@ class PrefixCache:
         self._forget_evicted(evicted)
         self.pool.unpublished(evicted)
 
-    def _evict(self, blocks: list[int]) -> None:
+    def close_tiers(self, timeout_s: float) -> None:
+        """Write free published blocks and those of the host to files, and use these no more."""
+        if self.tier is not None and self.tier.files is not None:
+            self._store(list(self.pool.cached))
+            self.tier.close(timeout_s)
+
+    def _store(self, blocks: list[int]) -> None:
+        """Copy published blocks, and the states behind them, to the tier."""
         if self.tier is not None:
             self.tier.store(blocks)
             if self.recurrent is not None:
                 self.recurrent.store(dict.fromkeys(first for first, _, _ in self.index.withdrawn_with(blocks)))
+
+    def _evict(self, blocks: list[int]) -> None:
+        self._store(blocks)
         self._forget_evicted(blocks)
 
     def _forget_evicted(self, blocks: list[int]) -> None:

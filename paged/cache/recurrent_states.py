@@ -184,7 +184,7 @@ class RecurrentStates:
         self._rollback = rollback
         self.tier: StateTier | None = None
         if config.has_tier:
-            self.tier = StateTier(tensors, spec.num_swap_slots, rollback)
+            self.tier = StateTier(tensors, spec.num_swap_slots, len(config.tables), rollback)
         self._poisons = os.environ.get("PAGED_CHECK") == "1"  # then a read of a freed state shows
         index.on_forget = self._forget
 
@@ -399,7 +399,8 @@ class RecurrentStates:
             snapshot, hash_ = self.snapshots.get(block), self._index.hash_of(block)
             if snapshot is not None and hash_ is not None:
                 slot, position = snapshot
-                self.tier.store(hash_, slot, position, self.slots.starts[slot], self.slots.ends[slot])
+                ids = self._index.ids_of(block)
+                self.tier.store(hash_, ids, slot, position, self.slots.starts[slot], self.slots.ends[slot])
 
     def take_slot(self, hash_: Hash) -> int:
         """Return a slot for a state of the tier, with one reference; 0 if there is none, or the state is gone."""

@@ -143,6 +143,19 @@ class HostBlocks:
             computing.wait_event(moved)
 
 
+def read_host(memories: Sequence[HostBlocks], block: int) -> bytes:
+    """Return a copy of a host block over all its memories, after the copies to it; any thread may call this."""
+    return b"".join(memory.read(block) for memory in memories)
+
+
+def write_host(memories: Sequence[HostBlocks], block: int, data: bytes | memoryview) -> None:
+    """Fill a host block with what `read_host` has returned, after the copies from it."""
+    start = 0
+    for memory in memories:
+        memory.write(block, data[start : start + memory.num_block_bytes])
+        start += memory.num_block_bytes
+
+
 class StateTensors:
     """Tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`.
 
@@ -188,6 +201,11 @@ class StateTensors:
     def bytes_per_slot(self) -> int:
         """Bytes of one slot."""
         return sum(tensor.nbytes // tensor.shape[1] for tensor in self.all.values())
+
+    @property
+    def layout(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape of a slot, without layers that have no state, and dtype, by name; the same in every process."""
+        return {name: ((tensor.shape[0], *tensor.shape[2:]), str(tensor.dtype)) for name, tensor in self.all.items()}
 
     def layer(self, layer: int) -> RecurrentState:
         """Return the views of one of `layers`."""
@@ -368,15 +386,12 @@ class KvCacheTensors:
         return sum(memory.num_block_bytes for memory in self.host_blocks)
 
     def read_host(self, block: int) -> bytes:
-        """Return a copy of a host block, after the copies to it; any thread may call this."""
-        return b"".join(memory.read(block) for memory in self.host_blocks)
+        """Return a copy of a host block; see the function."""
+        return read_host(self.host_blocks, block)
 
     def write_host(self, block: int, data: bytes | memoryview) -> None:
-        """Fill a host block with what `read_host` has returned, after the copies from it."""
-        start = 0
-        for memory in self.host_blocks:
-            memory.write(block, data[start : start + memory.num_block_bytes])
-            start += memory.num_block_bytes
+        """Fill a host block; see the function."""
+        write_host(self.host_blocks, block, data)
 
     def layer(self, layer: int) -> int:
         """Return `layer` as an int; raise InvalidInputError unless it exists and has K/V of its own."""

@@ -81,14 +81,18 @@ class FileTier:
     """
 
     def __init__(
-        self, store: BlockStore, layout: str, block_size: int, num_block_bytes: int, is_needed: Sequence[bool]
+        self, store: BlockStore, layout: str, block_size: int, num_bytes: Sequence[int], is_needed: Sequence[bool]
     ) -> None:
-        """layout: all that decides what the bytes of a block mean. is_needed: whether each table has no window."""
+        """layout: all that decides what the bytes of a block mean.
+
+        num_bytes, is_needed: for each table, the bytes of a block, and whether the table has no window. States of
+        recurrent layers, which few positions have, are behind the tables.
+        """
         self.store = store
         self.num_read = self.num_written = self.num_faults = self.num_late = self.num_dropped = 0
         self.digest = b""
         self.prefill_rate: float | None = None
-        self._layout, self._num_block_bytes, self._is_needed = layout, num_block_bytes, is_needed
+        self._layout, self._num_bytes, self._is_needed = layout, num_bytes, is_needed
         self._block_size = block_size
         self._changed = Condition()
         self._current: FileRead | None = None
@@ -246,8 +250,8 @@ class FileTier:
             raise
         if block.token_ids != position.token_ids:
             raise BlockFileError(f"{key.name}: other token ids than the prompt's")
-        if len(block.data) != self._num_block_bytes:
-            raise BlockFileError(f"{key.name}: {len(block.data)} bytes, expected {self._num_block_bytes}")
+        if len(block.data) != self._num_bytes[key.column]:
+            raise BlockFileError(f"{key.name}: {len(block.data)} bytes, expected {self._num_bytes[key.column]}")
         return block
 
     def _write_blocks(self) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paged.cache.events import HostBlockRemoved, HostBlockStored, HostEvent
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
 from paged.cache.tiers.files import FileRead, FileTier, Position, Write
+from paged.cache.tiers.states import StateTier
 
 if TYPE_CHECKING:
     from paged.cache.guard import CacheGuard
@@ -47,7 +48,7 @@ class HostTier:
 
     A call that fails leaves no new entry; entries that it has replaced stay replaced.
 
-    files: the tier below; what is stored here is written there, too.
+    files: the tier below; what is stored here is written there, too. states: the tier of recurrent layers' states.
     entries: by host block. pool: set by the manager, with `entries` as the published blocks.
     num_stored, num_loaded: blocks copied to the host and back. num_dropped: evicted blocks that found no host block.
     num_hits, num_misses: prompts that a look-up has continued from here, or not.
@@ -56,6 +57,7 @@ class HostTier:
 
     pool: BlockPool
     files: FileTier | None = None
+    states: StateTier | None = None
 
     def __init__(self, tensors: KvCacheTensors, index: PrefixIndex, block_size: int, guard: CacheGuard) -> None:
         self.entries: dict[int, HostEntry] = {}
@@ -165,7 +167,9 @@ class HostTier:
         assert self.files is not None
         blocks: list[StoredBlock] = []
         for block in self.files.take(read):
-            if (block.key.hash, block.key.column) not in self._hosts:
+            if self.states is not None and block.key.column == self.states.column:
+                self.states.keep(block)
+            elif (block.key.hash, block.key.column) not in self._hosts:
                 blocks.append(block)
         self.pin(held)
         del blocks[self.pool.num_free :]
@@ -175,12 +179,14 @@ class HostTier:
         self._enter(hosts, [HostEntry(block.key.hash, block.key.column, block.token_ids) for block in blocks])
         self.pool.release(held)
 
-    def close(self, blocks: Sequence[int], timeout_s: float) -> None:
-        """Write all entries and published blocks of the device to files, as far as the time goes; then use no files."""
-        if self.files is not None:
-            self.store(blocks)
-            digest = self.files.digest
-            self.files.close([self._write_of(host, digest) for host in self.entries], timeout_s)
+    def close(self, timeout_s: float) -> None:
+        """Write all entries to files, as far as the time goes; then use no files."""
+        assert self.files is not None
+        digest = self.files.digest
+        writes = [self._write_of(host, digest) for host in self.entries]
+        if self.states is not None:
+            writes += self.states.writes(digest)
+        self.files.close(writes, timeout_s)
 
     def drop(self, hosts: Sequence[int]) -> None:
         """Forget entries; a rollback does not bring them back, as their memory may have been written."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+
+from paged.cache.tensors import read_host, write_host
+from paged.cache.tiers.block_file import BlockKey, StoredBlock
+from paged.cache.tiers.files import FileTier, Write
 
 if TYPE_CHECKING:
     from paged.cache.guard import Rollback
@@ -11,15 +17,21 @@ if TYPE_CHECKING:
     from paged.cache.token_chain import Hash
 
 _COUNTS = ("num_stored", "num_loaded")
+# In a file before the state: the position that it is kept for, and the first and last that it holds.
+_POSITIONS = struct.Struct("<QQQ")
 
 
 class HostState(NamedTuple):
-    """A state in a host slot: the position that it is kept for, and the first and last that it holds."""
+    """A state in a host slot: the position that it is kept for, and the first and last that it holds.
+
+    token_ids: of the block before the position.
+    """
 
     slot: int
     position: int
     start: int
     end: int
+    token_ids: list[int]
 
 
 class StateTier:
@@ -28,33 +40,45 @@ class StateTier:
     Its host slots lie behind those for swapped sequences. A call that fails leaves no new entry; entries that it has
     replaced stay replaced. The caller holds the cache's lock.
 
+    files: the tier below; what is stored here is written there, too.
     num_stored, num_loaded: states copied to the host and back.
     """
 
-    def __init__(self, tensors: StateTensors, num_swap_slots: int, rollback: Rollback) -> None:
+    files: FileTier | None = None
+
+    def __init__(self, tensors: StateTensors, num_swap_slots: int, column: int, rollback: Rollback) -> None:
+        """column: index of states in files, behind those of the tables."""
         self.entries: OrderedDict[Hash, HostState] = OrderedDict()
         self.num_stored = self.num_loaded = 0
+        self.column = column
         self._slots = range(num_swap_slots + 1, num_swap_slots + 1 + tensors.num_tier_slots)
         self._tensors = tensors
         self._rollback = rollback
         self._free = list(self._slots)
 
-    def store(self, hash_: Hash, slot: int, position: int, start: int, end: int) -> None:
+    @property
+    def num_file_bytes(self) -> int:
+        """Bytes of a state in a file."""
+        return _POSITIONS.size + sum(memory.num_block_bytes for memory in self._tensors.host_slots)
+
+    def store(self, hash_: Hash, token_ids: list[int], slot: int, position: int, start: int, end: int) -> None:
         """Copy the state in a device slot to the host, unless it is there."""
-        if hash_ in self.entries:
-            self.entries.move_to_end(hash_)
-            return
-        if not self._slots:
-            return
-        self._rollback.keep_absence(self.entries, (hash_,))  # first, so that a rollback counts the free slots again
-        if not self._free:
-            _, oldest = self.entries.popitem(last=False)
-            self._free.append(oldest.slot)
-        host = self._free.pop()
-        self._tensors.swap_out([(slot, host)])
-        self._rollback.keep_fields(self, _COUNTS)
-        self.entries[hash_] = HostState(host, position, start, end)
-        self.num_stored += 1
+        host = self._take(hash_)
+        if host:
+            self._tensors.swap_out([(slot, host)])
+            self._rollback.keep_fields(self, _COUNTS)
+            self.entries[hash_] = HostState(host, position, start, end, token_ids)
+            self.num_stored += 1
+            if self.files is not None:
+                self.files.write([self._write_of(hash_, self.files.digest)])
+
+    def keep(self, block: StoredBlock) -> None:
+        """Copy a state that has come from a file to the host, unless it is there."""
+        host = self._take(block.key.hash)
+        if host:
+            write_host(self._tensors.host_slots, host, block.data[_POSITIONS.size :])
+            position, start, end = _POSITIONS.unpack_from(block.data)
+            self.entries[block.key.hash] = HostState(host, position, start, end, block.token_ids)
 
     def load(self, hash_: Hash, slot: int) -> HostState:
         """Copy a state to a device slot."""
@@ -65,6 +89,10 @@ class StateTier:
         self.num_loaded += 1
         return state
 
+    def writes(self, digest: bytes) -> list[Write]:
+        """Return all states, for files."""
+        return [self._write_of(hash_, digest) for hash_ in self.entries]
+
     def clear(self) -> None:
         """Forget all states."""
         self.entries.clear()
@@ -74,3 +102,28 @@ class StateTier:
         """Derive the free slots from `entries`, from which a rollback has removed what is new."""
         taken = {state.slot for state in self.entries.values()}
         self._free = [slot for slot in self._slots if slot not in taken]
+
+    def _take(self, hash_: Hash) -> int:
+        """Return a host slot for a state; 0 if the state is there, or there are no slots."""
+        if hash_ in self.entries:
+            self.entries.move_to_end(hash_)
+            return 0
+        if not self._slots:
+            return 0
+        self._rollback.keep_absence(self.entries, (hash_,))  # first, so that a rollback counts the free slots again
+        if not self._free:
+            _, oldest = self.entries.popitem(last=False)
+            self._free.append(oldest.slot)
+        return self._free.pop()
+
+    def _write_of(self, hash_: Hash, digest: bytes) -> Write:
+        assert isinstance(hash_, bytes)
+        key = BlockKey(digest, hash_, self.column)
+        return Write(key, partial(self._stored_block, self.entries[hash_], key))
+
+    def _stored_block(self, state: HostState, key: BlockKey) -> StoredBlock | None:
+        """Return a state as a file holds it; None if its slot has been used again; see `HostTier`."""
+        data = read_host(self._tensors.host_slots, state.slot)
+        if self.entries.get(key.hash) is not state:
+            return None
+        return StoredBlock(key, state.token_ids, _POSITIONS.pack(state.position, state.start, state.end) + data)

@@ -117,15 +117,19 @@ KINDS |= {"indexer keys": "deepseek_v32"}
     "kind", ["states", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS if kind != "states")]
 )
 def test_models_of_every_kind_of_cache(kind: str, tmp_path: Path) -> None:
+    """From host memory, and from files after a restart."""
     save_checkpoint(FAMILIES[KINDS[kind]], tmp_path)
     expected = answers(load(tmp_path))
-    executor = load(tmp_path, host_cache_bytes=1 << 24)
-    for _ in range(3):
-        assert answers(executor) == expected
-    assert executor.kv_manager is not None
-    stats = executor.kv_manager.stats()
-    assert stats.host_hit_tokens > 0
-    assert (stats.host_loaded_states > 0) == (executor.kv_manager.config.recurrent is not None)
+    for num_runs in (3, 1):
+        executor = load(tmp_path, host_cache_bytes=1 << 24, cache_folder=tmp_path / "cache")
+        for _ in range(num_runs):
+            assert answers(executor) == expected
+        assert executor.kv_manager is not None
+        stats = executor.kv_manager.stats()
+        assert stats.host_hit_tokens > 0
+        assert (stats.host_loaded_states > 0) == (executor.kv_manager.config.recurrent is not None)
+        assert stats.folder_faults == 0
+        executor.shutdown()
 
 
 def test_what_came_from_the_host_is_counted(folder: Path) -> None:
