@@ -6,7 +6,9 @@ import logging
 from inspect import signature
 from typing import Any
 
-# The backends' interface, and meanings of its arguments, change between minor versions of vLLM.
+from paged.interop.vllm_interface import gone
+
+# Versions that are tested. Others are taken if they lack nothing of vllm_interface.txt.
 VERSIONS = ("0.32", "0.33")
 BACKEND = "paged.interop.vllm_engine.backend.PagedBackend"
 
@@ -17,15 +19,23 @@ def register() -> None:
     """Register the backend as `AttentionBackendEnum.CUSTOM`; this does not select it.
 
     vLLM calls it in each of its processes, even if another backend is in use. It logs a warning with the reason and
-    leaves vLLM unchanged if VERSIONS lacks vLLM's version, or if CUSTOM is another plug-in's. Selecting CUSTOM then
-    gives vLLM's own error, or that plug-in's backend.
+    leaves vLLM unchanged if VERSIONS lacks vLLM's version and its interface is another, or if CUSTOM is another
+    plug-in's. Selecting CUSTOM then gives vLLM's own error, or that plug-in's backend.
     """
     import vllm
 
     if ".".join(vllm.__version__.split(".")[:2]) not in VERSIONS:
         known = " or ".join(VERSIONS)
-        _LOGGER.warning("paged attention is not registered: vLLM is %s, expected %s", vllm.__version__, known)
-        return
+        missing = gone()
+        if missing:
+            _LOGGER.warning(
+                "paged attention is not registered: vLLM is %s, expected %s, or one that has %s",
+                vllm.__version__, known, missing[0],
+            )  # fmt: skip
+            return
+        _LOGGER.warning(
+            "paged attention is not tested with vLLM %s, which has the interface of %s", vllm.__version__, known
+        )
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM

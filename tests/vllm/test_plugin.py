@@ -16,7 +16,7 @@ import vllm.plugins
 from vllm.config import AttentionConfig, CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend
 
@@ -59,6 +59,24 @@ def test_registering_twice_is_registering_once(caplog: pytest.LogCaptureFixture)
         vllm_plugin.register()
         assert issubclass(CUSTOM.get_class(), PagedBackend)
     assert not caplog.records
+
+
+def test_another_version_with_the_same_interface_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setattr(AttentionBackend, "supports_more", classmethod(lambda cls: False), raising=False)
+    vllm_plugin.register()
+    assert "not tested with vLLM 0.34.0" in caplog.text
+    assert CUSTOM.get_path() == vllm_plugin.BACKEND
+
+
+def test_a_parameter_more_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setattr(AttentionMetadataBuilder, "build", lambda self, common_prefix_len, mask: None)
+    vllm_plugin.register()
+    assert "AttentionMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build=)" in caplog.text
+    assert not CUSTOM.is_overridden()
 
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "0.330.0", "1.33.0", "dev"])
