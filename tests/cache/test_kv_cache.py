@@ -64,6 +64,7 @@ CALLS: dict[str, Callable[[PagedKvCacheManager, KvCacheHandle, KvCacheHandle], o
     "share_from": lambda manager, handle, other: manager.share_prefix_blocks(handle, other, 0),
     "share_to": lambda manager, handle, other: manager.share_prefix_blocks(other, handle, 0),
     "build_metadata": lambda manager, handle, _: manager.build_metadata([(handle, 0)]),
+    "reserve_step": lambda manager, handle, _: manager.reserve_step([handle], [0])[0].rollback(),
     "write_kv": lambda manager, handle, _: manager.write_kv(handle, 0, 0, *random_rows(0)),
     "read_kv": lambda manager, handle, _: manager.read_kv(handle, 0, 0, 0),
 }

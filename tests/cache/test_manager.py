@@ -52,7 +52,7 @@ def test_longest_length() -> None:
     with pytest.raises(SequenceTooLongError):
         manager.allocate("a", 7)
     handle = manager.allocate("a", 6)
-    for call in (manager.extend, manager.advance):
+    for call in (manager.extend, manager.advance, lambda one, count: manager.reserve_step([one], [count])):
         with pytest.raises(SequenceTooLongError, match="7 tokens, expected at most max_seq_len 6"):
             call(handle, 7)
     manager.extend(handle, 5)
@@ -71,6 +71,7 @@ def test_arguments_are_checked(manager: PagedKvCacheManager) -> None:
         ("num_tokens: 1, expected at most the length 0", lambda: manager.truncate(handle, 1)),
         ("'a' is the id of a live sequence", lambda: manager.allocate("a")),
         ("'a' is the id of a live sequence", lambda: manager.fork(handle, "a")),
+        ("a sequence is given twice", lambda: manager.reserve_step([handle, handle], [1, 1])),
         ("layer", lambda: manager.k_cache(2)),
         ("key: shape", lambda: manager.write_kv(handle, 0, 0, key[..., :4], value)),
         (r"position: 4\.\.5, expected within the capacity 4", lambda: manager.write_kv(handle, 0, 4, key, value)),
