@@ -178,6 +178,7 @@ class LlmExecutor(UnifiedExecutor):
             prefers_tokens=self._ranks.size > 1,
             supports_hidden_states=isinstance(self._lm, PagedCausalLM),
             has_routed_experts=isinstance(self._lm, PagedCausalLM) and any(self._lm.network.config.moe),
+            has_invariant_rows=isinstance(self._lm, PagedCausalLM) and self._lm.network.has_invariant_rows,
             has_draft_head=isinstance(self._lm, PagedCausalLM) and self._lm.drafts is not None,
         )
 

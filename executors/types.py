@@ -73,6 +73,8 @@ class ExecutorCapabilities:
         supports_device_ids, supports_hidden_states: whether `UnifiedBatch` may have `device_ids`, and `returns_hidden`
             or `captured`.
         has_routed_experts: whether the model has layers with experts, and `captured` may ask for their ids.
+        has_invariant_rows: whether a step can run so that no row's bits depend on the rows beside it. May change with
+            `warmup`.
     """
 
     max_batch_size: int | None
@@ -87,6 +89,7 @@ class ExecutorCapabilities:
     supports_device_ids: bool = False
     supports_hidden_states: bool = False
     has_routed_experts: bool = False
+    has_invariant_rows: bool = False
     memory_requirements: MemoryRequirements
 
 

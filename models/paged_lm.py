@@ -298,7 +298,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             shape: shape of the graph that runs the step.
             row_slots: from `LoraAdapters.row_slots`.
         """
-        with self.network.computing():
+        with self.network.computing(is_invariant=step.is_invariant):
             if shape is not None:
                 rows, features = self.graphs.run(step, shape, row_slots)
             else:

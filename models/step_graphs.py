@@ -197,11 +197,11 @@ class StepGraphs:
 
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
         """Return the graph that runs a step; None if none fits, if no logits or more than logits are wanted, or if
-        it has embedded rows."""
+        it has embedded rows or is invariant."""
         num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
         is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
         has_logits = len(step.row_ids) and not step.returns_hidden
-        if step.captured is not None or are_calls_watched():
+        if step.captured is not None or step.is_invariant or are_calls_watched():
             return None
         if step.embeds is not None or is_stale or num_tokens > self._sizes[-1] or not has_logits:
             return None

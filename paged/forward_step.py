@@ -44,6 +44,7 @@ class ForwardStep:
         published: the tokens of each item for the prefix index; None if they are unknown or stay private.
         new_ids: sequences that were created for this forward.
         only_decodes: whether every token follows a prompt that has run.
+        is_invariant: whether no row's bits may depend on the rows beside it.
     """
 
     token_ids: NDArray[np.int64]
@@ -61,6 +62,7 @@ class ForwardStep:
     manager: PagedKvCacheManager | None = None
     new_ids: Sequence[SeqId] = ()
     only_decodes: bool = False
+    is_invariant: bool = False
 
     def commit(self) -> None:
         """Let lengths grow, and publish full blocks."""

@@ -54,11 +54,12 @@ class Rows:
         self.steps_left = min((completion.max_tokens - completion.num_sampled for completion in completions), default=0)
 
     def next_batch(
-        self, manager: PagedKvCacheManager, device: torch.device, newest: torch.Tensor | None
+        self, manager: PagedKvCacheManager, device: torch.device, newest: torch.Tensor | None, *, is_invariant: bool
     ) -> UnifiedBatch:
         """Reserve capacity for the newest token of each row, and return the batch that runs it.
 
         newest: the tokens, int64 [n] on the cache's device; None if the host knows them.
+        is_invariant: as in `ForwardStep`.
 
         Raises:
             OutOfBlocksError: the cache has too few free blocks.
@@ -79,6 +80,7 @@ class Rows:
             device_ids=newest,
             reservation=reservation,
             only_decodes=True,
+            is_invariant=is_invariant,
         )
         # Without the dataclass's constructor, which takes the items, and which `dataclasses.replace` needs as it is.
         batch = object.__new__(_DecodeBatch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -34,16 +34,18 @@ class BlockSpace:
         manager: PagedKvCacheManager,
         admission_tokens: int | None,
         *,
-        runs_apart: bool = False,
+        runs_fixed_chunks: bool = False,
     ) -> None:
-        """runs_apart: whether each sequence is a forward of its own, and begins without cached prefixes."""
+        """runs_fixed_chunks: whether steps are those of `EngineConfig.batch_invariant`."""
         self._executor = executor
         self.manager = manager
         self._admission_tokens = admission_tokens
-        self._takes_prefixes = not runs_apart  # another sequence's decodes may have computed them
+        self._runs_fixed_chunks = runs_fixed_chunks
         # Other executors check and reserve by themselves.
         self._takes_prepared = isinstance(executor, UnifiedExecutor)
-        self.takes_rows = self._takes_prepared and not runs_apart
+        has_invariant_rows = executor.capabilities().has_invariant_rows
+        self.is_invariant = runs_fixed_chunks and self._takes_prepared and has_invariant_rows
+        self.takes_rows = self._takes_prepared
         self.device = executor.info().device
         self._has_draft_head = executor.capabilities().has_draft_head
         self._growth = 0
@@ -58,6 +60,19 @@ class BlockSpace:
         """Return how many blocks are free, in words."""
         stats = self.manager.stats()
         return f"{stats.free_blocks} of {stats.num_blocks}"
+
+    def runs_apart(self, completions: Sequence[Completion]) -> bool:
+        """Return whether each must be a forward of its own, so that its bits do not depend on the others.
+
+        Embeddings, adapters and captured states have kernels, masks and rows of their own for all of a forward.
+        """
+        if not self.is_invariant:
+            return True
+        for completion in completions:
+            request = completion.request
+            if request.embeds is not None or request.metadata or completion.states is not None:
+                return True
+        return False
 
     def begin(self, running: Sequence[Completion]) -> None:
         """Count the blocks that running sequences may still take, once for all that are admitted beside them."""
@@ -126,6 +141,12 @@ class BlockSpace:
         batch = _batch_of(completions, device_ids)
         if self._takes_prepared:
             prepare(self.manager, batch)
+            if self._runs_fixed_chunks:
+                assert batch.prepared is not None
+                batch.prepared.is_invariant = self.is_invariant
+                batch.prepared.published = [
+                    completion.chunk if completion.has_full_chunk else None for completion in completions
+                ]
             return batch
         handles = [handle for handle in batch.columns.kv_caches if handle is not None]
         reservation, _ = self.manager.reserve_step(handles, batch.columns.counts)
@@ -146,7 +167,7 @@ class BlockSpace:
     def publish(self, completions: Iterable[Completion]) -> None:
         """Publish the blocks that decodes have filled in the prefix cache. After an error they stay unpublished."""
         config = self.manager.config
-        if not config.enable_prefix_cache:
+        if not config.enable_prefix_cache or self._runs_fixed_chunks:
             return
         known = []
         for completion in completions:
@@ -180,21 +201,27 @@ class BlockSpace:
             completion.is_swapped = False
         else:
             request, num_tokens = completion.request, len(completion.tokens)
+            namespace = self._namespace_of(completion)
             handle = self.manager.allocate(
                 completion.seq_id,
                 num_tokens,
                 token_ids=self._ids_to_match(completion),
-                namespace=request.namespace,
+                namespace=namespace,
                 from_files=completion.from_files,
             )
-            if self._has_draft_head and handle.num_tokens and self.manager.config.recurrent is None:
+            num_usable = handle.num_tokens
+            if self._runs_fixed_chunks:
+                num_usable = completion.full_chunks(num_usable)
+            elif self._has_draft_head and num_usable and self.manager.config.recurrent is None:
                 # The head needs the hidden state of the token before the first that runs: that token runs again.
                 # With recurrent layers there is no state before it, and the head sees 0 once.
+                num_usable -= 1
+            if num_usable < handle.num_tokens:
                 try:
-                    self.manager.truncate(handle, handle.num_tokens - 1)
+                    self.manager.truncate(handle, num_usable)
                 except InvalidInputError:  # that token's window reaches back to a block that the prefix lacks
                     self.manager.free(handle)
-                    handle = self.manager.allocate(completion.seq_id, num_tokens, namespace=request.namespace)
+                    handle = self.manager.allocate(completion.seq_id, num_tokens, namespace=namespace)
             completion.hold(handle)
             if request.first_token is None:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
@@ -202,14 +229,23 @@ class BlockSpace:
 
     def _read_files(self, completion: Completion) -> FileRead | None:
         ids = self._ids_to_match(completion)
-        return None if ids is None else self.manager.read_files(ids, namespace=completion.request.namespace)
+        return None if ids is None else self.manager.read_files(ids, namespace=self._namespace_of(completion))
 
     def _ids_to_match(self, completion: Completion) -> Sequence[int] | None:
         """Return the ids by which the cache knows a completion's tokens; None if all of them have to run."""
-        if completion.wants_prompt_rows or completion.states is not None or not self._takes_prefixes:
-            return None  # a cached prefix has no logits, hidden states or experts
         request = completion.request
+        if completion.wants_prompt_rows or completion.states is not None:
+            return None  # a cached prefix has no logits, hidden states or experts
+        if self._runs_fixed_chunks and (request.embeds is not None or not self._takes_prepared):
+            return None  # embeddings have masks, which other kernels compute; other executors publish all that they run
         return completion.tokens if request.embeds is None else request.embeds.ids(completion.tokens, 0)
+
+    def _namespace_of(self, completion: Completion) -> Hashable:
+        request = completion.request
+        if not self._runs_fixed_chunks:
+            return request.namespace
+        # Steps of other kinds publish blocks with other bits.
+        return (request.adapter, request.cache_salt, "fixed chunks", int(self.is_invariant))
 
     def _growth_of(self, completion: Completion) -> int:
         """Return the number of blocks that a completion lacks for the tokens that the admission policy counts."""
@@ -224,7 +260,7 @@ class TokenSpace:
     """Capacity without a cache manager; each sequence counts at its longest, so none must be preempted."""
 
     manager = None
-    takes_rows = False
+    takes_rows = is_invariant = False
     free_blocks = "an unknown number"
     publish_every = sys.maxsize
 
@@ -234,6 +270,9 @@ class TokenSpace:
         self._capacity = executor.kv_capacity()
         self._max_sequences = executor.capabilities().max_batch_size
         self._tokens = self._sequences = 0
+
+    def runs_apart(self, completions: Sequence[Completion]) -> bool:
+        return True
 
     def begin(self, running: Sequence[Completion]) -> None:
         self._tokens = sum(completion.longest for completion in running)

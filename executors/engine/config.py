@@ -38,10 +38,11 @@ class EngineConfig:
         logprobs_mode: what `SamplingParams.logprobs` are of: "raw", the model's distribution; or "processed", the one
             that tokens are drawn from, after penalties, biases, masks, temperature and filters. Prompts' are raw.
         batch_invariant: whether a request's logits, log probabilities and tokens have the same bits whatever runs
-            beside it, in any order, budget or preemption. Every sequence then is a forward of its own over fixed
-            chunks: the prompt's pieces of 256 tokens, which may exceed the budget, then one token each. No prefix is
-            taken from the cache, steps do not overlap, and there is no speculation. On a CPU, `warmup` of its own
-            executor chooses other kernels; that of others does not.
+            beside it, in any order, budget or preemption. Sequences then run in fixed chunks: the prompt's pieces of
+            256 tokens, which may exceed the budget, then one token each. If the executor has no invariant rows (see
+            `ExecutorCapabilities`), each is a forward of its own. Only full chunks of prompts are taken from the
+            prefix cache, steps do not overlap, and there is no speculation. On a CPU, `warmup` of its own executor
+            chooses other kernels, for engines made after it; that of others does not.
         profiler_ranges: whether a step marks its parts for PyTorch's profiler, and through it for NVTX:
             "paged.schedule", "paged.forward", "paged.sample" and "paged.update".
 

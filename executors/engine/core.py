@@ -60,8 +60,9 @@ class EngineCore(RequestLifecycle):
                 raise InvalidInputError(
                     "preemption: 'swap', but the cache has no num_swap_blocks; expected 'recompute'"
                 )
-            runs_apart = config.batch_invariant
-            self._space = BlockSpace(executor, manager, config.admission_tokens, runs_apart=runs_apart)
+            self._space = BlockSpace(
+                executor, manager, config.admission_tokens, runs_fixed_chunks=config.batch_invariant
+            )
         self._sampler = Sampler(info.vocab_size, info.device, has_raw_logprobs=config.logprobs_mode == "raw")
         self._drafter = None if proposer is None else Drafter(proposer, info.vocab_size, manager)
         self._is_unified = is_unified = executor.supports_native_unified_decode()

@@ -239,12 +239,16 @@ class Scheduler:
         """
         step.is_ahead = in_flight is not None
         decodes = step.decodes
-        if not step.chunks and step.drafts is None and self._space.takes_rows and self._ask_for_tokens is None:
+        runs_apart = self._config.batch_invariant and self._space.runs_apart([*decodes, *step.chunks])
+        takes_rows = self._space.takes_rows and not runs_apart
+        if not step.chunks and step.drafts is None and takes_rows and self._ask_for_tokens is None:
             rows = self.rows_of(decodes)
             newest = None if in_flight is None else in_flight.newest_of(decodes, self._space.device)
             if rows.takes_batches and (newest is not None or in_flight is None):
                 assert self._space.manager is not None
-                step.batch = rows.next_batch(self._space.manager, self._space.device, newest)
+                step.batch = rows.next_batch(
+                    self._space.manager, self._space.device, newest, is_invariant=self._space.is_invariant
+                )
                 step.completions, step.rows = decodes, rows
                 return
         if step.drafts is None:
@@ -261,7 +265,7 @@ class Scheduler:
         if self._ask_for_tokens is not None and step.drafts is None:
             self._ask_for_tokens(completions)
         batch: UnifiedBatch | None = self._space.reserve(completions, device_ids)
-        if self._config.batch_invariant:  # each is a forward of its own; this reservation checked that all fit
+        if runs_apart:  # each is a forward of its own; this reservation checked that all fit
             if batch is not None and batch.prepared is not None:
                 batch.prepared.rollback()
             batch = None

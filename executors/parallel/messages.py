@@ -108,6 +108,7 @@ class StepMessage(NamedTuple):
         flags = [host.max_seqlen_q, host.max_seqlen_k, self.num_device_ids, slots is not None, self.draws is not None]
         captures = step.captured is not None
         flags += [step.returns_hidden, captures, step.embeds is not None, len(host.states), host.max_append]
+        flags.append(step.is_invariant)
         rows = np.empty(0, np.int32) if slots is None else slots
         draws = self.draws or Draws.of([])
         embeds = [] if step.embeds is None else step.embeds.arrays()
@@ -118,7 +119,7 @@ class StepMessage(NamedTuple):
         """Return the message from its arrays; the step has no sequences of this rank's cache."""
         flags, token_ids, row_ids, row_slots = arrays[:4]
         max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn = flags[:5].tolist()
-        returns_hidden, captures, has_embeds, num_states, max_append = flags[5:].tolist()
+        returns_hidden, captures, has_embeds, num_states, max_append, is_invariant = flags[5:].tolist()
         num_read = 4 + len(Draws._fields)
         draws = Draws(*arrays[4:num_read])
         positions, slots, seq_lens = arrays[num_read : num_read + 3]
@@ -138,6 +139,7 @@ class StepMessage(NamedTuple):
             max_append=max_append,
         )
         step = ForwardStep(token_ids, metadata, row_ids, (), (), device, returns_hidden=bool(returns_hidden))
+        step.is_invariant = bool(is_invariant)
         if has_embeds:
             step.embeds = StepEmbeds.read(arrays[num_read + 2 :])
         if captures:

@@ -308,6 +308,17 @@ class Completion:
         start, end = self.cached, len(self.request.prompt)
         return 1 if start >= end else _fixed_end(start, end, self.request.embeds) - start
 
+    def full_chunks(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` are in full fixed chunks of the prompt."""
+        return min(num_tokens, len(self.request.prompt)) // FIXED_CHUNK * FIXED_CHUNK
+
+    @property
+    def has_full_chunk(self) -> bool:
+        """Whether its chunk is a full fixed one of the prompt's tokens, the same in every prompt that begins alike."""
+        end = self.chunk_start + len(self.chunk)
+        is_full = len(self.chunk) == FIXED_CHUNK and self.full_chunks(end) == end
+        return is_full and self.request.embeds is None
+
     def take_chunk(self, count: int) -> None:
         """Let the next `count` tokens to prefill run next."""
         start = self.cached

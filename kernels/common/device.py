@@ -33,11 +33,13 @@ class Backend(NamedTuple):
         name: PAGED_BACKEND, "" if it is not set.
         wants_loops: whether numba kernels run on CPU tensors.
         checks: PAGED_CHECK, "" if it is not set.
+        is_invariant: whether a row's result has the same bits whatever other rows a call has.
     """
 
     name: str
     wants_loops: bool
     checks: str
+    is_invariant: bool = False
 
 
 # One object for the same settings, so that keys of bound operations compare fast.
@@ -142,12 +144,12 @@ def load_numba() -> bool:
 
 
 @contextmanager
-def using_numba(is_used: bool) -> Iterator[None]:
+def using_numba(is_used: bool, *, is_invariant: bool = False) -> Iterator[None]:
     """Run a forward with numba kernels or without, whatever other models of the process do.
 
-    The environment is read once, here: operations of a forward do not read it again.
+    The environment is read once, here: operations of a forward do not read it again. is_invariant: as in `Backend`.
     """
-    token = _FORWARD.set(_backend(uses_numba=is_used))
+    token = _FORWARD.set(_backend(uses_numba=is_used, is_invariant=is_invariant))
     try:
         yield
     finally:
@@ -159,10 +161,10 @@ def backend() -> Backend:
     return forward_backend() or _backend(uses_numba=False)
 
 
-def _backend(*, uses_numba: bool) -> Backend:
+def _backend(*, uses_numba: bool, is_invariant: bool = False) -> Backend:
     name = setting("PAGED_BACKEND")
     wants_loops = name == "numba" or (uses_numba and name != "torch")
-    return _as_backend(name, wants_loops, setting("PAGED_CHECK"))
+    return _as_backend(name, wants_loops, setting("PAGED_CHECK"), is_invariant)
 
 
 def wants_loops() -> bool:

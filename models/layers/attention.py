@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from paged.errors import UnsupportedError
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
+from paged.kernels.common.device import backend
 from paged.kernels.common.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
@@ -226,6 +227,7 @@ class Attention(nn.Module):
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             mask=mask,
+            deterministic=backend().is_invariant,
             plan=queries.plan,
             out=out,
         )

@@ -20,7 +20,6 @@ from paged.executors.requests import request
 from paged.executors.speculation.prompt_lookup import PromptLookup
 from paged.kernels.common import device
 from paged.kernels.common.torch_ops import linear
-from paged.models.layers import decoder
 from tests.backends import needs_numba
 from tests.executors.oracle import make_executor, prompt
 from tests.models.families import FAMILIES, save_checkpoint, tokens
@@ -53,17 +52,29 @@ def answers(executor: LlmExecutor, given: list[Any], **config: Any) -> tuple[lis
     return [[(o.token_ids, o.logprobs, each.prompt_logprobs) for o in each.outputs] for each in outputs], engine
 
 
-def check(folder: Path, dtype: torch.dtype, count: int, budgets: list[int]) -> int:
+def check(folder: Path, dtype: torch.dtype, count: int, budgets: list[int], *, is_packed: bool = False) -> int:
+    """Return the number of preemptions. is_packed: by numba kernels, where a step is one forward."""
+
+    def load(num_blocks: int, **swap: int) -> LlmExecutor:
+        executor = LlmExecutor.from_pretrained(
+            folder, dtype=dtype, block_size=8, num_blocks=num_blocks, progress=False, **swap
+        )
+        if is_packed:
+            executor.model.pack()
+        assert executor.capabilities().has_invariant_rows == is_packed
+        return executor
+
     given, preempted = requests(count), 0
-    executor = LlmExecutor.from_pretrained(folder, dtype=dtype, block_size=8, num_blocks=400)
+    executor = load(400)
     alone = [answers(executor, [one])[0][0] for one in given]
     for budget in budgets:
         num_blocks, preemption = TOGETHER[budget]
-        swap = {"num_swap_blocks": 40} if preemption == "swap" else {}
-        executor = LlmExecutor.from_pretrained(folder, dtype=dtype, block_size=8, num_blocks=num_blocks, **swap)
+        executor = load(num_blocks, **({"num_swap_blocks": 40} if preemption == "swap" else {}))
         options = {"token_budget": budget, "preemption": preemption, "admission_tokens": 0}
         together, engine = answers(executor, given, **options)
         assert together == alone
+        assert engine.metrics.cached_tokens, "no cached prefix"
+        assert (executor.status().forwards == engine.metrics.steps) == is_packed
         preempted += sum(engine.metrics.preempted.values())
     return preempted
 
@@ -79,10 +90,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_200_requests(llama: Path, dtype: torch.dtype) -> None:
-    assert check(llama, dtype, 200, [16, 64, 4096]), "no preemption"
+@pytest.fixture
+def numba_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGED_BACKEND", raising=False)
+    monkeypatch.setattr(device, "interpreting", lambda: False)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("dtype", "count", "budgets"),
+    [
+        (torch.float32, 9, [64]),
+        pytest.param(torch.float32, 200, [16, 64, 4096], marks=pytest.mark.thorough),
+        pytest.param(torch.bfloat16, 200, [16, 64, 4096], marks=pytest.mark.thorough),
+    ],
+)
+def test_in_one_forward(llama: Path, numba_kernels: None, dtype: torch.dtype, count: int, budgets: list[int]) -> None:
+    assert check(llama, dtype, count, budgets, is_packed=True) or count < 200, "no preemption"
 
 
 @pytest.mark.thorough
@@ -97,17 +121,24 @@ def test_experts(tmp_path: Path) -> None:
     check(tmp_path, torch.float32, 20, [64])
 
 
+@pytest.mark.skipif(linear._multiply is None, reason="no oneDNN")
 @pytest.mark.parametrize("invariant", [True, False])
-def test_a_product_that_depends_on_its_rows(llama: Path, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_packed", [pytest.param(True, marks=needs_numba), False])
+def test_a_product_that_depends_on_its_rows(
+    llama: Path, numba_kernels: None, is_packed: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As tiles chosen by the number of rows do, in the last bits."""
-    own = linear.linear
+    multiply = linear._multiply
 
     def product(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return own(x, *rest) * (1 + len(x) * 2.0**-22)
+        return multiply(x, *rest) * (1 + len(x) * 2.0**-22)
 
-    monkeypatch.setattr(decoder, "linear", product)
+    monkeypatch.setattr(linear, "_HAS_INTEL_MKL", False)
+    monkeypatch.setattr(linear, "_multiply", product)
     given = requests(4)
-    executor = LlmExecutor.from_pretrained(llama, block_size=8, num_blocks=100)
+    executor = LlmExecutor.from_pretrained(llama, dtype=torch.float32, block_size=8, num_blocks=100, progress=False)
+    if is_packed:
+        executor.model.pack()
     alone = [answers(executor, [one], batch_invariant=invariant)[0][0] for one in given]
     assert (answers(executor, given, batch_invariant=invariant)[0] == alone) == invariant
 
@@ -119,11 +150,10 @@ def test_speculation_is_refused(llama: Path) -> None:
 
 
 @needs_numba
+@pytest.mark.usefixtures("numba_kernels")
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
-def test_bits_do_not_depend_on_other_executors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_other_executors(name: str, tmp_path: Path) -> None:
     """One that was warmed up and one that was not keep their kernels, whatever others do between their steps."""
-    monkeypatch.delenv("PAGED_BACKEND")
-    monkeypatch.setattr(device, "interpreting", lambda: False)
     save_checkpoint(FAMILIES[name], tmp_path)
 
     def load() -> LlmExecutor:

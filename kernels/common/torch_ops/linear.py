@@ -47,6 +47,10 @@ _KEPT_PRODUCTS = 256
 # its conversions.
 _MOST_BF16_ROWS = 512 if MULTIPLIES_BF16 else 256
 _ROWS_IN_LOOPS = {torch.bfloat16: range(1, _MOST_BF16_ROWS + 1), torch.float32: range(4, 129)}
+# Rows of every product of an invariant forward. Kernels and their orders of sums are chosen by the number of rows: on
+# an AMD EPYC 1 row of float32 has other bits than 2 and, by MKL, than 4. MKL's bits also depend on a row's place in
+# blocks of fewer than 12 rows.
+_INVARIANT_ROWS = 16
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -69,8 +73,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if x.is_cuda or torch.compiler.is_dynamo_compiling():
         return functional.linear(x, weight, bias)
-    wants_loops = (forward_backend() or backend()).wants_loops
-    if wants_loops and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous())):
+    current = forward_backend() or backend()
+    if current.is_invariant and len(x) != _INVARIANT_ROWS:
+        return _linear_in_blocks(x, weight, bias)
+    if current.wants_loops and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous())):
         loops = _loops(x, weight)
         if loops is not None:
             product: torch.Tensor = loops.linear(x, weight, bias)
@@ -96,6 +102,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return product
 
 
+def _linear_in_blocks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `linear` of x [num_rows, in_features], computed in blocks of `_INVARIANT_ROWS` rows, padded with zeros."""
+    products = []
+    for rows in x.split(_INVARIANT_ROWS):
+        num_rows = len(rows)
+        if num_rows < _INVARIANT_ROWS:
+            rows = functional.pad(rows, (0, 0, 0, _INVARIANT_ROWS - num_rows))
+        products.append(linear(rows, weight, bias)[:num_rows])
+    return torch.cat(products)
+
+
 def padded_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x [num_rows, in_features] with rows of zeros after it, where oneDNN would compile too many products."""
     missing = -len(x) % _ROW_STEP
@@ -106,7 +123,8 @@ def padded_rows(x: torch.Tensor) -> torch.Tensor:
 
 def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """Return silu(gate) * up for the halves of `linear(x, weight)`, rounded once; None if no numba kernel does it."""
-    if torch.compiler.is_dynamo_compiling() or not (forward_backend() or backend()).wants_loops:
+    current = forward_backend() or backend()
+    if torch.compiler.is_dynamo_compiling() or not current.wants_loops or current.is_invariant:
         return None
     loops = _loops(x, weight)
     if loops is None:
