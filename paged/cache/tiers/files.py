@@ -96,7 +96,7 @@ class FileTier:
         self._block_size = block_size
         self._changed = Condition()
         self._current: FileRead | None = None
-        self._begun_at = 0.0  # the current read
+        self._begun_at = 0.0  # the first read that is not over
         self._reads: deque[FileRead] = deque()
         self._writes: deque[Write] = deque()
         self._is_writing = self._is_closed = False
@@ -123,6 +123,8 @@ class FileTier:
                 read.is_over = True
                 self.num_late += 1
             else:
+                if self._current is None and not self._reads:
+                    self._begun_at = monotonic()
                 self._reads.append(read)
                 self._changed.notify_all()
         return read
@@ -146,17 +148,16 @@ class FileTier:
 
     def _give_up_late(self) -> float:
         """Give all reads up if the first of them takes too long; return the seconds until then."""
-        current = self._current
-        if current is None or current.is_over:
-            return PATIENCE_S  # the next one is about to begin
-        num_tokens = current.num_positions * self._block_size
+        first = self._current or self._reads[0]
+        num_tokens = first.num_positions * self._block_size
         allowed_s = longest_wait_s(num_tokens, self.prefill_rate or _FIRST_PREFILL_RATE)
         remaining_s = self._begun_at + allowed_s - monotonic()
         if remaining_s <= 0:
             _LOG.warning("%s: too slow, computing the rest", self.store)
-            for late in (current, *self._reads):
-                late.is_over = True
-                self.num_late += 1
+            late = {first, *self._reads}
+            self.num_late += len(late)
+            for read in late:
+                read.is_over = True
             self._reads.clear()
         return remaining_s
 
@@ -200,8 +201,15 @@ class FileTier:
             return False
         if not self._pid:
             self._pid = os.getpid()
-            for target in (self._read_files, self._write_blocks):
-                Thread(target=target, name="paged-cache-folder", daemon=True).start()
+            try:
+                for target in (self._read_files, self._write_blocks):
+                    Thread(target=target, name="paged-cache-folder", daemon=True).start()
+            except BaseException as error:
+                self._is_closed = True  # one of them would wait for ever for the other's work
+                if not isinstance(error, RuntimeError):  # which tells that the system has no more threads
+                    raise
+                self._count_fault(error)
+                return False
         return self._pid == os.getpid()
 
     def _read_files(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -205,6 +206,16 @@ def test_a_folder_that_is_gone_is_a_miss(tmp_path: Path) -> None:
     cache.free(cache.run("a", TOKENS))
     cache.manager.close_tiers(HANG_S)
     assert make(folder).run("a", TOKENS).num_cached_tokens == 40, "written into a new folder"
+
+
+def test_a_system_without_threads_uses_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path)
+    monkeypatch.setattr(files.Thread, "start", Mock(side_effect=[None, RuntimeError("can't start new thread")]))
+    cache = make(tmp_path)
+    assert cache.run("a", TOKENS).num_cached_tokens == 0
+    assert files_of(cache).num_faults == 1
+    cache.manager.close_tiers(HANG_S)
+    cache.check()
 
 
 def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
