@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from ..common.device import loops_of
-from ..common.packed.packing import FP8_BLOCK, unpack_codes
+from ..common.device import has_numba, load_numba, loops_of
+from ..common.packed.packing import E2M1, E2M1_GROUPS, FP8_BLOCK, unpack_codes
 from ..common.packed.torch_ops import product as torch_op
 from ..common.packed.torch_ops.product import rounded_groups, unpack
 from ..common.torch_ops.linear import MULTIPLIES_BF16, linear, pack, padded_rows
@@ -30,10 +30,13 @@ _ZERO = 128
 # The packing is made for this number of rows: 32 take 0.41 ms in place of 0.47 with 1, and 1 row as long.
 _PREPACKED_ROWS = 32
 # Outputs of a block that numba kernels multiply, and the multiple of columns of int8 ones. Their int8 product with 8192
-# x 1024 takes 0.66, 0.85 and 1.15 of oneDNN's time for 4, 32 and 128 rows, that of int4 0.65 of ATen's. AMX, which only
-# oneDNN uses, multiplies 16 rows at once.
+# x 1024 takes 0.66, 0.85 and 1.15 of oneDNN's time for 4, 32 and 128 rows. AMX, which only oneDNN uses, multiplies 16
+# rows at once.
 _BLOCK, _BLOCK_COLUMNS = 64, 64
 _MOST_INT8_ROWS, _MOST_INT8_ROWS_BESIDE_AMX = 64, 8
+# What numba kernels subtract from the bytes of each format's codes.
+_CODE_OFFSETS = {"int4": 8, "mxfp4": 12, "nvfp4": 12}
+_E2M1_VALUES = torch.tensor([*E2M1, *(-value for value in E2M1)])
 _HAS_INT8 = hasattr(torch.ops.onednn, "qlinear_pointwise")
 _multiply_int8: Any = torch.ops.onednn.qlinear_pointwise.default if _HAS_INT8 else None
 _multiply_int4: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
@@ -44,13 +47,15 @@ class Cpu(NamedTuple):
 
     capability: the instructions that ATen uses, as PyTorch names them. multiplies_int8: whether the CPU has int8
     products (VNNI or AMX), and oneDNN's sums of them are exact. multiplies_bf16: whether it has products of bfloat16.
-    has_amx: whether it has AMX for int8.
+    has_amx: whether it has AMX for int8. multiplies_codes: whether numba kernels multiply 4-bit codes (AVX-512 with
+    VNNI).
     """
 
     capability: str
     multiplies_int8: bool
     multiplies_bf16: bool
     has_amx: bool = False
+    multiplies_codes: bool = False
 
 
 @cache
@@ -64,7 +69,14 @@ def this_cpu() -> Cpu:
     names = {name for name, value in capabilities.items() if value is True}
     has_int8 = not names.isdisjoint(("avx512_vnni", "avx_vnni", "amx_int8")) and _HAS_INT8 and _is_int8_exact()
     has_bf16 = not names.isdisjoint(("avx512_bf16", "amx_bf16")) and MULTIPLIES_BF16
-    return Cpu(torch.backends.cpu.get_cpu_capability(), has_int8, has_bf16, "amx_int8" in names)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Cpu(capability, has_int8, has_bf16, "amx_int8" in names, has_numba() and "int4" in _block_kernels())
+
+
+def _block_kernels() -> Mapping[str, object]:
+    from ..common.packed.numba_ops.block_product import KERNELS
+
+    return KERNELS
 
 
 def _is_int8_exact() -> bool:
@@ -84,9 +96,9 @@ def _product_of_bytes(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor
 
 
 def choose_product(form: str, group: tuple[int, int], rows: int, columns: int, rounds_input: bool, cpu: Cpu) -> str:
-    """Return the product for weights [rows, columns] on a CPU: "int8", "int4" or "unpacked".
+    """Return the product for weights [rows, columns] on a CPU: the format if weights stay packed, else "unpacked".
 
-    "int8" keeps int8 weights, if activations are rounded to int8; "int4" keeps int4. "unpacked" weights are in the
+    "int8" keeps int8 weights, if activations are rounded to int8. "unpacked" weights are in the
     model's dtype: ATen's int8 product with plain activations takes 0.6 of the time of bfloat16 for 1 row, 1.4 for 32.
     Microseconds of 8192 x 1024 on two cores of a Xeon with AVX-512 and VNNI, without AMX, for 1, 4, 32 and 256 rows:
 
@@ -97,8 +109,17 @@ def choose_product(form: str, group: tuple[int, int], rows: int, columns: int, r
     """
     if form == "int8" and rounds_input and cpu.multiplies_int8:
         return "int8"
+    if _is_in_blocks(form, rows, columns, cpu):
+        return form
     has_int4 = form == "int4" and cpu.capability in _INT4_BLOCKS and rows % _INT4_ROWS == 0
     return "int4" if has_int4 and _int4_group(group, columns) else "unpacked"
+
+
+def _is_in_blocks(form: str, rows: int, columns: int, cpu: Cpu) -> bool:
+    """Return whether numba kernels take 4-bit weights: of full blocks, and of full groups of columns."""
+    if not cpu.multiplies_codes or form not in _CODE_OFFSETS:
+        return False
+    return rows % _BLOCK == 0 and columns % E2M1_GROUPS.get(form, 32) == 0
 
 
 def _product_of(weight: QuantizedWeight, cpu: Cpu) -> str:
@@ -131,17 +152,23 @@ def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
 class CpuProduct:
     """x @ weight^T + bias, with a copy of the weights in the order of the product chosen for this CPU.
 
-    `tensors` is what it holds. blocks: the codes as numba kernels read them; None if they are in another order.
+    `tensors` is what it holds. blocks: int8 codes as numba kernels read them; None if they are in another order.
+    is_in_blocks: whether 4-bit codes are in the order of numba kernels, which round activations to int8.
     """
 
     blocks: torch.Tensor | None = None
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, cpu: Cpu | None = None) -> None:
         """dtype: that of activations and results."""
-        self.kind = _product_of(weight, cpu or this_cpu())
+        cpu = cpu or this_cpu()
+        is_rounded = weight.format in E2M1_GROUPS and dtype != torch.bfloat16
+        if is_rounded or not load_numba():
+            cpu = cpu._replace(multiplies_codes=False)
+        self.kind = _product_of(weight, cpu)
         self.order, self.form = weight.input_order, weight.format
         self.rounds_input, self.input_scale = weight.quantizes_input, weight.input_scale
         self.group, self.rows, self.columns = weight.group, weight.out_features, weight.in_features
+        self.is_in_blocks = _is_in_blocks(weight.format, self.rows, self.columns, cpu)
         self.tensors: Sequence[torch.Tensor]
         if self.kind == "int8":
             scale = weight.scale.float().expand(weight.out_features).contiguous()
@@ -151,15 +178,17 @@ class CpuProduct:
             start = weight.values.sum(1, dtype=torch.int32).mul_(-_ZERO)
             self.tensors = packed, scale, torch.zeros_like(start), start
             self.blocks = _int8_blocks(packed, weight.values)
+        elif self.is_in_blocks:
+            from ..common.packed.numba_ops.block_product import code_blocks
+
+            codes = code_blocks(unpack_codes(weight.values, weight.in_features))
+            self.tensors = codes, *_block_scales(weight)
+            self.factor = weight.tensor_scale
         elif self.kind == "int4":
             self.group = 1, _int4_group(weight.group, weight.in_features)
             codes = unpack_codes(weight.values, weight.in_features).int()
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
             self.tensors = packed, _scales_and_zeros(weight, self.group[1])
-            is_in_blocks = this_cpu().capability == "AVX512" and weight.out_features % _BLOCK == 0
-            self.blocks = None
-            if is_in_blocks:
-                self.blocks = packed
         else:
             self.tensors = (pack(unpacked(weight, dtype)),)
 
@@ -172,17 +201,24 @@ class CpuProduct:
         """Return the product of x [num_rows, in_features], in its dtype."""
         if self.order is not None:
             x = x.index_select(1, self.order)
+        if self.is_in_blocks and x.dtype == torch.float16:
+            return self._product(x.float(), bias).half()
+        return self._product(x, bias)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         loops = self._loops(x)
         if loops is not None:
             if bias is not None:
                 bias = bias.float()
             product: torch.Tensor
-            if self.kind == "int4":
-                product = loops.int4_product(x, self.blocks, self.tensors[1], self.group[1], bias)
+            if self.is_in_blocks:
+                product = loops.code_product(x, self.form, *self.tensors[:2], self._zeros(), self.factor, bias)
             else:
                 _, scale, _, start = self.tensors
                 product = loops.int8_product(x, self.input_scale, self.blocks, start, scale, bias)
             return product
+        if self.is_in_blocks or (self.kind == "int4" and len(x) >= _MANY_ROWS):
+            return _with_bias(self._by_tiles(x), bias, x.dtype)
         if self.kind == "int4":
             return _with_bias(self._int4(x), bias, x.dtype)
         if not self.rounds_input:
@@ -191,18 +227,22 @@ class CpuProduct:
             return linear(rounded_groups(x, FP8_BLOCK, self.form).to(x.dtype), self.tensors[0], bias)
         return self._rounded(x, bias)
 
+    def _zeros(self) -> torch.Tensor | None:
+        return self.tensors[2] if len(self.tensors) > 2 else None
+
     def _loops(self, x: torch.Tensor) -> Any:
         """Return the numba kernels that multiply these rows by blocks faster, or None."""
-        max_rows = _MANY_ROWS - 1
-        if self.kind == "int8":
-            max_rows = _MOST_INT8_ROWS_BESIDE_AMX if this_cpu().has_amx else _MOST_INT8_ROWS
-        if self.blocks is None or len(x) > max_rows or x.stride(1) != 1:
-            return None
-        if loops_of("common.packed.numba_ops.product", x) is None:
+        has_amx = this_cpu().has_amx
+        if self.is_in_blocks:
+            is_few = len(x) < _MANY_ROWS or not has_amx
+        else:
+            max_rows = _MOST_INT8_ROWS_BESIDE_AMX if has_amx else _MOST_INT8_ROWS
+            is_few = self.blocks is not None and len(x) <= max_rows
+        if not is_few or x.stride(1) != 1 or loops_of("common.packed.numba_ops.product", x) is None:
             return None
         from ..common.packed.numba_ops import block_product
 
-        if self.kind not in block_product.KERNELS:
+        if self.form not in block_product.KERNELS:
             return None
         return block_product
 
@@ -234,23 +274,49 @@ class CpuProduct:
         return _product_of_bytes(padded_rows(codes), packed, scale, zeros)[: len(codes)]
 
     def _int4(self, x: torch.Tensor) -> torch.Tensor:
+        # In one thread 1 row of 2048 x 1024 takes 0.11 ms in bfloat16, 7 in float32 and 13 in float16.
         packed, scales = self.tensors
-        if len(x) < _MANY_ROWS:
-            # In one thread 1 row of 2048 x 1024 takes 0.11 ms in bfloat16, 7 in float32 and 13 in float16.
-            product: torch.Tensor = _multiply_int4(x.bfloat16().contiguous(), packed, self.group[1], scales)
-            return product.to(x.dtype)
-        out = x.new_empty(len(x), len(packed))
+        product: torch.Tensor = _multiply_int4(x.bfloat16().contiguous(), packed, self.group[1], scales)
+        return product.to(x.dtype)
+
+    def _by_tiles(self, x: torch.Tensor) -> torch.Tensor:
+        """Unpack a tile of weights at a time and multiply plain ones."""
+        out = x.new_empty(len(x), self.rows)
         wide = x.float()
         if this_cpu().multiplies_bf16:
             wide = x.bfloat16()
         step = max((1 << 20) // self.columns // 64, 1) * 64  # 4 MB in float32, which stay in the cache
-        for start in range(0, len(packed), step):
+        for start in range(0, self.rows, step):
             rows = slice(start, start + step)
-            w = _int4_rows(packed[rows], self.columns).float().unflatten(1, (-1, self.group[1]))
-            scale, zero = scales[:, rows].float().permute(2, 1, 0).unsqueeze(-1)
-            w = w.sub_(8).mul_(scale).add_(zero).flatten(1)
+            if self.is_in_blocks:
+                w = self._block_rows(rows)
+            else:
+                packed, scales = self.tensors
+                w = _int4_rows(packed[rows], self.columns).float().unflatten(1, (-1, self.group[1]))
+                scale, zero = scales[:, rows].float().permute(2, 1, 0).unsqueeze(-1)
+                w = w.sub_(8).mul_(scale).add_(zero).flatten(1)
             out[:, rows] = linear(wide, w.to(wide.dtype))
         return out
+
+    def _block_rows(self, rows: slice) -> torch.Tensor:
+        """Return weights of full blocks, float32."""
+        from ..common.packed.numba_ops.block_product import codes_of_blocks
+
+        packed, *scales = self.tensors
+        codes = codes_of_blocks(packed[rows])
+        offset = _CODE_OFFSETS[self.form]
+        if self.form == "int4":
+            w = codes.float() - offset
+        else:
+            w = 2 * _E2M1_VALUES[codes.long()]
+        w = w.unflatten(1, (len(scales[0]), -1))
+        scale, *zeros = (numbers[:, rows].float().T.unsqueeze(-1) for numbers in scales)
+        w *= scale
+        for zero in zeros:
+            w -= offset * zero
+        if self.factor is not None:
+            w *= self.factor
+        return w.flatten(1)
 
 
 def _with_bias(out: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -284,23 +350,39 @@ def _int4_group(group: tuple[int, int], columns: int) -> int:
     return next((size for size in _INT4_GROUPS if width % size == 0), 0)
 
 
+def _spread(numbers: torch.Tensor, rows: int, num_groups: int) -> torch.Tensor:
+    """Return the numbers [], [rows] or [rows, groups] of each of `num_groups` groups, float32 [rows, num_groups]."""
+    numbers = numbers.float()
+    if numbers.dim() == 0:
+        numbers = numbers.expand(rows)
+    if numbers.dim() == 1:
+        numbers = numbers.view(rows, -1)
+    return numbers.repeat_interleave(num_groups // numbers.shape[1], 1)
+
+
 def _scales_and_zeros(weight: QuantizedWeight, size: int) -> torch.Tensor:
     """Return [groups, rows, 2]: a weight is (code - 8) * scale + zero."""
-    rows, num_groups = weight.out_features, weight.in_features // size
-
-    def spread(numbers: torch.Tensor) -> torch.Tensor:
-        numbers = numbers.float()
-        if numbers.dim() == 0:
-            numbers = numbers.expand(rows)
-        if numbers.dim() == 1:
-            numbers = numbers.view(rows, -1)
-        return numbers.repeat_interleave(num_groups // numbers.shape[1], 1)
-
-    scale = spread(weight.scale)
+    sizes = weight.out_features, weight.in_features // size
+    scale = _spread(weight.scale, *sizes)
     zero = torch.zeros_like(scale)
     if weight.zero_point is not None:
-        zero = (8 - spread(weight.zero_point)) * scale
+        zero = (8 - _spread(weight.zero_point, *sizes)) * scale
     return torch.stack([scale.T, zero.T], -1).bfloat16().contiguous()
+
+
+def _block_scales(weight: QuantizedWeight) -> list[torch.Tensor]:
+    """Return scales and, if there are zero points, -1/8 of what they add to weights: bfloat16 [groups, rows]."""
+    sizes = weight.out_features, weight.in_features // (weight.group[1] or weight.in_features)
+    scale = weight.scale
+    if weight.format == "mxfp4":
+        scale = torch.exp2(scale.view(torch.uint8).float() - 127)
+    scale = _spread(scale, *sizes)
+    if weight.format in E2M1_GROUPS:
+        scale = scale / 2  # codes stand for twice the values of E2M1
+    numbers = [scale]
+    if weight.zero_point is not None:
+        numbers.append((_spread(weight.zero_point, *sizes) / 8 - 1) * scale)
+    return [number.T.bfloat16().contiguous() for number in numbers]
 
 
 def _int4_rows(packed: torch.Tensor, columns: int) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""Numba kernels of products with int8 and int4 weights in blocks of 64 outputs, the orders of oneDNN and of ATen.
+"""Numba kernels of products with int8 and 4-bit weights in blocks of 64 outputs.
 
-They round or widen the rows, multiply, scale, and add the bias in one pass over the weights.
+They round the rows to int8, multiply, scale, and add the bias in one pass over the weights.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,24 @@ import torch
 
 from ...numba_ops import kernel as nb
 from ...numba_ops.launch import SCRATCH, LoopLaunch
-from .block_tiles import BLOCK, int4_tile, int8_tile
-from .product import exact, round_row_to_int8, scale_row
+from ..packing import E2M1, E2M1_GROUPS
+from .block_tiles import BLOCK, code_tile, int8_tile
+from .product import exact, round_row_to_int8, scale_row, scales_of
 
 # Columns of int8 weights are stored as a multiple.
 _COLUMNS = 64
+# Columns of a row that share a scale beside 4-bit weights.
+_STEP = 32
 # Rows that are multiplied while a block is in the cache, and sums at once. 32 of 4,096 columns take 512 KB in float32.
 _CHUNK, _SUMS = 32, 4 * BLOCK
+# Twice the values of E2M1 are integers; with 12 added they are bytes, as VNNI takes them.
+_E2M1_OFFSET = 12
+_E2M1_NUMBERS = [_E2M1_OFFSET + int(2 * sign * value) for sign in (1, -1) for value in E2M1]
 
 
-def _multiply_by(tiles: tuple[Any, Any, Any]) -> Any:
+def _multiply_by(tile: Callable[[int], Any]) -> Any:
     """Return a function that multiplies `count` rows with a block. A row has `row_bytes`, the last four its scale."""
-    one_row, two_rows, four_rows = tiles
+    one_row, two_rows, four_rows = tile(1), tile(2), tile(4)
 
     @exact
     def multiply(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs):
@@ -51,8 +58,7 @@ def _multiply_by(tiles: tuple[Any, Any, Any]) -> Any:
     return multiply
 
 
-_multiply_int8_block = _multiply_by((int8_tile(1), int8_tile(2), int8_tile(4)))
-_multiply_int4_block = _multiply_by((int4_tile(1), int4_tile(2), int4_tile(4)))
+_multiply_int8_block = _multiply_by(int8_tile)
 
 
 @exact
@@ -76,35 +82,53 @@ def _multiply_int8(x, out, addresses, sizes):
             _multiply_int8_block(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs)
 
 
-@nb.device_function
-def _widen(x, first, size, group, row):
-    """Copy a row as float32; after it write the sum of each group of its columns, and 1."""
-    for number in range(size // group):
-        total = np.float32(0)
-        for i in range(number * group, (number + 1) * group):
-            value = nb.load(x, first + i)
-            row[i] = value
-            total += value
-        row[size + number] = total
-    row[size + size // group] = np.float32(1)
+@exact
+def _round_groups(x, first, width, step, offset, codes, numbers):
+    """Write a row's signed codes; for each `step` columns also write their scale and -offset times their sum."""
+    for number in range(width // step):
+        start = number * step
+        divisor, scale = scales_of(x, first + start, step, 0, np.float32(127))
+        total = np.int32(0)
+        for i in range(start, start + step):
+            value = np.float32(nb.load(x, first + i) / divisor)
+            # 1.5 * 2^23 leaves the nearest integer in the low bits.
+            code = np.int32(np.float32(value + np.float32(12582912)).view(np.int32) - np.int32(0x4B400000))
+            codes[i] = np.uint8(code)
+            total += code
+        nb.floats(numbers + 8 * number)[0] = scale
+        nb.int32s(numbers + 8 * number)[1] = -offset * total
 
 
-@nb.device_function
-def _multiply_int4(x, out, addresses, sizes):
-    w, pairs, bias, scratch = addresses
-    num_rows, num_outputs, size, stride, group = sizes
-    row_bytes = 4 * (size + size // group + 1)
-    rows = scratch + nb.thread_index() * (_CHUNK * row_bytes + 4 * _SUMS)
-    sums = rows + _CHUNK * row_bytes
-    first, end = nb.share(num_outputs // BLOCK)
-    for begin in range(0, num_rows, _CHUNK):
-        count = min(_CHUNK, num_rows - begin)
-        for row in range(count):
-            _widen(x, (begin + row) * stride, size, group, nb.floats(rows + row * row_bytes))
-        for output in range(first * BLOCK, end * BLOCK, BLOCK):
-            block = size, group, nb.uint8s(w + output * (size // 2)), nb.int32s(pairs + output * 4), num_outputs
-            to = begin * num_outputs + output
-            _multiply_int4_block(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs)
+def _multiply_codes_by(multiply_block: Any, offset: int) -> Any:
+    @exact
+    def multiply(x, out, addresses, sizes):
+        w, scales, zeros, bias, factor, scratch = addresses
+        num_rows, num_outputs, width, stride, step, group = sizes
+        row_bytes = width + 8 * (width // step) + 4
+        rows = scratch + nb.thread_index() * nb.rounded_up(_CHUNK * row_bytes + 4 * _SUMS, 64)
+        sums = rows + _CHUNK * row_bytes
+        first, end = nb.share(num_outputs // BLOCK)
+        for begin in range(0, num_rows, _CHUNK):
+            count = min(_CHUNK, num_rows - begin)
+            for row in range(count):
+                to = rows + row * row_bytes
+                _round_groups(x, (begin + row) * stride, width, step, np.int32(offset), nb.uint8s(to), to + width)
+                nb.floats(to + row_bytes - 4)[0] = nb.floats(factor)[0] if factor else np.float32(1)
+            for output in range(first * BLOCK, end * BLOCK, BLOCK):
+                of_zeros = zeros
+                if zeros:
+                    of_zeros = zeros + output * 2
+                codes = nb.uint8s(w + output * (width // 2))
+                of_block = codes, nb.bfloats(scales + output * 2), nb.bfloats(of_zeros)
+                block = row_bytes, width, step, group, *of_block, num_outputs
+                to = begin * num_outputs + output
+                multiply_block(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs)
+
+    return multiply
+
+
+_multiply_int4 = _multiply_codes_by(_multiply_by(partial(code_tile, numbers=range(16))), 8)
+_multiply_e2m1 = _multiply_codes_by(_multiply_by(partial(code_tile, numbers=_E2M1_NUMBERS)), _E2M1_OFFSET)
 
 
 @nb.Kernel
@@ -118,16 +142,25 @@ def _int8_product(arguments):
 
 @nb.Kernel
 def _int4_product(arguments):
-    values = nb.unpack(arguments, 13)
+    values = nb.unpack(arguments, 16)
     if values[1]:
-        _multiply_int4(nb.bfloats(values[2]), nb.bfloats(values[3]), values[4:8], values[8:])
+        _multiply_int4(nb.bfloats(values[2]), nb.bfloats(values[3]), values[4:10], values[10:])
     else:
-        _multiply_int4(nb.floats(values[2]), nb.floats(values[3]), values[4:8], values[8:])
+        _multiply_int4(nb.floats(values[2]), nb.floats(values[3]), values[4:10], values[10:])
 
 
-# Of the formats that the CPU has the instructions for.
-_NEEDED = {"int8": ("avx512vnni", _int8_product), "int4": ("avx512f", _int4_product)}
-KERNELS = {form: kernel for form, (name, kernel) in _NEEDED.items() if nb.cpu_features().get(name, False)}
+@nb.Kernel
+def _e2m1_product(arguments):
+    values = nb.unpack(arguments, 16)
+    if values[1]:
+        _multiply_e2m1(nb.bfloats(values[2]), nb.bfloats(values[3]), values[4:10], values[10:])
+    else:
+        _multiply_e2m1(nb.floats(values[2]), nb.floats(values[3]), values[4:10], values[10:])
+
+
+_KERNELS = {"int8": _int8_product, "int4": _int4_product, "mxfp4": _e2m1_product, "nvfp4": _e2m1_product}
+# By format, if the CPU has the instructions for them.
+KERNELS = _KERNELS if nb.cpu_features().get("avx512vnni", False) else {}
 
 
 def int8_product(
@@ -149,17 +182,40 @@ def int8_product(
     return out
 
 
-def int4_product(
-    x: torch.Tensor, packed: torch.Tensor, pairs: torch.Tensor, group: int, bias: torch.Tensor | None
+def code_product(
+    x: torch.Tensor,
+    form: str,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zeros: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return x [num_rows, columns] times weights in ATen's order for AVX-512, plus a float32 bias.
+    """Return x [num_rows, columns] times 4-bit weights, plus a float32 bias; groups of x are rounded to int8 first.
 
-    pairs: scale and zero, bfloat16 [groups, num_outputs, 2]; a weight is (code - 8) * scale + zero.
+    A group of x has 32 columns, of NVFP4 16. codes: uint8 [num_outputs, columns / 2] in the order of `code_blocks`.
+    scale, zeros: bfloat16 [groups, num_outputs]. factor: float32 [], of all weights; None for 1.
     """
-    out = x.new_empty(len(x), len(packed))
-    launch = _launch_int4(x.dtype == torch.bfloat16, *out.shape, x.shape[1], x.stride(0), group)
-    launch({"x": x, "out": out, "w": packed, "pairs": pairs, "bias": bias})
+    num_groups, num_outputs = scale.shape
+    out = x.new_empty(len(x), num_outputs)
+    step = E2M1_GROUPS.get(form, _STEP)
+    launch = _launch_codes(form, x.dtype == torch.bfloat16, *out.shape, x.shape[1], x.stride(0), step, num_groups)
+    launch({"x": x, "out": out, "w": codes, "scale": scale, "zeros": zeros, "bias": bias, "factor": factor})
     return out
+
+
+def code_blocks(codes: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit codes [num_outputs, columns] in the order of `code_product`: blocks of 64 outputs, in each eight
+    columns of every output before the next eight, the first four in the low bits."""
+    quads = codes.view(-1, BLOCK, codes.shape[1] // 8, 2, 4)
+    packed = quads[:, :, :, 0] | quads[:, :, :, 1] << 4
+    return packed.transpose(1, 2).reshape(len(codes), -1)
+
+
+def codes_of_blocks(packed: torch.Tensor) -> torch.Tensor:
+    """Undo `code_blocks`."""
+    octets = packed.view(-1, packed.shape[1] // 4, BLOCK, 4).transpose(1, 2)
+    return torch.stack([octets & 15, octets >> 4], 3).reshape(len(packed), -1)
 
 
 @lru_cache(maxsize=1024)
@@ -171,8 +227,9 @@ def _launch_int8(is_bf16: bool, *sizes: int) -> LoopLaunch:
 
 
 @lru_cache(maxsize=1024)
-def _launch_int4(is_bf16: bool, *sizes: int) -> LoopLaunch:
-    rows, outputs, columns, _, group = sizes
-    names = is_bf16, "x", "out", "w", "pairs", "bias", SCRATCH
-    scratch = _CHUNK * (columns + columns // group + 1) + _SUMS
-    return LoopLaunch(_int4_product.address, rows * outputs * columns, (*names, *sizes), scratch_size=scratch)
+def _launch_codes(form: str, is_bf16: bool, *sizes: int) -> LoopLaunch:
+    rows, outputs, columns, stride, step, num_groups = sizes
+    names = is_bf16, "x", "out", "w", "scale", "zeros", "bias", "factor", SCRATCH
+    scratch = -(-(_CHUNK * (columns + 8 * (columns // step) + 4) + 4 * _SUMS) // 64) * 16
+    arguments = *names, rows, outputs, columns, stride, step, columns // num_groups
+    return LoopLaunch(KERNELS[form].address, rows * outputs * columns, arguments, scratch_size=scratch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,11 +16,11 @@ from ...numba_ops.vectors import (
     at,
     call,
     emitted,
+    load_vector,
     multiply_add,
     prefetch,
     splat,
     steps,
-    sum_from_zero,
 )
 
 BLOCK, _VECTORS = 64, 64 // LANES
@@ -28,6 +29,7 @@ _QUAD = 4
 # Bytes by which weights are read ahead.
 _AHEAD = 2048
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
+_BYTES = ir.VectorType(_BYTE, 64)
 _ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 
 
@@ -81,51 +83,78 @@ def int8_tile(num_rows: int) -> Any:
     return tile
 
 
-def int4_tile(num_rows: int) -> Any:
-    """Return an intrinsic: `num_rows` rows of float32 times a block of int4 weights, in `sums`.
+def code_tile(num_rows: int, numbers: Sequence[int]) -> Any:
+    """Return an intrinsic: `num_rows` rows of signed codes times a block of 4-bit weights, as float32 in `sums`.
 
-    A weight is (code - 8) * scale + zero. pairs: both, in bfloat16, `num_outputs` for each group of columns. The sum of
-    each group follows a row, then one number more.
+    numbers: what the codes 0 to 15 stand for, from 0 to 255. A row has `row_bytes`: its codes, then for every `step`
+    columns a float32 scale and the int32 that its sums begin with. w: 64 bytes for 16 outputs and 8 columns, the first
+    four in the low bits. scales: bfloat16, `num_outputs` for every `group` columns. zeros: in the same shape, times
+    what the sums begin with and the row's scale, is added; a null pointer for 0.
     """
+    is_plain = list(numbers) == list(range(16))
+    table = ir.Constant(_BYTES, [ir.Constant(_BYTE, numbers[i % 16]) for i in range(64)])
 
     @emitted()
-    def tile(builder, x, width, group, w, pairs, num_outputs, sums):
-        num_groups = builder.sdiv(width, group)
-        step = builder.add(builder.add(width, num_groups), ir.Constant(width.type, 1))
-        rows = _pointers(builder, x, step, num_rows)
-        sums_of = [builder.gep(row, [width]) for row in rows]
+    def tile(builder, codes, row_bytes, width, step, group, w, scales, zeros, num_outputs, sums):
+        rows = _pointers(builder, builder.bitcast(codes, _BYTE.as_pointer()), row_bytes, num_rows)
         places = [
             [at(builder, sums, ir.Constant(_INT, row * BLOCK + i * LANES), _FLOAT) for i in range(_VECTORS)]
             for row in range(num_rows)
         ]
         for place in chain(*places):
             builder.store(_ZERO, place, align=4)
-        table = ir.Constant(VECTOR, [float(code - 8) for code in range(LANES)])
-        four, sixteen, upper = (ir.Constant(WORDS, [number] * LANES) for number in (4, 16, -1 << 16))
-        with steps(builder, num_groups, 1) as number:
-            totals = [[sum_from_zero(builder) for _ in row_places] for row_places in places]
-            begin = builder.mul(number, group)
-            with steps(builder, group, 2) as i:
+        four, mask = (ir.Constant(WORDS, [number] * LANES) for number in (4, 0x0F0F0F0F))
+
+        def as_bytes(nibbles: ir.Value) -> ir.Value:
+            nibbles = builder.and_(nibbles, mask)
+            if is_plain:
+                return nibbles
+            looked_up = call(builder, "x86.avx512.pshuf.b.512", _BYTES, table, builder.bitcast(nibbles, _BYTES))
+            return builder.bitcast(looked_up, WORDS)
+
+        with steps(builder, builder.sdiv(width, step), 1) as number:
+            begin = builder.mul(number, step)
+            at_numbers = builder.add(width, builder.mul(number, ir.Constant(number.type, 8)))
+            row_scales, firsts, row_totals = [], [], []
+            for row in rows:
+                pair = builder.bitcast(builder.gep(row, [at_numbers]), _INT.as_pointer())
+                row_scales.append(splat(builder, builder.bitcast(builder.load(pair, align=1), _FLOAT)))
+                first = splat(builder, builder.load(_at(builder, pair, 1), align=1), WORDS)
+                firsts.append(first)
+                totals = [cgutils.alloca_once(builder, WORDS) for _ in range(_VECTORS)]
+                for total in totals:
+                    builder.store(first, total)
+                row_totals.append(totals)
+            with steps(builder, step, 2 * _QUAD) as i:
                 column = builder.add(begin, i)
                 source = builder.gep(w, [builder.mul(column, ir.Constant(i.type, BLOCK // 2))])
-                prefetch(builder, _at(builder, source, _AHEAD))
-                for odd in range(2):
-                    bytes_of = _vectors(builder, _at(builder, source, odd * BLOCK // 2), _BYTE, 2)
-                    low = [builder.zext(half, WORDS) for half in bytes_of]
-                    codes = [*low, *(builder.lshr(half, four) for half in low)]
-                    weights = [call(builder, "x86.avx512.permvar.sf.512", VECTOR, table, indices) for indices in codes]
-                    for row, row_totals in zip(rows, totals, strict=True):
-                        factor = splat(builder, builder.load(_at(builder, builder.gep(row, [column]), odd), align=4))
-                        for weight, total in zip(weights, row_totals, strict=True):
-                            builder.store(multiply_add.emit(builder, factor, weight, builder.load(total)), total)
-            words = _vectors(builder, builder.gep(pairs, [builder.mul(number, num_outputs)]), _INT)
-            scales = [builder.bitcast(builder.shl(word, sixteen), VECTOR) for word in words]
-            zeros = [builder.bitcast(builder.and_(word, upper), VECTOR) for word in words]
-            for group_sums, row_totals, to in zip(sums_of, totals, places, strict=True):
-                of_x = splat(builder, builder.load(builder.gep(group_sums, [number]), align=4))
-                for scale, zero, total, place in zip(scales, zeros, row_totals, to, strict=True):
-                    value = multiply_add.emit(builder, zero, of_x, builder.load(place, align=4))
-                    value = multiply_add.emit(builder, scale, builder.load(total), value)
+                for line in range(0, _QUAD * BLOCK, 64):
+                    prefetch(builder, _at(builder, source, _AHEAD + line))
+                packed = _vectors(builder, builder.bitcast(source, _INT.as_pointer()), _INT)
+                for half in range(2):
+                    weights = [as_bytes(builder.lshr(words, four) if half else words) for words in packed]
+                    for row, totals in zip(rows, row_totals, strict=True):
+                        place = _at(builder, builder.gep(row, [column]), half * _QUAD)
+                        word = builder.load(builder.bitcast(place, _INT.as_pointer()), align=1)
+                        factor = splat(builder, word, WORDS)
+                        for weight, total in zip(weights, totals, strict=True):
+                            args = builder.load(total), weight, factor
+                            builder.store(call(builder, "x86.avx512.vpdpbusd.512", WORDS, *args), total)
+            of_group = builder.mul(builder.sdiv(begin, group), num_outputs)
+            indices = [builder.add(of_group, ir.Constant(of_group.type, i * LANES)) for i in range(_VECTORS)]
+            w_scales = [load_vector.emit(builder, scales, index) for index in indices]
+            for row_scale, totals, to in zip(row_scales, row_totals, places, strict=True):
+                for w_scale, total, place in zip(w_scales, totals, to, strict=True):
+                    factor = builder.fmul(row_scale, w_scale)
+                    wide = builder.sitofp(builder.load(total), VECTOR)
+                    value = multiply_add.emit(builder, factor, wide, builder.load(place, align=4))
                     builder.store(value, place, align=4)
+            with builder.if_then(builder.icmp_unsigned("!=", zeros, ir.Constant(zeros.type, None))):
+                w_zeros = [load_vector.emit(builder, zeros, index) for index in indices]
+                for row_scale, first, to in zip(row_scales, firsts, places, strict=True):
+                    of_x = builder.fmul(row_scale, builder.sitofp(first, VECTOR))
+                    for w_zero, place in zip(w_zeros, to, strict=True):
+                        value = multiply_add.emit(builder, w_zero, of_x, builder.load(place, align=4))
+                        builder.store(value, place, align=4)
 
     return tile

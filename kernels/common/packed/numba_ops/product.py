@@ -19,7 +19,7 @@ _TINY, _INFINITE = np.float32(2.0**-126), np.uint32(0x7F800000)
 
 
 @exact
-def _scales(x, start, size, input_scale, largest_code):
+def scales_of(x, start, size, input_scale, largest_code):
     """Return what a row is divided by, and its scale, which is not finite if the row is not."""
     largest = np.uint32(0)
     for i in range(start, start + size):
@@ -42,7 +42,7 @@ def _clamp(value, low, high):
 @exact
 def round_row_to_int8(x, start, input_scale, codes, to, size):
     """Write a row's codes plus 128 and return its scale."""
-    divisor, scale = _scales(x, start, size, input_scale, _INT8)
+    divisor, scale = scales_of(x, start, size, input_scale, _INT8)
     for i in range(size):
         value = _clamp(nb.load(x, start + i) / divisor, np.float32(-128), _INT8)
         # 1.5 * 2^23 leaves the nearest integer in the low bits.
@@ -62,7 +62,7 @@ def _round_to_e4m3(x, input_scale, codes, scales, num_rows, size, stride):
     first, end = nb.share(num_rows)
     for row in range(first, end):
         start, to = row * stride, row * size
-        divisor, scales[row] = _scales(x, start, size, input_scale, _E4M3)
+        divisor, scales[row] = scales_of(x, start, size, input_scale, _E4M3)
         for i in range(size):
             value = _clamp(nb.load(x, start + i) / divisor, -_E4M3, _E4M3)
             # A float 2^20 times as large, whose last bit is worth as much as that of the code; 2^-6 is the least
