@@ -65,6 +65,9 @@ class Followers:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+        world["PAGED_BACKEND"] = os.environ.get(
+            "PAGED_BACKEND", "torch"
+        )  # a step of Triton's interpreter takes seconds
         for rank, pipe in enumerate(self._pipes[: size - 1], start=1):
             pipe.send((world | {"RANK": str(rank)}, folder, config, options, way))
         with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +95,6 @@ def parallel_config(config: dict[str, Any]) -> ParallelConfig:
 
 def _follow(orders: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ["PAGED_BACKEND"] = "torch"  # a step of Triton's interpreter takes seconds
     while True:
         environment, folder, config, options, way = orders.recv()
         os.environ.update(environment)

@@ -15,12 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paged import Engine, InvalidInputError, LlmExecutor, ParallelConfig, RankFailedError, SamplingParams
+from paged import (
+    Engine,
+    EngineConfig,
+    InvalidInputError,
+    LlmExecutor,
+    ModelAsleepError,
+    ParallelConfig,
+    RankFailedError,
+    SamplingParams,
+)
 from paged.batch import FullLogits, GreedyArgmax, UnifiedBatch, UnifiedBatchItem
 from paged.errors import PagedError, UnsupportedError
 from paged.executors.parallel.messages import Channel, Kind
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import step_bytes
+from tests.backends import needs_numba
 from tests.deadline import HANG_S
 from tests.executors.parallel.followers import Followers
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
@@ -264,3 +274,27 @@ def test_threads_that_run_steps_move_blocks_load_adapters_and_warm_up(mortals: F
         _assert_same(_run(spread, *request, **fields), _run(alone, *request, **fields))
     spread.shutdown()
     assert mortals.answers(2) == ["served"]
+
+
+@needs_numba
+@pytest.mark.thorough
+def test_the_same_bits_in_any_batch(followers: Followers, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, whose sums have one order; they sleep in between."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    config = EngineConfig(batch_invariant=True, token_budget=32)
+    prompts = [tokens(30)[: 4 * index] + tokens(1 + index, index) for index in range(6)]
+    params = [SamplingParams(temperature=index % 2 * 0.8, seed=index, max_tokens=3, logprobs=2) for index in range(6)]
+
+    def answers(prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        outputs = Engine(spread, config, eos_token_ids=()).generate(prompts, params, progress=False)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    with followers.load(llama, 2, **OPTIONS) as spread:
+        spread.warmup()
+        assert spread.capabilities().has_invariant_rows
+        together = answers(prompts, params)
+        spread.sleep()
+        with pytest.raises(ModelAsleepError):
+            spread.model.prefill("a", [1, 2])
+        spread.wake()
+        assert [answers([prompt], [row])[0] for prompt, row in zip(prompts, params, strict=True)] == together

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paged import DraftModel, Engine, EngineConfig, LlmExecutor, ModelAsleepError, PromptLookup, SamplingParams
+from paged import DraftModel, Engine, EngineConfig, LlmExecutor, PromptLookup, SamplingParams
 from tests.executors.engine_cases import check_empty, run, run_to_end, tokens_of
 from tests.executors.parallel.followers import Followers
 from tests.models.families import FAMILIES, save_checkpoint, tokens
@@ -119,23 +119,3 @@ def test_log_probabilities_of_prompts_and_embeddings(executors: list[LlmExecutor
     assert_logprobs(tables[0], tables[1])
     assert_within(*pooled, 1e-5)
     assert_within(*states, 1e-4 * states[1].abs().max())
-
-
-@pytest.mark.thorough
-def test_the_same_bits_in_any_batch(executors: list[LlmExecutor]) -> None:
-    """Of two ranks, whose sums have one order; they sleep in between."""
-    _, spread = executors
-    config = EngineConfig(batch_invariant=True, token_budget=32)
-    prompts = [tokens(30)[: 4 * index] + tokens(1 + index, index) for index in range(6)]
-    params = [SamplingParams(temperature=index % 2 * 0.8, seed=index, max_tokens=3, logprobs=2) for index in range(6)]
-
-    def answers(prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-        outputs = Engine(spread, config, eos_token_ids=()).generate(prompts, params, progress=False)
-        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
-
-    together = answers(prompts, params)
-    spread.sleep()
-    with pytest.raises(ModelAsleepError):
-        spread.model.prefill("a", [1, 2])
-    spread.wake()
-    assert [answers([prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)] == together
