@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 import paged
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import PagedError
+from paged.errors import CheckpointError, PagedError
 from paged.executors.engine.async_engine import EngineStoppedError
 from paged.executors.engine.config import QueueFullError
 from paged.executors.serving import schemas
@@ -123,7 +123,7 @@ async def detokenize(body: schemas.DetokenizeBody, request: Request) -> Response
 
 async def models(request: Request) -> Response:
     service = service_of(request)
-    adapters = [_card(service, name) for name in await service.adapters()]
+    adapters = [_card(service, name) for name in await service.adapters.names()]
     return reply({"object": "list", "data": [_card(service, None), *adapters]})
 
 
@@ -146,14 +146,17 @@ async def load_adapter(body: schemas.AdapterBody, request: Request) -> Response:
         path = (folder / body.lora_path).resolve(strict=True)
     if path is None or folder not in path.parents or body.lora_name == config.model_name:
         raise ApiError(404, "lora_path: no such folder below that of --allow-adapters", "lora_path")
-    await service_of(request).engine.load_lora(body.lora_name, path)
+    try:
+        await service_of(request).adapters.load(body.lora_name, path, in_place=body.load_inplace)
+    except CheckpointError as error:
+        raise ApiError(400, f"lora_path: {error}", "lora_path") from error
     return reply({"id": body.lora_name})
 
 
 async def unload_adapter(body: schemas.AdapterBody, request: Request) -> Response:
     if service_of(request).config.allow_adapters is None:
         raise ApiError(403, "this server unloads no adapters, see --allow-adapters")
-    await service_of(request).engine.unload_lora(body.lora_name)
+    await service_of(request).adapters.unload(body.lora_name)
     return reply({"id": body.lora_name})
 
 

@@ -357,8 +357,11 @@ class DetokenizeBody(Body, kw_only=True):
 
 
 class AdapterBody(Body):
+    """vLLM's. load_inplace: an adapter of this name is replaced."""
+
     lora_name: Name
     lora_path: str | None = None
+    load_inplace: bool = False
 
 
 class Untyped(Struct):

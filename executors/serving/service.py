@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import Request
 
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import InvalidInputError, SequenceTooLongError, UnsupportedError
+from paged.errors import InvalidInputError, SequenceTooLongError
+from paged.executors.engine.adapters import Adapters
 from paged.executors.engine.async_engine import AsyncEngine
 from paged.executors.requests.output import CompletionOutput, RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
@@ -74,7 +75,7 @@ class Service:
     ) -> None:
         """defaults: what the checkpoint says of sampling. vision: None if the model takes no images."""
         self.engine, self.tokenizer, self.config, self.defaults = engine, tokenizer, config, defaults
-        self._vision = vision
+        self._vision, self.adapters = vision, Adapters(engine)
         self.created, self.metrics = int(time.time()), ServerMetrics(engine, config.model_name)
         executor = engine.engine.executor
         self.info = executor.info()
@@ -157,16 +158,11 @@ class Service:
             raise SequenceTooLongError(f"prompt: {len(prompt)} tokens, expected at most {longest}")
         return prompt
 
-    async def adapters(self) -> tuple[str, ...]:
-        with suppress(UnsupportedError):  # the executor takes none
-            return await self.engine.list_loras()
-        return ()
-
     async def adapter(self, model: str | None) -> str | None:
         """Return the adapter that the name of a model stands for, None for the model itself."""
         if model is None or model == self.config.model_name:
             return None
-        if model in await self.adapters():
+        if model in await self.adapters.names():
             return model
         raise ApiError(404, f"model: {model!r} is not served here, see /v1/models", "model", "model_not_found")
 
@@ -255,6 +251,8 @@ class Service:
         last: dict[int, RequestOutput] = {}
         times: dict[int, float] = {}  # of the last tokens of a prompt
         mask = options.pop("token_mask", None)
+        if "adapter" in options:
+            options["adapter"] = self.adapters.engine_name(options["adapter"])
         options["timeout_s"] = self.seconds_left(request)
         if constraint is None:
             changed = (name for name in _LEAVES_NONE if getattr(params, name) != getattr(self.defaults, name))

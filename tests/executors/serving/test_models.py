@@ -18,6 +18,7 @@ from tests.executors.serving.conftest import Served, serving
 from tests.executors.serving.test_limits import ask
 from tests.executors.serving.test_openai import PROMPT, check_idle
 from tests.models.lora.folders import Adapter
+from tests.processes import wait_until
 from tests.tolerance import assert_within
 
 BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0}
@@ -42,6 +43,37 @@ def test_adapters_come_and_go(chat_folder: Path, tmp_path: Path) -> None:
         assert (after["model"], after["choices"][0]["text"] == before) == ("strong", False)
         assert ask(served, "/v1/unload_lora_adapter", {"lora_name": "strong"})[0] == 200
         assert ask(served, "/v1/completions", BODY | {"model": "strong"})[0] == 404
+
+
+def test_an_adapter_is_replaced_while_its_requests_go_on(chat_folder: Path, tmp_path: Path) -> None:
+    """They end as they began, later ones have the new one; a broken one changes nothing; its slot is free again."""
+    for name, seed in (("old", 1), ("new", 2)):
+        Adapter(("q_proj", "o_proj"), alpha=1e3, seed=seed).save(tmp_path / name, RECALL)
+    (tmp_path / "broken").mkdir()
+
+    def load(path: str, *, in_place: bool) -> int:
+        body = {"lora_name": "a", "lora_path": path, "load_inplace": in_place}
+        return int(ask(served, "/v1/load_lora_adapter", body)[0])
+
+    def text() -> str:
+        body = BODY | {"model": "a", "max_tokens": 60, "ignore_eos": True}
+        return str(ask(served, "/v1/completions", body)[2]["choices"][0]["text"])
+
+    with serving(chat_folder, allow_adapters=tmp_path) as served, ThreadPoolExecutor(1) as pool:
+        assert load("old", in_place=False) == 200
+        first = text()
+        running = pool.submit(text)
+        wait_until(lambda: served.engine.num_unfinished > 0)
+        assert load("old", in_place=False) == 400
+        assert load("broken", in_place=True) == 400
+        assert load("new", in_place=True) == 200
+        second = text()
+        assert (running.result(), first != second) == (first, True)
+        assert [card["id"] for card in ask(served, "/v1/models")[2]["data"]] == ["recall", "a"]
+        wait_until(lambda: len(served.engine.list_loras()) == 1)
+        assert load("old", in_place=True) == 200
+        assert text() == first
+        assert ask(served, "/v1/unload_lora_adapter", {"lora_name": "a"})[0] == 200
 
 
 def test_blocks_name_the_requests_that_hold_them(chat_folder: Path) -> None:
