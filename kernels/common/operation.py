@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .checks import refuse_gradients
 from .device import backend, forward_backend
@@ -221,6 +223,26 @@ def _register(
     text = f"({', '.join(schema)}) -> {return_schema}"
     custom_op = torch.library.custom_op(f"{NAMESPACE}::{op}", implementation, mutates_args=tuple(mutates), schema=text)
     custom_op.register_fake(fake)
+    if mutates and not hasattr(custom_op, "_register_mutation_version_bump"):
+        _count_writes(custom_op, op, op_names, mutates)
+
+
+def _count_writes(custom_op: Any, op: str, op_names: Sequence[str], mutates: Sequence[str]) -> None:
+    """Let an op count writes to its arguments as later PyTorch does.
+
+    PyTorch 2.11 looks up arguments that are written by their index, and raises IndexError for a scale that is left out.
+    """
+
+    def count_and_run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(op_names, args, strict=False)) | kwargs
+        for name in mutates:
+            if named.get(name) is not None:
+                increment_version(named[name])
+        return custom_op._opoverload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it replaces PyTorch's
+        custom_op._lib.impl(op, count_and_run, "ADInplaceOrView", with_keyset=True, allow_override=True)
 
 
 def _flat(results: Any) -> tuple[Any, ...]:
