@@ -24,6 +24,7 @@ from tests.executors.engine_cases import check_empty, run_to_end, tokens_of
 from tests.executors.oracle import make_executor
 from tests.executors.vision.towers import Prompt, Tower
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
+from tests.models.lora.folders import Adapter
 from tests.tolerance import assert_logprobs
 
 SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 96, "num_swap_blocks": 96, "progress": False}
@@ -150,9 +151,13 @@ def test_a_span_runs_in_one_step(tower: MakeTower) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> LlmExecutor:
+    """With an adapter, "one"."""
     folder = tmp_path_factory.mktemp("llama")
-    save_checkpoint(FAMILIES["llama"], folder)
-    return LlmExecutor.from_pretrained(folder, **SIZES, cuda_graphs=[4])
+    save_checkpoint(FAMILIES["llama"], folder / "base")
+    executor = LlmExecutor.from_pretrained(folder / "base", **SIZES, cuda_graphs=[4])
+    Adapter(("q_proj", "v_proj", "down_proj"), rank=4, seed=1).save(folder / "one", folder / "base")
+    executor.load_lora("one", folder / "one")
+    return executor
 
 
 def as_rows(executor: LlmExecutor, ids: list[int]) -> tuple[list[int], PromptEmbeds]:
@@ -164,16 +169,20 @@ def as_rows(executor: LlmExecutor, ids: list[int]) -> tuple[list[int], PromptEmb
 
 
 def test_rows_that_are_token_embeddings_change_nothing(llama: LlmExecutor) -> None:
-    """Beside text and in recorded steps; what follows the prompt is text, with or without rows before it."""
+    """Beside text and in recorded steps, and with an adapter; what follows the prompt is text, with or without rows
+    before it."""
     llama.warmup(progress=False)
     ids, engine = tokens(30, 4), Engine(llama, EngineConfig(token_budget=16), eos_token_ids=())
     placeholders, embeds = as_rows(llama, ids)
-    plain = engine.add_request(ids, TEN)
-    embedded = engine.add_request(placeholders, TEN, prompt_embeds=embeds)
+    outputs = []
+    for metadata in ({}, {"lora_adapter": "one"}):
+        outputs.append(engine.add_request(ids, TEN, metadata=metadata))
+        outputs.append(engine.add_request(placeholders, TEN, prompt_embeds=embeds, metadata=metadata))
     replays = llama.status().graph_replays
     run_to_end(engine)
-    assert embedded.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert embedded.num_cached_tokens == 0
+    plain, embedded, adapted, embedded_and_adapted = tokens_of(outputs)
+    assert embedded == plain != adapted == embedded_and_adapted
+    assert [output.num_cached_tokens for output in outputs] == [0] * 4
     assert llama.status().graph_replays > replays
 
 

@@ -10,6 +10,7 @@ import torch
 from paged import paged_attention
 from paged.bench.attention import problems as attention_problems
 from paged.bench.attention.problem import Problem, make
+from paged.bench.verification.cases import CHECKS
 from paged.kernels.attention import reference
 from paged.kernels.attention.torch_ops import batches as attention_batches
 from paged.kernels.common.attention.plan import AttentionPlan
@@ -79,16 +80,10 @@ def test_strided_query_and_output(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_block_offsets_beyond_int32(device: torch.device) -> None:
-    """Three blocks 2^30 elements apart: the last one's offset needs 64 bits. Only the pages touched take memory."""
-    storage = torch.empty(2**31 + 8 * 32, dtype=torch.float16, device=device)
-    cache = storage.as_strided((3, 8, 1, 32), (2**30, 32, 32, 1))
-    values = torch.randn(3, 8, 1, 32, device=device).half()
-    cache.copy_(values)
-    ids = {"block_table": [[2, 1]], "cu_seqlens_q": [0, 2], "seq_lens": [14]}
-    tensors = {name: torch.tensor(each, dtype=torch.int32, device=device) for name, each in ids.items()}
-    arguments = {**tensors, "q": torch.randn(2, 2, 32, device=device).half(), "max_seqlen_q": 2}
-    far = paged_attention(**arguments, k_cache=cache, v_cache=cache)
-    assert_close(far, paged_attention(**arguments, k_cache=values, v_cache=values).double())
+    """As `paged verify` checks them."""
+    (check_offsets,) = (check for check in CHECKS if check.name == "paged_attention: block offsets beyond 2^31")
+    for result in check_offsets.results(device, torch.float16):
+        result.check()
 
 
 @pytest.mark.usefixtures("backend")
