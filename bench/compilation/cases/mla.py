@@ -7,7 +7,7 @@ from typing import Any
 from paged.bench.compilation.case import NATIVE_FP8, TARGETS, CompileCase, kernel_case
 from paged.bench.compilation.cases.attention import ELEMENT_SIZE, TENSOR_CORES
 from paged.kernels.cache.concat_and_cache_mla import _concat_and_cache_mla_kernel
-from paged.kernels.common.attention.plan import AttentionTile, padded_head_dim
+from paged.kernels.common.attention.plan import padded_head_dim
 from paged.kernels.mla.choose_keys import _index_scores_kernel, index_tile
 from paged.kernels.mla.config import ONE_LOOP_ROWS, mla_tile
 from paged.kernels.mla.tile_kernel import _mla_attention_kernel
@@ -59,9 +59,8 @@ def _case(
     dtype: str = "bf16",
     kind: str = "",
     sparse: bool = False,
-    tile: AttentionTile | None = None,
 ) -> CompileCase:
-    tile = tile or mla_tile(v_head_dim, ELEMENT_SIZE[dtype], target, rows=heads, kind=kind, chosen=sparse)
+    tile = mla_tile(v_head_dim, ELEMENT_SIZE[dtype], target, rows=heads, kind=kind, chosen=sparse)
     kinds: dict[str, str | None] = dict(_KINDS)
     kinds["latent_ptr"] = {"": f"*{dtype}", "e4m3": "*u8", "packed": "*u8"}[kind]
     kinds["rope_ptr"] = {"": f"*{dtype}", "e4m3": "*u8", "packed": "*i16"}[kind]

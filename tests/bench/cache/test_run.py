@@ -27,8 +27,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cache, "CASES", [case for case in CASES if case.name in names])
 
 
-def _timed(name: str = "timed", goal_us: float | None = None) -> Case:
-    return Case(name, lambda: iter([1e-5]), goal_us=goal_us)
+def _timed(goal_us: float | None = None) -> Case:
+    return Case("timed", lambda: iter([1e-5]), goal_us=goal_us)
 
 
 def _row(**seconds: list[float]) -> dict[str, Any]:
