@@ -19,6 +19,7 @@ from paged.executors.engine.config import QueueFullError
 from paged.executors.engine.door import Prompt, RequestDoor
 from paged.executors.engine.embedding import Pooling, embed_prompts
 from paged.executors.engine.metrics import EngineStatus
+from paged.executors.engine.scoring import completion_logprobs
 from paged.executors.model_executor import check_capture, lora_loader
 from paged.executors.progress import progress_bar
 from paged.executors.requests.output import RequestOutput
@@ -29,6 +30,7 @@ from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 from paged.picture import CachePicture, cache_picture
 from paged.prompt_embeds import PromptEmbeds
 from paged.seq_id import SeqId, as_seq_id
+from paged.token_ids import as_token_ids
 
 R = TypeVar("R")
 
@@ -390,6 +392,34 @@ class Engine(RequestDoor):
         for index, token_ids in enumerate(prompt_ids):
             self._max_tokens(f"prompts[{index}]", token_ids, _ONE_TOKEN)
         return embed_prompts(self, prompt_ids, is_mean=pooling == "mean", normalize=normalize)
+
+    def score(self, prompt: Prompt, completion_ids: Sequence[int], *, temperature: float = 1.0) -> torch.Tensor:
+        """Return the log probability of each token of a completion, float32 [len(completion_ids)].
+
+        They have the bits of those that a request returns under `batch_invariant` and `logprobs_mode="processed"`, if
+        the temperature alone changes its logits. A completion is one forward beside its prompt's.
+
+        Args:
+            prompt: as in `add_request`.
+            completion_ids: at least one token.
+            temperature: above 0.
+
+        Raises:
+            InvalidInputError, SequenceTooLongError: the tokens cannot run, or an argument is out of range.
+            UnsupportedError: the executor has no invariant rows, see `ExecutorCapabilities`.
+            OutOfBlocksError: the cache has too few free blocks.
+        """
+        manager = self.executor.kv_manager
+        if manager is None or not self.executor.capabilities().has_invariant_rows:
+            raise UnsupportedError(f"{self.executor.info().model_id}: has no invariant rows")
+        temperature = as_float("temperature", temperature, math.ulp(0.0))
+        prompt_ids, ids = self._token_ids(prompt), as_token_ids("completion_ids", completion_ids)
+        if not ids:
+            raise InvalidInputError("completion_ids: no tokens, expected at least one")
+        self._check_ids("completion_ids", ids)
+        params = SamplingParams(max_tokens=len(ids))
+        self._max_tokens("prompt", prompt_ids, params)
+        return completion_logprobs(self.executor, manager, prompt_ids, ids, temperature)
 
     def beam_search(
         self, prompt: Prompt, beam_width: int, max_tokens: int, length_penalty: float = 1.0

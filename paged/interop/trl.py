@@ -43,10 +43,7 @@ class RolloutFunction:
             RolloutError: a completion failed, with its reason.
             As `Engine.update_weights` and `Engine.generate`.
         """
-        if trainer.state.global_step != self._step:
-            self._engine.update_weights(self._weights(trainer))
-            self._step = trainer.state.global_step
-        params = _params_of(trainer.args) if self._params is None else self._params
+        params = self._begin(trainer)
         groups = [(prompt, len(list(group))) for prompt, group in groupby(prompts)]
         group_params = []
         for _, count in groups:
@@ -65,6 +62,28 @@ class RolloutFunction:
                 tables = completion.logprobs or ()
                 lists["logprobs"].append([value for table in tables for value in table.values()])
         return lists
+
+    def score(self, prompt_ids: list[Any], completion_ids: list[list[int]], trainer: Any) -> list[list[float]]:
+        """Return the log probabilities of completions' tokens under the trainer's weights, a list for each completion.
+
+        They come from a forward of whole completions by the engine's operations. If the engine is `batch_invariant`,
+        and `params` have no filters and penalties, they have the bits of those that the rollout returned.
+
+        Raises:
+            As `Engine.update_weights` and `Engine.score`.
+        """
+        params = self._begin(trainer)
+        scores = []
+        for prompt, ids in zip(prompt_ids, completion_ids, strict=True):
+            scores.append(self._engine.score(prompt, ids, temperature=params.temperature).tolist())
+        return scores
+
+    def _begin(self, trainer: Any) -> SamplingParams:
+        """Take the trainer's weights if they are new; return the parameters of completions."""
+        if trainer.state.global_step != self._step:
+            self._engine.update_weights(self._weights(trainer))
+            self._step = trainer.state.global_step
+        return _params_of(trainer.args) if self._params is None else self._params
 
 
 def model_weights(trainer: Any) -> Any:

@@ -149,6 +149,12 @@ def test_speculation_is_refused(llama: Path) -> None:
         Engine(executor, EngineConfig(batch_invariant=True), proposer=PromptLookup(2))
 
 
+def test_scores_are_refused(llama: Path) -> None:
+    executor = LlmExecutor.from_pretrained(llama, block_size=8, num_blocks=10, progress=False)
+    with pytest.raises(UnsupportedError, match="has no invariant rows"):
+        Engine(executor).score([1], [2])
+
+
 @needs_numba
 @pytest.mark.usefixtures("numba_kernels")
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.executors.requests import request
 from paged.interop.trl import RolloutError, RolloutFunction
+from tests.backends import needs_numba
 from tests.models.families import FAMILIES, logits_of, save_checkpoint, tokens
 from tests.tolerance import assert_logprobs
 
@@ -49,6 +51,27 @@ def test_completions_of_the_newest_weights(name: str, tmp_path: Path) -> None:
             own = rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
             assert_logprobs(logprobs, own)
     assert engine.metrics.requests == 6
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_have_the_bits_of_the_rollout(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward of whole completions, against their decode steps in one batch."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    monkeypatch.setattr(request, "FIXED_CHUNK", 16)
+    save_checkpoint(FAMILIES["llama"], tmp_path)
+    executor = LlmExecutor.from_pretrained(tmp_path, dtype=dtype, block_size=8, num_blocks=200, progress=False)
+    engine = Engine(executor, EngineConfig(batch_invariant=True, logprobs_mode="processed"), eos_token_ids=())
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=0))
+    params = SamplingParams(temperature=0.8, max_tokens=40, seed=1)
+    roll_out = RolloutFunction(engine, params, weights=lambda _: tmp_path)
+    rollout = roll_out([tokens(7)] * 3 + [tokens(50, 1)], trainer)
+    forwards = executor.status().forwards
+    scores = roll_out.score(rollout["prompt_ids"], rollout["completion_ids"], trainer)
+    assert scores == rollout["logprobs"]
+    assert executor.status().forwards - forwards == 3 * (1 + 1) + (4 + 1)  # chunks of prompts, and completions
 
 
 def test_failed_completions_and_seeds(tmp_path: Path) -> None:
