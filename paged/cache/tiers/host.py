@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -190,13 +190,9 @@ class HostTier:
 
     def drop(self, hosts: Sequence[int]) -> None:
         """Forget entries; a rollback does not bring them back, as their memory may have been written."""
-        dropped: list[HostEntry] = []
-        self._rollback.keep_lost(self._report_dropped, dropped)  # first, so that a rollback also counts the pool again
-        for host in hosts:
-            entry = self.entries.pop(host)
-            del self._hosts[entry.hash, entry.column]
-            dropped.append(entry)
-        self._report_dropped(dropped)
+        entries = {host: self.entries[host] for host in hosts}
+        self._rollback.keep_lost(self._drop_again, entries)
+        self._forget(entries)
 
     def clear(self) -> None:
         """Forget all entries."""
@@ -217,10 +213,18 @@ class HostTier:
         self._report(HostBlockStored, entries)
         self.pool.release(hosts)
 
-    def _report_dropped(self, entries: Sequence[HostEntry]) -> None:
-        self._report(HostBlockRemoved, entries)
+    def _drop_again(self, entries: dict[int, HostEntry]) -> None:
+        """Forget after a rollback what a call that failed has dropped, or was about to drop."""
+        self._forget(entries)
+        self.pool.unpublished(entries)
 
-    def _report(self, event: type[HostEvent], entries: Sequence[HostEntry]) -> None:
+    def _forget(self, entries: dict[int, HostEntry]) -> None:
+        for host, entry in entries.items():
+            self.entries.pop(host, None)
+            self._hosts.pop((entry.hash, entry.column), None)
+        self._report(HostBlockRemoved, entries.values())
+
+    def _report(self, event: type[HostEvent], entries: Iterable[HostEntry]) -> None:
         """Tell listeners of the positions whose first table's block is among the entries."""
         if self._listeners.on_host_event:
             for entry in entries:
