@@ -82,9 +82,8 @@ def _check(module: Any, config: ModuleConfig, share: Share) -> None:
         if not any(name.startswith(f"{place}.") for name in columns):
             raise UnsupportedError(f"{beginning} leaves {place} whole")
         if attention.num_kv_heads % share.size:
-            raise UnsupportedError(
-                f"tensor_parallel_size {share.size}: num_key_value_heads {attention.num_kv_heads}, supported are multiples"
-            )
+            num_heads = f"num_key_value_heads {attention.num_kv_heads}"
+            raise UnsupportedError(f"tensor_parallel_size {share.size}: {num_heads}, supported are multiples")
 
 
 def _cut(tensor: torch.Tensor, name: str, style: str, config: ModuleConfig, share: Share) -> nn.Parameter:
