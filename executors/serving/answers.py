@@ -19,7 +19,7 @@ from paged.executors.serving.schemas import Sampling
 from paged.executors.serving.service import Piece, service_of
 
 Event = dict[str, Any]
-_TOKEN, _ROW = 4, 64  # work on a token, without and with its log probabilities
+_TOKEN, _ROW = 16, 64  # work on a token, without and with its log probabilities; 1,024 tokens take 3 ms to read
 
 
 class Form:
