@@ -17,7 +17,7 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.config import step_sizes
 from paged.kernels.common.device import load_numba
 from paged.kernels.common.launch import ROW_COUNTS
-from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16, has_mkl
+from paged.kernels.common.torch_ops.linear import has_mkl
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
@@ -69,7 +69,7 @@ def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> 
     kind = module("common.numba_ops.kernel").Kernel
     names, tiles = _LOOPS + _EXPERT_LOOPS * has_experts, module("common.numba_ops.tile_linear")
     names += _RECURRENT_LOOPS * any(network.own_config.recurrent)
-    if has_experts or has_mkl(dtype) or (dtype == torch.bfloat16 and not MULTIPLIES_BF16):
+    if has_experts or has_mkl(dtype) or (dtype == torch.bfloat16 and not tiles.multiplies(dtype)):
         names += ("common.numba_ops.linear",)
     has_products = any(isinstance(layer, (PackedWeights, CpuProducts)) for layer in network.modules())
     names += ("common.packed.numba_ops.product",) * has_products

@@ -98,8 +98,8 @@ def max_rows(weight: torch.Tensor) -> float:
 
 def takes(weight: torch.Tensor) -> bool:
     """Return whether `linear` takes a weight [out_features, in_features]: in blocks, or row by row in bfloat16 on a CPU
-    without products of it."""
-    is_alone = weight.dtype == torch.bfloat16 and not HAS_BF16_PRODUCTS
+    without AMX."""
+    is_alone = weight.dtype == torch.bfloat16 and not tile_linear.multiplies(weight.dtype)
     return tile_linear.takes(weight) or (is_alone and max_rows(weight[None]) > 0)
 
 

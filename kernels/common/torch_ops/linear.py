@@ -45,7 +45,12 @@ _KEPT_PRODUCTS = 256
 # Without products of bfloat16, on two cores of a Xeon with AVX-512, 1, 8, 64, 256, 512 and 2,048 rows of 1024 x 3584
 # take 0.9, 0.3, 0.4, 0.3, 0.35 and 0.4 of oneDNN's time in loops, and 4, 1.2, 0.5, 0.3, 0.3 and 0.25 in float32, with
 # its conversions.
-_MOST_BF16_ROWS = 512 if MULTIPLIES_BF16 else 256
+# With products of bfloat16 but without AMX, on one core of an AMD EPYC, 1, 8, 32 and 64 rows of 8192 x 1024 take 0.7,
+# 0.7, 0.95 and 1.1 of the time of packed weights. Weights then stay as they are, which oneDNN multiplies with 128, 256
+# and 512 rows in 1.08, 1.05 and 1.04 of that time.
+_MOST_BF16_ROWS = 256
+if MULTIPLIES_BF16:
+    _MOST_BF16_ROWS = 512 if _capabilities.get("amx_bf16") else 64
 _ROWS_IN_LOOPS = {torch.bfloat16: range(1, _MOST_BF16_ROWS + 1), torch.float32: range(4, 129)}
 # Rows of every product of an invariant forward. Kernels and their orders of sums are chosen by the number of rows: on
 # an AMD EPYC 1 row of float32 has other bits than 2 and, by MKL, than 4. MKL's bits also depend on a row's place in

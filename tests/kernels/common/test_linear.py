@@ -86,27 +86,30 @@ def test_loops_take_few_rows_of_plain_weights(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_numba
-def test_bfloat16_without_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops take up to 256 rows; more are multiplied in float32."""
+@pytest.mark.parametrize(("multiplies", "most"), [(False, 256), (True, 64)])
+def test_bfloat16_in_loops(multiplies: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AMX, loops take few rows of plain weights; oneDNN takes more rows, in float32 if the CPU has no products
+    of bfloat16."""
+    if multiplies and not module.MULTIPLIES_BF16:
+        pytest.skip("no products of bfloat16")
     monkeypatch.setenv("PAGED_BACKEND", "numba")
     loops = import_module("paged.kernels.common.numba_ops.linear")
     for each, name, value in (
-        (module, "MULTIPLIES_BF16", False),
-        (module, "_MOST_BF16_ROWS", 256),
-        (module, "_ROWS_IN_LOOPS", {torch.bfloat16: range(1, 257)}),
-        (loops, "HAS_BF16_PRODUCTS", False),
+        (module, "MULTIPLIES_BF16", multiplies),
+        (module, "_MOST_BF16_ROWS", most),
+        (module, "_ROWS_IN_LOOPS", {torch.bfloat16: range(1, most + 1)}),
         (loops.tile_linear, "multiplies", lambda _: False),
     ):
         monkeypatch.setattr(each, name, value)
     monkeypatch.setattr(loops, "linear", recorded := Mock(wraps=loops.linear))
     weight, bias = torch.randn(64, 96).bfloat16() / 10, torch.randn(64).bfloat16()
     assert pack(weight) is weight
-    for count in (0, 1, 2, 7, 256, 257):
+    for count in (0, 1, 2, 7, most, most + 1):
         x = torch.randn(count, 128).bfloat16()[:, :96]
         want, before = x.double() @ weight.double().T, recorded.call_count
         assert_close(linear(x, weight), want)
         assert linear(x, weight, bias).dtype == torch.bfloat16
-        assert (recorded.call_count > before) == (1 <= count <= 256)
+        assert (recorded.call_count > before) == (1 <= count <= most)
     assert_close(linear(x, weight, bias), want + bias.double())
 
 
