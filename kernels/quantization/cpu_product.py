@@ -36,7 +36,7 @@ _BLOCK, _BLOCK_COLUMNS = 64, 64
 _MOST_INT8_ROWS, _MOST_INT8_ROWS_BESIDE_AMX = 64, 8
 # What numba kernels subtract from the bytes of each format's codes.
 _CODE_OFFSETS = {"int4": 8, "mxfp4": 12, "nvfp4": 12}
-_E2M1_VALUES = torch.tensor([*E2M1, *(-value for value in E2M1)])
+_E2M1_VALUES = (*E2M1, *(-value for value in E2M1))
 _HAS_INT8 = hasattr(torch.ops.onednn, "qlinear_pointwise")
 _multiply_int8: Any = torch.ops.onednn.qlinear_pointwise.default if _HAS_INT8 else None
 _multiply_int4: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
@@ -308,7 +308,7 @@ class CpuProduct:
         if self.form == "int4":
             w = codes.float() - offset
         else:
-            w = 2 * _E2M1_VALUES[codes.long()]
+            w = 2 * torch.tensor(_E2M1_VALUES)[codes.long()]
         w = w.unflatten(1, (len(scales[0]), -1))
         scale, *zeros = (numbers[:, rows].float().T.unsqueeze(-1) for numbers in scales)
         w *= scale
