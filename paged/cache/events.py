@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 
+from paged.cache.tiers.host_events import HostEvent
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
 
@@ -57,21 +58,6 @@ class CacheCleared:
     """All published blocks were withdrawn."""
 
 
-@dataclass(frozen=True)
-class HostBlockStored:
-    """A block was copied to host memory; `hash` is the chained hash of its position."""
-
-    hash: int | bytes
-
-
-@dataclass(frozen=True)
-class HostBlockRemoved:
-    """A block in host memory was dropped; `hash` is the chained hash of its position."""
-
-    hash: int | bytes
-
-
-HostEvent = HostBlockStored | HostBlockRemoved
 CacheEvent = BlocksStored | BlockRemoved | CacheCleared | HostEvent
 
 

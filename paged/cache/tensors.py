@@ -207,6 +207,14 @@ class StateTensors:
         """Shape of a slot, without layers that have no state, and dtype, by name; the same in every process."""
         return {name: ((tensor.shape[0], *tensor.shape[2:]), str(tensor.dtype)) for name, tensor in self.all.items()}
 
+    def read_host(self, slot: int) -> bytes:
+        """Return a copy of a host slot; see the function."""
+        return read_host(self.host_slots, slot)
+
+    def write_host(self, slot: int, data: bytes | memoryview) -> None:
+        """Fill a host slot; see the function."""
+        write_host(self.host_slots, slot, data)
+
     def layer(self, layer: int) -> RecurrentState:
         """Return the views of one of `layers`."""
         index = self.layers[layer]

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from paged.cache.events import BlockRemoved, BlocksStored, CacheEvent, HostBlockRemoved, HostBlockStored
+from paged.cache.events import BlockRemoved, BlocksStored, CacheEvent
 from paged.cache.manager import PagedKvCacheManager
+from paged.cache.tiers.host_events import HostBlockRemoved, HostBlockStored
 from paged.errors import InvalidInputError
 
 _END = (-1).to_bytes(8, "big", signed=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.cache.events import HostBlockRemoved, HostBlockStored, HostEvent
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
 from paged.cache.tiers.files import FileRead, FileTier, Position, Write
+from paged.cache.tiers.host_events import HostBlockRemoved, HostBlockStored, HostEvent
 from paged.cache.tiers.states import StateTier
 
 if TYPE_CHECKING:

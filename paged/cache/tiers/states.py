@@ -7,7 +7,6 @@ from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from paged.cache.tensors import read_host, write_host
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
 from paged.cache.tiers.files import FileTier, Write
 
@@ -76,7 +75,7 @@ class StateTier:
         """Copy a state that has come from a file to the host, unless it is there."""
         host = self._take(block.key.hash)
         if host:
-            write_host(self._tensors.host_slots, host, block.data[_POSITIONS.size :])
+            self._tensors.write_host(host, block.data[_POSITIONS.size :])
             position, start, end = _POSITIONS.unpack_from(block.data)
             self.entries[block.key.hash] = HostState(host, position, start, end, block.token_ids)
 
@@ -123,7 +122,7 @@ class StateTier:
 
     def _stored_block(self, state: HostState, key: BlockKey) -> StoredBlock | None:
         """Return a state as a file holds it; None if its slot has been used again; see `HostTier`."""
-        data = read_host(self._tensors.host_slots, state.slot)
+        data = self._tensors.read_host(state.slot)
         if self.entries.get(key.hash) is not state:
             return None
         return StoredBlock(key, state.token_ids, _POSITIONS.pack(state.position, state.start, state.end) + data)

@@ -17,10 +17,11 @@ import torch
 import paged.cache.manager
 import paged.cache.tiers.host
 from paged import InvalidInputError, KvCacheHandle
-from paged.cache.events import CacheEvent, HostBlockRemoved, HostBlockStored
+from paged.cache.events import CacheEvent
 from paged.cache.groups import CacheGroup
 from paged.cache.tiers import files
 from paged.cache.tiers.folder import CacheFolder
+from paged.cache.tiers.host_events import HostBlockRemoved, HostBlockStored
 from paged.errors import OutOfBlocksError
 from tests.cache.prefix_cache import BLOCK, Cache
 from tests.deadline import HANG_S
