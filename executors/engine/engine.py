@@ -17,9 +17,8 @@ from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.engine.beam_search import BeamOutput, search_beams
 from paged.executors.engine.config import QueueFullError
 from paged.executors.engine.door import Prompt, RequestDoor
-from paged.executors.engine.embedding import Pooling, embed_prompts
+from paged.executors.engine.embedding import Pooling, completion_logprobs, embed_prompts
 from paged.executors.engine.metrics import EngineStatus
-from paged.executors.engine.scoring import completion_logprobs
 from paged.executors.model_executor import check_capture, lora_loader
 from paged.executors.progress import progress_bar
 from paged.executors.requests.output import RequestOutput
