@@ -26,7 +26,7 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all test-cpus test-newest bench check lint format picture docs compile record soak fuzz vllm vllm-engine llama-cpp gpu rehearse report clean
+.PHONY: demo test test-all test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm vllm-engine llama-cpp gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -55,6 +55,11 @@ test-newest:
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python -m pip list --disable-pip-version-check
 	$(NEWEST)/bin/python $(IN_TWO) -m 'not thorough'
+
+# The oldest and newest PyTorch, Triton and transformers on every Python here (3.11 to 3.14), one environment after another, and
+# the table of docs/stability.md by what was run. CELLS chooses, such as CELLS='--python python3.12 --torch oldest'.
+matrix:
+	$(PYTHON) -m tests.structure.matrix $(CELLS)
 
 check: lint
 	$(TYPES)
