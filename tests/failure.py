@@ -8,6 +8,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 # Classes that begin and end a call of the cache: a call that is final has nothing to fail.
 CACHE_GUARD = ("CacheGuard", "HeldInterrupts", "Listeners")
 
@@ -76,4 +78,6 @@ class Failure:
                 raise
         finally:
             sys.settrace(before)
+            # An error in the last line before gradients are on again leaves them off, in PyTorch's `no_grad` too.
+            torch.set_grad_enabled(True)
         return self.is_raised
