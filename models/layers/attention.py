@@ -209,6 +209,8 @@ class Attention(nn.Module):
         attend = self.paged_attention
         if metadata.embeds is not None and metadata.embeds.mask is not None:
             attend, mask = paged_attention, metadata.embeds.mask  # not bound: few steps have a mask
+        # A compiled model does not read the context, and is never invariant.
+        is_invariant = not torch.compiler.is_dynamo_compiling() and backend().is_invariant
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)  # [R, Hq, Dv]
         attend(
             q,
@@ -227,7 +229,7 @@ class Attention(nn.Module):
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             mask=mask,
-            deterministic=backend().is_invariant,
+            deterministic=is_invariant,
             plan=queries.plan,
             out=out,
         )

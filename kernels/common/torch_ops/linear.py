@@ -128,8 +128,10 @@ def padded_rows(x: torch.Tensor) -> torch.Tensor:
 
 def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """Return silu(gate) * up for the halves of `linear(x, weight)`, rounded once; None if no numba kernel does it."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
     current = forward_backend() or backend()
-    if torch.compiler.is_dynamo_compiling() or not current.wants_loops or current.is_invariant:
+    if not current.wants_loops or current.is_invariant:
         return None
     loops = _loops(x, weight)
     if loops is None:
