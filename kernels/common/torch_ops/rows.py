@@ -20,7 +20,7 @@ def rms_norm(
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     wide = x.float()
     mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-    torch.mul(wide * mean_square.add_(eps).rsqrt_(), weight.float(), out=out.view(x.shape))
+    torch.mul(wide * mean_square.add_(float(eps)).rsqrt_(), weight.float(), out=out.view(x.shape))
     return out
 
 
