@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..cache_kinds import SMALLEST, cache_kind
-from ..checks import check_last_dim_contiguous, check_tensor
+from ..checks import check_is_tensor, check_last_dim_contiguous, check_tensor
 from ..errors import InvalidInputError
 from .plan import MAX_HEAD_DIM
 
@@ -110,6 +110,7 @@ def index_parts(key_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, t
 def check_index_cache(key_cache: torch.Tensor, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise InvalidInputError unless a cache holds indexer keys of `head_dim` for queries of `dtype`."""
     size = head_dim
+    check_is_tensor("key_cache", key_cache)
     if key_cache.dtype == torch.uint8:
         size += INDEX_SCALE_BYTES
     check_tensor("key_cache", key_cache, ("num_blocks", "block_size", size), (dtype, torch.uint8), device)
