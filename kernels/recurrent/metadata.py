@@ -175,6 +175,7 @@ class RecurrentState:
 
     def check_conv(self, x: torch.Tensor, width: int) -> int:
         """Return the length of the ring; raise InvalidInputError unless `conv` fits rows x [num_tokens, channels]."""
+        check_is_tensor("conv", self.conv)
         check_tensor("conv", self.conv, ("num_slots", "rows", x.shape[1]), (x.dtype,), x.device)
         _check_slots("conv", self.conv)
         if self.conv.shape[1] < width - 1:
@@ -204,10 +205,13 @@ def _check_slots(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_weights(device: torch.device, shape: tuple[int, ...], **weights: torch.Tensor | None) -> None:
-    """Raise InvalidInputError unless weights, None left out, have this shape and any float dtype."""
+    """Raise InvalidInputError unless weights have this shape and any float dtype; `bias` may be None."""
     for name, weight in weights.items():
-        if weight is not None:
-            check_tensor(name, weight, shape, FLOAT_DTYPES, device)
+        if weight is None and name == "bias":
+            continue
+        check_is_tensor(name, weight)
+        assert weight is not None
+        check_tensor(name, weight, shape, FLOAT_DTYPES, device)
 
 
 def check_step(state: RecurrentState, batch: RecurrentBatch, x: torch.Tensor) -> None:
@@ -217,7 +221,7 @@ def check_step(state: RecurrentState, batch: RecurrentBatch, x: torch.Tensor) ->
         raise InvalidInputError(f"state, batch: {arguments}, expected RecurrentState and RecurrentBatch")
     check_is_tensor("x", x)
     for name, tensor in vars(state).items():
-        if tensor is not None:
+        if tensor is not None or name == "conv":
             check_tensor(name, tensor, None, None, x.device)
     check_device("batch", batch.starts, x.device)
 

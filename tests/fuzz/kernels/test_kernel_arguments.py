@@ -61,6 +61,14 @@ def test_odd_arguments(case: tuple[str, list[Any]]) -> None:
     _check(*case)
 
 
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_no_tensor_is_refused_or_left_out(name: str) -> None:
+    """Each tensor in turn as None: a named error, or the right answer where it may be left out."""
+    for argument, tensor in _arguments(name, []).items():
+        if isinstance(tensor, torch.Tensor):
+            _check(name, [("tensor", argument, "None")])
+
+
 @fuzz(CASES, examples=10, thorough=40)
 def test_odd_arguments_in_the_interpreter(case: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "triton")
