@@ -144,7 +144,8 @@ def causal_conv1d(
     check_tensor("x", x, ("num_tokens", "channels"), FLOAT_DTYPES)
     check_last_dim_contiguous("x", x)
     check_tensor("weight", weight, (x.shape[1], "W"), FLOAT_DTYPES, x.device)
-    check_weights(x.device, (x.shape[1],), bias=bias)
+    if bias is not None:
+        check_weights(x.device, (x.shape[1],), bias=bias)
     if activation not in ("silu", None):
         raise InvalidInputError(f"activation: {shown(activation)}, expected 'silu' or None")
     batch.check(x.shape[0], state.conv.shape[0], state.check_conv(x, weight.shape[1]))

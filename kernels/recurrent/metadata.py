@@ -175,7 +175,6 @@ class RecurrentState:
 
     def check_conv(self, x: torch.Tensor, width: int) -> int:
         """Return the length of the ring; raise InvalidInputError unless `conv` fits rows x [num_tokens, channels]."""
-        check_is_tensor("conv", self.conv)
         check_tensor("conv", self.conv, ("num_slots", "rows", x.shape[1]), (x.dtype,), x.device)
         _check_slots("conv", self.conv)
         if self.conv.shape[1] < width - 1:
@@ -204,13 +203,9 @@ def _check_slots(name: str, tensor: torch.Tensor) -> None:
         raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected every slot contiguous")
 
 
-def check_weights(device: torch.device, shape: tuple[int, ...], **weights: torch.Tensor | None) -> None:
-    """Raise InvalidInputError unless weights have this shape and any float dtype; `bias` may be None."""
+def check_weights(device: torch.device, shape: tuple[int, ...], **weights: torch.Tensor) -> None:
+    """Raise InvalidInputError unless weights have this shape and any float dtype."""
     for name, weight in weights.items():
-        if weight is None and name == "bias":
-            continue
-        check_is_tensor(name, weight)
-        assert weight is not None
         check_tensor(name, weight, shape, FLOAT_DTYPES, device)
 
 
