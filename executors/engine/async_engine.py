@@ -16,10 +16,10 @@ import torch
 
 from paged.errors import InvalidInputError, PagedError
 from paged.executors.engine.config import QueueFullError
-from paged.executors.engine.door import Prompt, is_text
 from paged.executors.engine.embedding import Pooling
 from paged.executors.engine.engine import Engine
 from paged.executors.engine.metrics import EngineStatus, prometheus_text
+from paged.executors.engine.prompt_checks import Prompt, is_text
 from paged.executors.isolation import describe, for_future
 from paged.executors.requests.output import Mark, Moment, RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams

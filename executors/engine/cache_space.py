@@ -28,6 +28,8 @@ _LOG = logging.getLogger("paged")
 class BlockSpace:
     """Sequences in a `PagedKvCacheManager`: prefix caching, forks and swap; see `EngineConfig.admission_tokens`."""
 
+    can_fork = True
+
     def __init__(
         self,
         executor: ModelExecutor,
@@ -260,7 +262,7 @@ class TokenSpace:
     """Capacity without a cache manager; each sequence counts at its longest, so none must be preempted."""
 
     manager = None
-    takes_rows = is_invariant = False
+    can_fork = takes_rows = is_invariant = False
     free_blocks = "an unknown number"
     publish_every = sys.maxsize
 
@@ -273,6 +275,9 @@ class TokenSpace:
 
     def runs_apart(self, completions: Sequence[Completion]) -> bool:
         return True
+
+    def is_reading(self, completion: Completion, wait_s: float) -> bool:
+        return False
 
     def begin(self, running: Sequence[Completion]) -> None:
         self._tokens = sum(completion.longest for completion in running)
@@ -297,6 +302,9 @@ class TokenSpace:
     def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
         return _batch_of(completions, device_ids)
 
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        pass
+
     def release(self, completion: Completion) -> None:
         if completion.prefilled or completion.handle is not None:
             cache_id = completion.seq_id
@@ -311,6 +319,9 @@ class TokenSpace:
 
     def swap_out(self, completion: Completion) -> bool:
         return False
+
+    def fork(self, source: Completion, target: Completion) -> None:
+        raise AssertionError("forked in a space that cannot fork")
 
 
 def _publish_every(config: PagedKvCacheConfig) -> int:

@@ -16,10 +16,11 @@ from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
 from paged.executors.engine.batch import Rows, StepBatch, StepOutput
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
-from paged.executors.engine.lifecycle import RequestLifecycle, measure
+from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.engine.runner import CallResults, StepRunner, as_rows, joined
 from paged.executors.engine.scheduler import Scheduler
 from paged.executors.engine.serial_calls import WrongResultsError
+from paged.executors.engine.unfinished_requests import UnfinishedRequests, measure
 from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
@@ -36,10 +37,11 @@ _LOG = logging.getLogger("paged")
 _PROMPT_LOGITS = (256 << 20) // 12
 
 
-class EngineCore(RequestLifecycle):
-    """Checked requests and the step that runs them; `Engine` is its public face.
+class EngineCore:
+    """The step that runs requests; `Engine` is its public face.
 
-    _in_flight: the step whose tokens are not read yet. _unreported: outputs that changed between steps.
+    _requests: those that are unfinished. _in_flight: the step whose tokens are not read yet. _unreported: outputs that
+    changed between steps.
     """
 
     def __init__(self, executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> None:
@@ -49,9 +51,9 @@ class EngineCore(RequestLifecycle):
         if config.batch_invariant and (proposer is not None or is_recurrent):
             lacking = "recurrent layers" if is_recurrent else "a proposer"
             raise UnsupportedError(f"{info.model_id}: batch_invariant is not supported with {lacking}")
-        super().__init__()
         self.executor = executor
         self.config = config
+        self.metrics = EngineMetrics()
         self._vocab_size = info.vocab_size
         if manager is None:
             self._space: BlockSpace | TokenSpace = TokenSpace(executor)
@@ -74,7 +76,6 @@ class EngineCore(RequestLifecycle):
             self.metrics,
             self._drafter,
             ask_for_tokens,
-            is_reading=self._space.is_reading if isinstance(self._space, BlockSpace) else None,
             decode_cost=decode_cost,
             prompt_rows=max(_PROMPT_LOGITS // info.vocab_size, 1),
         )
@@ -85,9 +86,12 @@ class EngineCore(RequestLifecycle):
         self._in_flight: StepOutput | None = None
         self._unreported: dict[RequestOutput, None] = {}
         self._last_taken = 0.0
-        self._on_finish.append(self._sampler.forget)
+        forgetting: list[Callable[[Completion], object]] = [self._sampler.forget]
         if self._drafter is not None:
-            self._on_finish.append(self._drafter.forget)
+            forgetting.append(self._drafter.forget)
+        self._requests = UnfinishedRequests(
+            self._scheduler, self.metrics, can_fork=self._space.can_fork, on_finish=forgetting
+        )
         if config.profiler_ranges:
             _mark_range(self._scheduler, "schedule", "paged.schedule")
             _mark_range(self._runner, "run", "paged.forward")
@@ -133,23 +137,23 @@ class EngineCore(RequestLifecycle):
         return self._run_step(self._update)
 
     def _run_step(self, run: Callable[[], object]) -> list[RequestOutput]:
-        if self._is_stepping:
+        requests = self._requests
+        if requests.is_stepping:
             raise UnsupportedError("step: called within a step")
-        self._changed, self._unreported = self._unreported, {}
+        requests.changed, self._unreported = self._unreported, {}
         try:
-            self._is_stepping = True
+            requests.is_stepping = True
             run()
-            self._is_stepping = False  # here, too: an interrupt may come before the `finally` block
+            requests.is_stepping = False  # here, too: an interrupt may come before the `finally` block
         except BaseException as error:  # not an error of one request, which would end that request alone
             self._in_flight = None
-            for request in list(self._requests.values()):
-                self._end(request, "error", describe(error))
+            for request in list(requests.by_id.values()):
+                requests.end(request, "error", describe(error))
             raise
         finally:
-            self._is_stepping = False
-            if self._aborted:
-                self._end_aborted()
-        return list(self._changed)
+            requests.is_stepping = False
+            requests.end_aborted()
+        return list(requests.changed)
 
     def run_now(self, batch: UnifiedBatch) -> Answers:
         """Run a batch that belongs to no request between two steps; if blocks run out, preempt all requests but one."""
@@ -163,8 +167,7 @@ class EngineCore(RequestLifecycle):
 
     def _step(self) -> None:
         """Launch the next forward, then read the tokens of the one before; the first forward is launched before."""
-        if self._timed:
-            self._expire(perf_counter())
+        self._requests.expire()
         if self._scheduler.waiting:  # as all do whose prompts have begun before the weights were replaced
             self._begin_prompts_again()
         if self._in_flight is None:
@@ -187,7 +190,7 @@ class EngineCore(RequestLifecycle):
         generation = self.generation
         if self._generation != generation:
             self._generation = generation
-            for request in self._requests.values():
+            for request in self._requests.by_id.values():
                 request.begin_prompt_again()
 
     def _launch(self) -> StepOutput | None:
@@ -195,14 +198,14 @@ class EngineCore(RequestLifecycle):
         started = perf_counter()
         step = self._scheduler.schedule(self._in_flight)
         if self._scheduler.refused:
-            self._fail_all(self._scheduler.refused)
+            self._requests.fail_all(self._scheduler.refused)
         if step is None:
             return None
         if step.chunks:
-            self._begin(step.chunks, perf_counter())
+            self._requests.begin(step.chunks, perf_counter())
         calls = self._runner.run(step)
         if self._runner.failed:
-            self._fail_all(self._runner.failed)
+            self._requests.fail_all(self._runner.failed)
         if not calls:
             return None
         self.metrics.overlapped_steps += step.is_ahead
@@ -263,10 +266,10 @@ class EngineCore(RequestLifecycle):
                 rows = answers[begin:end] if isinstance(answers, torch.Tensor) else as_rows(answers[index])
                 if rows.is_floating_point() and rows.shape != (end - begin, self._vocab_size):
                     error = WrongResultsError(f"logits {tuple(rows.shape)}, expected {end - begin, self._vocab_size}")
-                    self._fail(completion, describe(error))
+                    self._requests.fail(completion, describe(error))
                     continue
                 if is_prompt and isinstance(completion.policy, VerifyLogits):
-                    attempt(partial(self._fail, completion), self._score_prompt, completion, rows, output)
+                    attempt(partial(self._requests.fail, completion), self._score_prompt, completion, rows, output)
                     rows = rows[-1:]
                 if is_prompt and (completion.num_to_prefill or completion.state is State.FINISHED):
                     continue
@@ -291,7 +294,7 @@ class EngineCore(RequestLifecycle):
             self._scheduler.drop_rows()
             for completion, sampled in self._runner.sample_apart(completions, answers, drafts):
                 self._keep(Rows([completion]), sampled, output)
-            self._fail_all(self._runner.failed)
+            self._requests.fail_all(self._runner.failed)
         else:
             self._keep(rows, sampled, output)
 
@@ -318,7 +321,7 @@ class EngineCore(RequestLifecycle):
         if output is None:
             return
         for request, read in output.prompts:
-            table = attempt(partial(self._end, request, "error"), read)
+            table = attempt(partial(self._requests.end, request, "error"), read)
             if table is not None and not request.output.finished:
                 assert request.output.prompt_table is not None
                 request.output.prompt_table += table
@@ -327,14 +330,14 @@ class EngineCore(RequestLifecycle):
                 sampled = on_device.read()
             except BaseException as error:
                 raise_exit(error)
-                self._fail_all([(completion, describe(error)) for completion in rows.completions])
+                self._requests.fail_all([(completion, describe(error)) for completion in rows.completions])
             else:
                 self._advance(rows, sampled, output.step)
         now = perf_counter()
         seconds = now - max(output.started, self._last_taken)
         self._last_taken = now
         self.metrics.step_time.observe(seconds)
-        if output.step.chunks and isinstance(self._space, BlockSpace):
+        if output.step.chunks:
             self._space.observe_prefill(output.step.num_prefill_tokens, seconds)
         if self._scheduler.pacer is not None and output.step.decodes:
             self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
@@ -348,16 +351,15 @@ class EngineCore(RequestLifecycle):
         forks = request.completions[request.num_begun :]
         request.num_begun += len(forks)
         for fork in forks:
-            assert isinstance(self._space, BlockSpace)
             self._scheduler.add_decoding(fork)
-            attempt(partial(self._fail, fork), self._space.fork, completion, fork)
+            attempt(partial(self._requests.fail, fork), self._space.fork, completion, fork)
             if completion.states is not None and fork.states is not None:
                 fork.states.begin_as(completion.states)
         return [completion, *(fork for fork in forks if fork.state is State.DECODE)]
 
     def _advance(self, rows: Rows, sampled: Sampled, step: StepBatch) -> None:
         """Give completions the tokens that were sampled for them, and end those that are done."""
-        self._sampled = perf_counter()
+        self._requests.sampled = perf_counter()
         token_ids, logprobs = sampled
         if not self._scheduler.are_current(rows):
             unfinished = [
@@ -372,9 +374,9 @@ class EngineCore(RequestLifecycle):
         if step.num_prefill_tokens:
             for request in {completion.request for completion in completions}:
                 if request.first_token is None:
-                    request.first_token = self._sampled
-                    quietly(self._measure_first_token, request)
-        self._changed.update(rows.outputs)
+                    request.first_token = self._requests.sampled
+                    quietly(self._requests.measure_first_token, request)
+        self._requests.changed.update(rows.outputs)
         if step.drafts is not None:
             rows.steps_left = 0
             tables = logprobs or [[]] * len(completions)
@@ -408,16 +410,16 @@ class EngineCore(RequestLifecycle):
         self.metrics.accepted_tokens += max(count - 1, 0)
         completion.num_sampled = len(completion.token_ids)
         if completion.state is not State.FINISHED and completion.cached < ran_to:
-            fail = partial(self._fail, completion)
+            fail = partial(self._requests.fail, completion)
             attempt(fail, self.executor.truncate_kv, completion.handle, completion.cached)
 
     def _finish_if_done(self, completion: Completion) -> bool:
-        reason = attempt(partial(self._fail, completion), completion.finish_reason)
+        reason = attempt(partial(self._requests.fail, completion), completion.finish_reason)
         if reason == "error":
-            self._fail(completion, "the logits left no token to choose")
+            self._requests.fail(completion, "the logits left no token to choose")
         elif reason is not None:
             self._space.publish([completion])
-            self._finish(completion, reason)
+            self._requests.finish(completion, reason)
         return completion.state is State.FINISHED
 
 

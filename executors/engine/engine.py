@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.engine.beam_search import BeamOutput, search_beams
-from paged.executors.engine.config import QueueFullError
-from paged.executors.engine.door import Prompt, RequestDoor
+from paged.executors.engine.config import EngineConfig, QueueFullError
+from paged.executors.engine.core import EngineCore
 from paged.executors.engine.embedding import Pooling, completion_logprobs, embed_prompts
 from paged.executors.engine.metrics import EngineStatus
-from paged.executors.model_executor import check_capture, lora_loader
+from paged.executors.engine.prompt_checks import Prompt, PromptChecks
+from paged.executors.model_executor import ModelExecutor, check_capture, lora_loader
 from paged.executors.progress import progress_bar
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, whole_chunks
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
+from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
+from paged.executors.speculation.drafting import Proposer
+from paged.executors.text.detokenizer import Tokenizer
+from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 from paged.picture import CachePicture, cache_picture
 from paged.prompt_embeds import PromptEmbeds
@@ -37,9 +44,10 @@ _DEFAULT_PARAMS = SamplingParams()
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 # A priority beyond this is a mistake; products with `priority_requests` stay small numbers.
 _MAX_PRIORITY = 1 << 31
+_UINT64_MAX = (1 << 64) - 1
 
 
-class Engine(RequestDoor):
+class Engine(EngineCore):
     """Runs requests on any `ModelExecutor`: chunked prefill beside decodes, prefix caching, preemption, speculation.
 
     If the executor has a cache manager, requests share prefixes, fork and swap; otherwise every prompt is computed. A
@@ -58,6 +66,32 @@ class Engine(RequestDoor):
             or an end token or the seed is out of range.
         UnsupportedError: a proposer was given, and the executor cannot roll tokens back.
     """
+
+    def __init__(
+        self,
+        executor: ModelExecutor,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        proposer: Proposer | None = None,
+        seed: int | None = None,
+    ) -> None:
+        config = EngineConfig() if config is None else config
+        super().__init__(executor, config, proposer)
+        self._prompts = PromptChecks(executor, config, tokenizer)
+        info = executor.info()
+        if eos_token_ids is None:
+            # A checkpoint may name tokens that its vocabulary does not have.
+            self._eos_token_ids = frozenset(token for token in info.eos_token_ids if token < info.vocab_size)
+        else:
+            self._eos_token_ids = frozenset(as_token_ids("eos_token_ids", list(eos_token_ids)))
+            self._prompts.check_ids("eos_token_ids", sorted(self._eos_token_ids))
+        self._seed = secrets.randbits(64) if seed is None else as_int("seed", seed, low=-(1 << 63), high=_UINT64_MAX)
+        self._arrivals = itertools.count()
+        # Several engines may share an executor, and callers may have sequences of their own in its cache.
+        self._name = f"engine-{secrets.token_hex(8)}"
+        serving_begins()
 
     @property
     def num_unfinished(self) -> int:
@@ -101,7 +135,7 @@ class Engine(RequestDoor):
     def sequence_names(self) -> dict[SeqId, str]:
         """Return the names of this engine's sequences, "request id/completion", by their ids in the cache."""
         names: dict[SeqId, str] = {}
-        for request in list(self._requests.values()):
+        for request in list(self._requests.by_id.values()):
             for completion in request.completions:
                 names[completion.seq_id] = f"{request.request_id}/{completion.index}"
         return names
@@ -157,25 +191,25 @@ class Engine(RequestDoor):
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
         params = replace(params)  # checked again, and out of the caller's reach
-        item_metadata = self._item_metadata(metadata, adapter)
+        item_metadata = self._prompts.item_metadata(metadata, adapter)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
         token_masks = _forks("token_mask", token_mask, TokenMask, params.n)  # type: ignore[type-abstract]
         processors = _forks("logits_processor", logits_processor, LogitsProcessor, params.n)  # type: ignore[type-abstract]
         priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
         timeout_s = math.inf if timeout_s is None else as_float("timeout_s", timeout_s, 0.0, math.inf)
-        now, ids = perf_counter(), tuple(self._token_ids(prompt_token_ids))
+        now, ids = perf_counter(), tuple(self._prompts.token_ids(prompt_token_ids))
         if params.returns_states:
             check_capture(self.executor, has_experts=params.return_routed_experts)
         if params.prompt_logprobs is not None and not self._is_unified:
             raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
         name = "prompt_token_ids" if request_id is None else f"prompt_token_ids: request {request_id!r}"
         if prompt_embeds is not None:
-            self._check_embeds(prompt_embeds, len(ids))
+            self._prompts.check_embeds(prompt_embeds, len(ids))
         chunks = whole_chunks(len(ids), prompt_embeds, is_fixed=self.config.batch_invariant)
-        max_tokens = self._max_tokens(name, ids, params, chunks)
+        max_tokens = self._prompts.max_tokens(name, ids, params, chunks)
         # Not earlier: reading the arguments runs the caller's code, which may have added requests.
-        if request_id in self._requests:
+        if request_id in self._requests.by_id:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
         arrival, waiting = next(self._arrivals), len(self._scheduler.waiting)
         if self.config.max_waiting is not None and waiting >= self.config.max_waiting:
@@ -203,14 +237,31 @@ class Engine(RequestDoor):
             logits_processors=processors,
         )
         for index, seed in enumerate(self._seeds(params, arrival)):
-            request.completions.append(Completion(request, index, seed, self._tokenizer))
+            request.completions.append(Completion(request, index, seed, self._prompts.tokenizer))
         request.unfinished = dict.fromkeys(request.completions)
         try:
-            self._add(request)
+            self._requests.add(request)
             return request.output
         except BaseException:  # nobody would know of it
-            self._abort(request)
+            self._requests.abort(request)
             raise
+
+    def _seeds(self, params: SamplingParams, arrival: int) -> list[int]:
+        """Return a seed for each completion of a request."""
+        seed = params.seed
+        if seed is None:
+            seed = self._seed + arrival
+        hashed = hash_seeds(np.array([seed & _UINT64_MAX], np.uint64))
+        seeds: list[int] = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
+        return seeds
+
+    def encode_prompt(self, prompt: Prompt) -> Sequence[int]:
+        """Return the token ids of a text or of messages, and anything else itself. Any thread may call it.
+
+        Raises:
+            InvalidInputError: the engine's tokenizer does not encode, or it or the chat template refuses the prompt.
+        """
+        return self._prompts.encode(prompt)
 
     def abort(self, request_id: SeqId) -> bool:
         """End a request and free what it holds; return False if no unfinished request has this id.
@@ -218,21 +269,21 @@ class Engine(RequestDoor):
         Raises:
             InvalidInputError: the id is neither str nor int.
         """
-        request = self._requests.get(as_seq_id("request_id", request_id))
+        request = self._requests.by_id.get(as_seq_id("request_id", request_id))
         if request is not None:
-            self._abort(request)
+            self._requests.abort(request)
         return request is not None
 
     def find(self, request_id: SeqId) -> RequestOutput | None:
         """Return the output of an unfinished request, or None."""
-        request = self._requests.get(as_seq_id("request_id", request_id))
+        request = self._requests.by_id.get(as_seq_id("request_id", request_id))
         return None if request is None else request.output
 
     def discard(self, output: RequestOutput) -> None:
         """Abort the request of this output; does nothing if it has ended, even if another request has its id now."""
-        request = self._requests.get(output.request_id)
+        request = self._requests.by_id.get(output.request_id)
         if request is not None and request.output is output:
-            self._abort(request)
+            self._requests.abort(request)
 
     def stream(
         self, prompt_token_ids: Prompt, params: SamplingParams | None = None, **options: Any
@@ -274,7 +325,7 @@ class Engine(RequestDoor):
         """
         loader = lora_loader(self.executor)
         # Waiting requests hold no sequence yet, so the executor does not know of them.
-        request_ids = [request.request_id for request in self._requests.values() if request.adapter == name]
+        request_ids = [request.request_id for request in self._requests.by_id.values() if request.adapter == name]
         if request_ids:
             raise InvalidInputError(f"adapter {name!r}: {len(request_ids)} requests name it, first {request_ids[0]!r}")
         loader.unload_lora(name)
@@ -387,9 +438,9 @@ class Engine(RequestDoor):
         if pooling not in ("last", "mean"):
             raise InvalidInputError(f"pooling: {shown(pooling)}, expected 'last' or 'mean'")
         normalize = as_bool("normalize", normalize)
-        prompt_ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
+        prompt_ids = [self._prompts.token_ids(prompt) for prompt in _listed(prompts)]
         for index, token_ids in enumerate(prompt_ids):
-            self._max_tokens(f"prompts[{index}]", token_ids, _ONE_TOKEN)
+            self._prompts.max_tokens(f"prompts[{index}]", token_ids, _ONE_TOKEN)
         return embed_prompts(self, prompt_ids, is_mean=pooling == "mean", normalize=normalize)
 
     def score(self, prompt: Prompt, completion_ids: Sequence[int], *, temperature: float = 1.0) -> torch.Tensor:
@@ -412,12 +463,12 @@ class Engine(RequestDoor):
         if manager is None or not self.executor.capabilities().has_invariant_rows:
             raise UnsupportedError(f"{self.executor.info().model_id}: has no invariant rows")
         temperature = as_float("temperature", temperature, math.ulp(0.0))
-        prompt_ids, ids = self._token_ids(prompt), as_token_ids("completion_ids", completion_ids)
+        prompt_ids, ids = self._prompts.token_ids(prompt), as_token_ids("completion_ids", completion_ids)
         if not ids:
             raise InvalidInputError("completion_ids: no tokens, expected at least one")
-        self._check_ids("completion_ids", ids)
+        self._prompts.check_ids("completion_ids", ids)
         params = SamplingParams(max_tokens=len(ids))
-        self._max_tokens("prompt", prompt_ids, params)
+        self._prompts.max_tokens("prompt", prompt_ids, params)
         return completion_logprobs(self.executor, manager, prompt_ids, ids, temperature)
 
     def beam_search(
@@ -443,8 +494,8 @@ class Engine(RequestDoor):
         if manager is None:
             raise UnsupportedError(f"{type(self.executor).__name__} has no cache manager, so sequences cannot fork")
         width = as_int("beam_width", beam_width, low=1, high=self.config.max_num_seqs)
-        penalty, ids = as_float("length_penalty", length_penalty), self._token_ids(prompt)
-        count = self._max_tokens("prompt", ids, SamplingParams(max_tokens=max_tokens))
+        penalty, ids = as_float("length_penalty", length_penalty), self._prompts.token_ids(prompt)
+        count = self._prompts.max_tokens("prompt", ids, SamplingParams(max_tokens=max_tokens))
         beams = search_beams(
             self,
             manager,
@@ -454,14 +505,14 @@ class Engine(RequestDoor):
             length_penalty=penalty,
             end_token_ids=self._eos_token_ids,
         )
-        if self._tokenizer is None:
+        if self._prompts.tokenizer is None:
             return beams
         with_texts = []
         for beam in beams:
             token_ids = beam.token_ids
             if token_ids[-1] in self._eos_token_ids:
                 token_ids = token_ids[:-1]
-            with_texts.append(beam._replace(text=self._tokenizer.decode(token_ids)))
+            with_texts.append(beam._replace(text=self._prompts.tokenizer.decode(token_ids)))
         return with_texts
 
 

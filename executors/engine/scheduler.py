@@ -50,8 +50,6 @@ class Scheduler:
     Args:
         drafter: drafts for sequences that decode, or None.
         ask_for_tokens: lets the executor choose the tokens of completions if it can; None if logits are cheaper.
-        is_reading: whether blocks that a waiting completion begins with are still to come from files, after some
-            seconds; None if they never do.
         decode_cost: most tokens of a decoding sequence: 1 and its drafts.
         prompt_rows: most prompt tokens of a step with logits for each.
 
@@ -69,7 +67,6 @@ class Scheduler:
         drafter: Drafter | None = None,
         ask_for_tokens: Callable[[list[Completion]], None] | None = None,
         *,
-        is_reading: Callable[[Completion, float], bool] | None = None,
         decode_cost: int = 1,
         prompt_rows: int = 1,
     ) -> None:
@@ -82,7 +79,6 @@ class Scheduler:
         self._metrics = metrics
         self._drafter = drafter
         self._ask_for_tokens = ask_for_tokens
-        self._is_reading = is_reading
         self.refused: list[tuple[Completion, str]] = []
         self._rows: Rows | None = None
         self._masked: set[Completion] = set()  # those whose masks are computed elsewhere
@@ -450,14 +446,12 @@ class Scheduler:
 
     def _first_to_admit(self) -> Completion | None:
         """Return the first of the queue for which no blocks are to come from files, None if that is soon."""
-        if self._is_reading is None:
-            return self.waiting[0]
         for completion in self.waiting[:_MOST_READING]:
-            if not self._is_reading(completion, 0.0):
+            if not self._space.is_reading(completion, 0.0):
                 return completion
         # If nothing else runs, the step waits here, so that its caller does not spin.
         wait_s = 0.0 if self.num_running else _FILE_WAIT_S
-        self.awaits_files = self._is_reading(self.waiting[0], wait_s)
+        self.awaits_files = self._space.is_reading(self.waiting[0], wait_s)
         return None if self.awaits_files else self.waiting[0]
 
     def _has_slot(self, completion: Completion) -> bool:

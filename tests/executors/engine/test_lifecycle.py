@@ -15,7 +15,7 @@ from tests.executors.oracle import make_executor
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the time is for an engine, in seconds."""
     now = [100.0]
-    for module in ("core", "engine"):
+    for module in ("core", "engine", "unfinished_requests"):
         monkeypatch.setattr(f"paged.executors.engine.{module}.perf_counter", lambda: now[0])
     return now
 

@@ -22,6 +22,9 @@ class Numbers:
 
     def begin(self, running: Sequence[Completion]) -> None: ...
 
+    def is_reading(self, completion: Completion, wait_s: float) -> bool:
+        return False
+
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
         if completion.num_tokens > self.room - sum(self.held.values()):
             return False

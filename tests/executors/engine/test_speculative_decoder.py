@@ -54,7 +54,7 @@ def test_rejected_drafts_leave_the_cache(device: torch.device) -> None:
     while engine.num_unfinished:
         engine.step()
         for output in outputs:
-            request = engine._requests.get(output.request_id)
+            request = engine._requests.by_id.get(output.request_id)
             if request is not None and (handle := request.completions[0].handle) is not None:
                 assert handle.num_tokens == len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
     assert 0 < engine.metrics.accepted_tokens < engine.metrics.draft_tokens

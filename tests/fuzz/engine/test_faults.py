@@ -22,8 +22,8 @@ from paged import (
     UnsupportedError,
 )
 from paged.executors.engine.cache_space import BlockSpace
-from paged.executors.engine.core import EngineCore
 from paged.executors.engine.runner import StepRunner
+from paged.executors.engine.unfinished_requests import UnfinishedRequests
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.executors.unified_executor import UnifiedExecutor
@@ -85,7 +85,7 @@ class Fault(NamedTuple):
                 if any(are_victims) and self.kind == "before":
                     raise error("a fault")
                 if any(are_victims) and self.kind == "metrics":
-                    patch.setattr(owner.metrics, "time_per_output_token", None)
+                    patch.setattr(owner._metrics, "time_per_output_token", None)
                 result = whole(owner, *args, **options)
                 if any(are_victims) and self.kind == "after":
                     raise error("a fault")
@@ -106,7 +106,7 @@ FAULTS = {
     "forward": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "before"),
     "rows": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "shape"),
     "logits": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "nan"),
-    "metrics": Fault(EngineCore, ("_finish",), lambda _, completion, reason: [completion], "metrics"),
+    "metrics": Fault(UnfinishedRequests, ("finish",), lambda _, completion, reason: [completion], "metrics"),
 }
 CASES = st.fixed_dictionaries({
     "fault": st.sampled_from(sorted(FAULTS)), "error": st.sampled_from(sorted(ERRORS)), "tokens": st.integers(0, 5),

@@ -96,7 +96,7 @@ def test_an_exception_at_any_line_leaves_nothing(case: str, way: str, error: typ
             assert engine.num_unfinished == 0, failure.path
         run_to_end(engine)
         check_empty(engine)
-        assert not engine._timed, failure.path
+        assert not engine._requests._timed, failure.path
         count += stride
     check_neighbours(engine, add_neighbours(engine), drafts=way == "drafts")
 

@@ -184,7 +184,7 @@ def test_calls_within_a_step(case: dict[str, Any]) -> None:
 
     engine = small_engine(proposer=PromptLookup(2) if case["drafts"] else None)
     outputs = add_neighbours(engine)
-    engine._tokenizer = Caller(act, case["turn"])
+    engine._prompts.tokenizer = Caller(act, case["turn"])
     odd = [engine.add_request(PROMPT, GREEDY, request_id=name) for name in ("a", "b")]
     streams = [engine.stream([8, 8], GREEDY)]
     next(streams[0])
@@ -216,7 +216,7 @@ def test_a_step_within_a_step_is_refused() -> None:
 def test_tokenizers_that_give_no_text(decoded: Any, max_tokens: int) -> None:
     engine = small_engine()
     outputs = add_neighbours(engine)
-    engine._tokenizer = SimpleNamespace(decode=lambda ids: decoded)
+    engine._prompts.tokenizer = SimpleNamespace(decode=lambda ids: decoded)
     odd = engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, stop=["x"]))
     check_neighbours(engine, outputs)
     assert odd.outputs[0].text == ""

@@ -1,14 +1,14 @@
-"""The life of requests in an engine: queued, begun, ended by a reason, with what they hold and what is measured."""
+"""The unfinished requests of an engine: queued, begun, ended by a reason, with what they hold and what is measured."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
+from time import perf_counter
 from typing import Any
 
-from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.engine.scheduler import Scheduler
 from paged.executors.isolation import quietly
@@ -17,85 +17,105 @@ from paged.executors.requests.request import Completion, Request, State
 from paged.seq_id import SeqId
 
 
-class RequestLifecycle:
-    """Unfinished requests, and the ways in which they end.
+class UnfinishedRequests:
+    """Requests from their arrival to their end, and the ways in which they end.
 
-    _requests: unfinished requests, by id. _changed: outputs that gained tokens or ended in this step. _on_finish:
-    called with every completion that ends, while it still holds its cache; errors are logged. _sampled: when the
-    newest tokens came.
+    Args:
+        scheduler: it queues and runs their completions.
+        can_fork: whether sequences can fork, so that one prompt serves all completions of a request.
+        on_finish: called with every completion that ends, while it still holds its cache; errors are logged.
+
+    Attributes:
+        by_id: the requests by their ids.
+        changed: outputs that gained tokens or ended in this step.
+        sampled: when the newest tokens came, in seconds of `perf_counter`.
+        is_stepping: whether a step runs; requests that are aborted meanwhile end after it.
     """
 
-    _space: BlockSpace | TokenSpace
-    _scheduler: Scheduler
-
-    def __init__(self) -> None:
-        self.metrics = EngineMetrics()
-        self._requests: dict[SeqId, Request] = {}
-        self._changed: dict[RequestOutput, None] = {}
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        *,
+        can_fork: bool,
+        on_finish: Sequence[Callable[[Completion], object]],
+    ) -> None:
+        self.by_id: dict[SeqId, Request] = {}
+        self.changed: dict[RequestOutput, None] = {}
+        self.sampled = 0.0
+        self.is_stepping = False
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._can_fork = can_fork
+        self._on_finish = [Completion.close_mask, *on_finish]
         self._timed: list[Request] = []  # those with a deadline, the earliest first
-        self._sampled = 0.0
-        self._on_finish: list[Callable[[Completion], object]] = [Completion.close_mask]
-        self._is_stepping = False
         self._aborted: list[Request] = []
 
-    def _add(self, request: Request) -> None:
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def add(self, request: Request) -> None:
         """Queue a request's completions; if the cache can fork, only the first one, whose prompt serves them all."""
-        self.metrics.requests += 1
-        self._requests[request.request_id] = request
+        self._metrics.requests += 1
+        self.by_id[request.request_id] = request
         if request.deadline < inf:
             insort(self._timed, request, key=_deadline)
-        request.num_begun = 1 if isinstance(self._space, BlockSpace) else len(request.completions)
+        request.num_begun = 1 if self._can_fork else len(request.completions)
         for completion in request.completions[: request.num_begun]:
             self._scheduler.add(completion)
 
-    def _expire(self, now: float) -> None:
-        """End the requests whose deadline has passed at `now`, in seconds of `perf_counter`."""
+    def expire(self) -> None:
+        """End the requests whose deadline has passed."""
+        if not self._timed:
+            return
+        now = perf_counter()
         while self._timed and self._timed[0].deadline <= now:
             request = self._timed[0]
-            self._end(request, "timeout", f"not done after {now - request.arrived:.3f} s")
+            self.end(request, "timeout", f"not done after {now - request.arrived:.3f} s")
 
-    def _begin(self, completions: Iterable[Completion], now: float) -> None:
+    def begin(self, completions: Iterable[Completion], now: float) -> None:
         """Record the time in the queue of requests that start at `now`."""
         for request in (completion.request for completion in completions):
             if not request.has_begun:
                 request.has_begun = True
                 quietly(measure, request, queued_s=now - request.arrived)
 
-    def _abort(self, request: Request) -> None:
+    def abort(self, request: Request) -> None:
         """End a request; within a step, after it, because a stream that is garbage-collected may ask at any time."""
         self._aborted.append(request)  # first, so that the next step ends it if this is interrupted
-        if not self._is_stepping:
-            self._end_aborted()
+        if not self.is_stepping:
+            self.end_aborted()
 
-    def _end_aborted(self) -> None:
+    def end_aborted(self) -> None:
+        """End the requests that were aborted within a step."""
         while self._aborted:
-            self._end(self._aborted[-1], "abort")
+            self.end(self._aborted[-1], "abort")
             self._aborted.pop()
 
-    def _fail_all(self, failed: list[tuple[Completion, str]]) -> None:
+    def fail_all(self, failed: list[tuple[Completion, str]]) -> None:
         """End completions that could not be run, and empty the list."""
         while failed:
             completion, reason = failed.pop(0)
             if completion.state is not State.FINISHED:
-                self._fail(completion, reason)
+                self.fail(completion, reason)
 
-    def _fail(self, completion: Completion, reason: str) -> None:
+    def fail(self, completion: Completion, reason: str) -> None:
         """End a completion that cannot go on, and those that were to fork from it."""
         request = completion.request
         request.output.error = reason
         if request.num_begun < len(request.completions):
-            self._end(request, "error", reason)
+            self.end(request, "error", reason)
         else:
-            self._finish(completion, "error")
+            self.finish(completion, "error")
 
-    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+    def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """End the remaining completions of a request, with an error if there is one; repeatable after an interrupt."""
         request.output.error = error or request.output.error
         for completion in list(request.unfinished):
-            self._finish(completion, reason)
+            self.finish(completion, reason)
         self._close_if_done(request, reason)
 
-    def _finish(self, completion: Completion, reason: str) -> None:
+    def finish(self, completion: Completion, reason: str) -> None:
         """End a completion and free everything it holds, even if something raises; repeatable after an interrupt."""
         request = completion.request
         completion.output.finish_reason = reason
@@ -103,32 +123,32 @@ class RequestLifecycle:
             quietly(listener, completion)
         self._scheduler.remove(completion)
         if request.first_token is not None and completion.token_ids:
-            request.generating_s += self._sampled - request.first_token
-        self._changed[request.output] = None
+            request.generating_s += self.sampled - request.first_token
+        self.changed[request.output] = None
         request.unfinished.pop(completion, None)
         self._close_if_done(request, reason)
 
     def _close_if_done(self, request: Request, reason: str) -> None:
-        if not request.unfinished and self._requests.get(request.request_id) is request:
+        if not request.unfinished and self.by_id.get(request.request_id) is request:
             request.output.finished = True
             index = bisect_left(self._timed, _deadline(request), key=_deadline)
             if self._timed[index : index + 1] == [request]:
                 del self._timed[index]
             quietly(self._measure_mean_token, request)
-            self.metrics.finished[reason] += 1
-            del self._requests[request.request_id]
+            self._metrics.finished[reason] += 1
+            del self.by_id[request.request_id]
 
-    def _measure_first_token(self, request: Request) -> None:
-        seconds = self._sampled - request.arrived
+    def measure_first_token(self, request: Request) -> None:
+        seconds = self.sampled - request.arrived
         measure(request, first_token_s=seconds)
-        self.metrics.time_to_first_token.observe(seconds)
+        self._metrics.time_to_first_token.observe(seconds)
 
     def _measure_mean_token(self, request: Request) -> None:
         num_later_tokens = sum(max(len(completion.token_ids) - 1, 0) for completion in request.completions)
         if num_later_tokens:
             mean = request.generating_s / num_later_tokens
             measure(request, mean_token_s=mean)
-            self.metrics.time_per_output_token.observe(mean)
+            self._metrics.time_per_output_token.observe(mean)
 
 
 def _deadline(request: Request) -> tuple[float, tuple[int, int]]:
