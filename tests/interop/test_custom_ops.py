@@ -9,11 +9,11 @@ import torch
 from torch.utils._pytree import register_dataclass, tree_leaves, tree_map_only
 
 import paged
-from paged import LoraBatch, LoraWeights, Penalties, RecurrentState, Routing
+from paged import RecurrentState
 from paged.bench.moe.formats import NVFP4
 from paged.bench.moe.formats import quantize as quantize_experts
 from paged.kernels.quantization.quantize import quantize
-from tests.fuzz.kernels.kernel_calls import CALLS, in_dataclasses
+from tests.fuzz.kernels.kernel_calls import CALLS
 from tests.operations import OPERATIONS
 from tests.tolerance import assert_within
 
@@ -32,37 +32,13 @@ def _compiled_anew() -> Iterator[None]:
 
 
 def small_call(name: str, device: torch.device) -> Arguments:
-    """One call of every operation, by name."""
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=device)
-
-    def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    match name:
-        case "add_lora":
-            weights = LoraWeights(randn(2, 2, 4, 16), randn(2, 4, 24), ints([[4, 2], [3, 4]]), randn(2, 2), (16, 8))
-            batch = LoraBatch.group(torch.tensor([1, -1, 0, 1, 0], dtype=torch.int32))
-            batch = LoraBatch(batch.rows.to(device), batch.slots.to(device))
-            return {"out": randn(5, 24), "x": randn(5, 16), "weights": weights, "batch": batch}
-        case "copy_blocks":
-            return {"caches": [randn(5, 3), randn(5, 3)], "block_pairs": torch.tensor([[0, 1], [2, 4]])}
-        case "quantized_linear":
-            weight = quantize(randn(24, 96), "int4", group_size=32, symmetric=False)
-            return {"x": randn(5, 96), "weight": weight, "bias": randn(24)}
-        case "route_and_align":
-            routing = Routing(3, scoring="sigmoid", num_shared_experts=1, correction_bias=randn(8))
-            return {"router_logits": randn(5, 8), "routing": routing, "block_size": 4, "ticket": ints([0])}
-        case "sample_tokens":
-            counts = ints([[0, 2, 1] * 10])
-            penalties = Penalties(ints([-1, 0], torch.int64), counts, counts > 0, randn(2, 3).exp())
-            filters = {"top_k": ints([9, 30], torch.int64), "top_p": randn(2).sigmoid(), "temperature": randn(2).exp()}
-            keys = ints([[5, 7], [6, 1 << 31]], torch.int64)
-            return {"logits": randn(2, 30), "keys": keys, **filters, "penalties": penalties}
-    call = CALLS[name].arguments()
-    call = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in call.items()}
-    return in_dataclasses(call) if "read_slots" in call else call
+    """One call of every operation, by name, without the log-sum-exp."""
+    call = CALLS[name]
+    arguments = call.pack(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), call.arguments()))
+    arguments.pop("return_lse", None)
+    if name == "route_and_align":
+        arguments["ticket"] = torch.zeros(1, dtype=torch.int32, device=device)
+    return arguments
 
 
 def _with_int8(arguments: Arguments) -> Arguments:
@@ -100,7 +76,9 @@ def _variants(name: str, device: torch.device) -> Iterator[Arguments]:
             yield {**arguments, "w1": first.w, "w2": second.w, **first.options("w1"), **second.options("w2")}
         case "quantized_linear":
             x, plain = torch.randn(3, 200, device=device), torch.randn(24, 200, device=device)
-            yield from ({"x": x, "weight": quantize(plain, form)} for form in ("e4m3", "int8", "mxfp4", "nvfp4"))
+            yield {"x": x[:, :96], "weight": quantize(plain[:, :96], "int4", group_size=32, symmetric=False)}
+            for form in ("e4m3", "int8", "mxfp4", "nvfp4"):
+                yield {"x": x, "weight": quantize(plain, form)}
         case "silu_and_mul":
             yield {**arguments, "activation": "gelu_tanh"}
         case "greedy_argmax":

@@ -104,8 +104,8 @@ def _experts() -> Arguments:
 
 
 def _adapters() -> Arguments:
-    a, b = torch.randn(2, 1, 4, 16), torch.randn(2, 4, 24)
-    ranks, scales = torch.tensor([[4], [3]], dtype=torch.int32), torch.tensor([[0.5], [2.0]])
+    a, b = torch.randn(2, 2, 4, 16), torch.randn(2, 4, 24)
+    ranks, scales = torch.tensor([[4, 2], [3, 4]], dtype=torch.int32), torch.tensor([[0.5, 1.0], [2.0, -1.0]])
     rows = torch.full((2, 16), -1, dtype=torch.int32)
     rows[0, :2], rows[1, :1] = torch.tensor([4, 1]), 0
     slots = torch.tensor([1, 0], dtype=torch.int32)
@@ -116,7 +116,7 @@ def _adapters() -> Arguments:
 def _adapted(arguments: Arguments) -> Arguments:
     """The arguments with those of weights and batch as such."""
     names = ("a", "b", "ranks", "scales")
-    weights = paged.LoraWeights(*(arguments[name] for name in names), part_sizes=(24,))
+    weights = paged.LoraWeights(*(arguments[name] for name in names), part_sizes=(16, 8))
     batch = paged.LoraBatch(arguments["rows"], arguments["slots"])
     return {"out": arguments["out"], "x": arguments["x"], "weights": weights, "batch": batch}
 
@@ -165,8 +165,13 @@ def _states() -> Arguments:
     return {"out_a": out_a, "lse_a": lse[0], "out_b": out_b, "lse_b": lse[1]}
 
 
+def _routed() -> Arguments:
+    return {"router_logits": torch.randn(7, 6), "top_k": 2, "correction_bias": torch.randn(6), "block_size": 4}
+
+
 def _with_routing(arguments: Arguments) -> Arguments:
-    routing = paged.Routing(arguments["top_k"], renormalize=arguments.get("renormalize", True))
+    options = {name: arguments[name] for name in ("renormalize", "correction_bias") if name in arguments}
+    routing = paged.Routing(arguments["top_k"], scoring="sigmoid", num_shared_experts=1, **options)
     return {"router_logits": arguments["router_logits"], "routing": routing, "block_size": arguments["block_size"]}
 
 
@@ -187,7 +192,7 @@ _TABLES = ("cu_seqlens_q", "starts", "read_slots", "write_slots", "cursors", "sn
 _STEP = (*_TABLES, "max_seqlen_q", "max_append")
 
 
-def in_dataclasses(arguments: Arguments) -> Arguments:
+def _in_dataclasses(arguments: Arguments) -> Arguments:
     """The arguments with those of state and batch as such."""
     state = paged.RecurrentState(*(arguments[name] for name in _STATE))
     others = {name: each for name, each in arguments.items() if name not in (*_STATE, *_STEP)}
@@ -241,7 +246,7 @@ CALLS = {
             {"eps": float},
         ),
         Call(
-            "route_and_align", lambda: {"router_logits": torch.randn(7, 6), "top_k": 2, "block_size": 4},
+            "route_and_align", _routed,
             {"top_k": int, "block_size": int, "renormalize": bool}, _with_routing,
         ),
         Call("add_lora", _adapters, {}, _adapted),
@@ -252,14 +257,14 @@ CALLS = {
         Call("merge_attn_states", _states),
         Call("rms_norm", lambda: {"x": torch.randn(5, 24), "weight": torch.rand(24)}, {"eps": float}),
         Call("silu_and_mul", lambda: {"x": torch.randn(5, 24)}),
-        Call("causal_conv1d", _convolved, _STEP_SIZES, in_dataclasses),
+        Call("causal_conv1d", _convolved, _STEP_SIZES, _in_dataclasses),
         Call(
             "gated_delta_rule", lambda: _recurrent("a", "b") | {"num_k_heads": 1},
-            _STEP_SIZES | {"num_k_heads": int, "eps": float, "beta_scale": float}, in_dataclasses,
+            _STEP_SIZES | {"num_k_heads": int, "eps": float, "beta_scale": float}, _in_dataclasses,
         ),
         Call(
             "mamba2_scan", lambda: _recurrent("dt") | {"num_groups": 1, "D": torch.randn(2)},
-            _STEP_SIZES | {"num_groups": int}, in_dataclasses,
+            _STEP_SIZES | {"num_groups": int}, _in_dataclasses,
         ),
         Call(
             "gated_rms_norm",
