@@ -63,10 +63,9 @@ def _bind_loops(loops: Any, call: AttentionCall, _: AttentionPlan | None) -> Cal
     launch = loops.prepare(call)
 
     def compute(call: AttentionCall) -> None:
-        call.out.zero_()
         launch(
             {
-                "q": call.q,
+                "q": _queries_beside_cleared_out(call),
                 "k_cache": call.k_cache,
                 "v_cache": call.v_cache,
                 "out": call.out,
@@ -77,6 +76,15 @@ def _bind_loops(loops: Any, call: AttentionCall, _: AttentionPlan | None) -> Cal
         )
 
     return compute
+
+
+def _queries_beside_cleared_out(call: AttentionCall) -> torch.Tensor:
+    """Set `out` to 0; return the queries, a copy of them if `out` is `q`."""
+    q = call.q
+    if q.data_ptr() == call.out.data_ptr():
+        q = q.clone()
+    call.out.zero_()
+    return q
 
 
 def _compute(layout: BatchLayout, shared: SharedBatches, is_plain: bool, call: AttentionCall) -> None:
@@ -90,11 +98,10 @@ def _compute(layout: BatchLayout, shared: SharedBatches, is_plain: bool, call: A
         check_step(call)
         shared[key] = make_batches(call, layout), tensors
     batches, _ = shared[key]
-    q, out, lse = call.q, call.out, call.lse
+    q, out, lse = _queries_beside_cleared_out(call), call.out, call.lse
     num_kv_heads, k_scale, v_scale = call.k_cache.shape[2], call.k_scale, call.v_scale
     if call.k_cache.dtype == torch.int8:  # these scale rows, see `GatheredProducts`
         k_scale = v_scale = None
-    out.zero_()
     if lse is not None:
         lse.fill_(-math.inf)
         if call.sinks is not None:

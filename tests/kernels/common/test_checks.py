@@ -12,6 +12,7 @@ from paged.bench.attention.problem import Problem, make
 from paged.bench.operations import DEFINITIONS
 from paged.kernels.common.checks import check_writable
 from paged.kernels.common.errors import arguments_named
+from tests.backends import BACKENDS
 from tests.fuzz.arguments import without_memory
 from tests.fuzz.kernels.kernel_calls import CALLS
 from tests.tolerance import assert_close
@@ -23,11 +24,6 @@ ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "on meta": lambda t: t.to("meta"),
     "nested": lambda t: torch.nested.nested_tensor([t, t]),
 }
-
-
-@pytest.fixture(params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", request.param)
 
 
 @pytest.mark.usefixtures("backend")
@@ -43,6 +39,8 @@ def test_tensors_without_values_in_memory(name: str) -> None:
     call.run(**given)
 
 
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.usefixtures("backend")
 def test_interleaved_tensors_are_apart() -> None:
     """Query, key and value of one projection, caches with K beside V, a norm and attention in place."""
     fused = torch.randn(3, 10, 16)
