@@ -90,8 +90,8 @@ def definition_of(operation: str) -> Definition:
 
 def is_of(operation: str, check_name: str) -> bool:
     """Return whether a check of this name is one of the operation."""
-    rest = check_name.removeprefix(operation)
-    return rest != check_name and (not rest or rest[0] in ".:,")
+    suffix = check_name.removeprefix(operation)
+    return suffix != check_name and (not suffix or suffix[0] in ".:,")
 
 
 def needed(definition: Definition, arguments: Arguments) -> list[str]:

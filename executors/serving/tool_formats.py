@@ -427,22 +427,24 @@ def _arguments(form: ToolFormat, schema: Any) -> dict[str, Any]:
     required = schema.get("required", ())
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     properties = sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required)
-    rest: list[dict[str, Any]] = []  # grammar of the properties behind the current one, a separator before each
+    later: list[dict[str, Any]] = []  # grammar of the properties behind the current one, a separator before each
     first: dict[str, Any] | None = None  # grammar of the current and later ones; None for nothing
     for name, value in reversed(properties):
         if isinstance(value, dict):
             value = definitions | value
         argument = [_text(form.tags.begin + name + middle), _value(form, value), _text(end)]
         argument = [element for element in argument if element.get("value") != ""]
-        alone = _sequence([*argument, *rest])
+        alone = _sequence([*argument, *later])
         if name in required:
             first = alone
-            rest = [_text(separator), *argument, *rest] if separator else [*argument, *rest]
+            later = [*argument, *later]
+            if separator:
+                later = [_text(separator), *later]
             continue
         options = [alone, _text("") if first is None else first]
         first = {"type": "or", "elements": options}
         behind = [_text(separator), *argument] if separator else argument
-        rest = [{"type": "optional", "content": _sequence(behind)}, *rest]
+        later = [{"type": "optional", "content": _sequence(behind)}, *later]
     elements = [element for element in (first, _text(closing)) if element is not None and element.get("value") != ""]
     return _sequence(elements or [_text("")])
 

@@ -35,7 +35,7 @@ _ARGUMENTS = {
 }
 _OPERATIONS = ("", *_ARGUMENTS)
 # Fields of `Sequences` that are arguments of the kernel.
-_NUMBERS = ("num_tokens", "num_blocks", "block_size", "max_seqlen_q", "left", "chunk_size")
+_NUMBERS = ("num_tokens", "num_blocks", "block_size", "max_seqlen_q", "chunk_size")
 
 
 class Ids(NamedTuple):
@@ -116,7 +116,7 @@ class Sequences(NamedTuple):
     """Arguments by which `paged_attention` reads the cache, for checks.
 
     Attributes:
-        left: keys that a query sees before its own.
+        window_left: keys that a query sees before its own.
         keys_at_once: size of a tile of keys, read as a whole if one of them is seen.
         chunk_size: queries see keys of their own chunk; larger than any position if there are no chunks.
     """
@@ -128,7 +128,7 @@ class Sequences(NamedTuple):
     num_blocks: int
     block_size: int
     max_seqlen_q: int
-    left: int
+    window_left: int
     keys_at_once: int
     chunk_size: int = 1 << 30
 
@@ -169,7 +169,7 @@ def check_sequences_on_host(sequences: Sequences) -> None:
     if not table.size or (table.min() >= 0 and table.max() < num_blocks):
         return
     first_queries = (lengths - q_lens).clip(min=0)
-    first_keys = (first_queries // chunk_size * chunk_size).clip(min=first_queries - sequences.left)
+    first_keys = (first_queries // chunk_size * chunk_size).clip(min=first_queries - sequences.window_left)
     first_keys = first_keys // keys_at_once * keys_at_once
     columns = torch.arange(width).numpy()
     is_read = (columns >= (first_keys // block_size)[:, None]) & (columns * block_size < lengths[:, None])
@@ -193,6 +193,7 @@ def check_sequences_on_device(sequences: Sequences) -> None:
         cu_seqlens_q_ptr=cu_seqlens_q.contiguous(),
         seq_lens_ptr=seq_lens.contiguous(),
         **{name: numbers[name] for name in _NUMBERS},
+        left=sequences.window_left,
         width=table.shape[1],
         stride_table_seq=table.stride(0),
         KEYS_AT_ONCE=sequences.keys_at_once,

@@ -326,7 +326,7 @@ def moe_block_size(
 
 
 def token_counts(
-    most: int,
+    max_tokens: int,
     top_k: int,
     w2: torch.Tensor,
     *,
@@ -335,10 +335,10 @@ def token_counts(
     dtype: torch.dtype | None = None,
     is_gated: bool = True,
 ) -> list[int]:
-    """Return the least number of tokens, 1 to `most`, for each code path of `fused_moe` and its routing, rising."""
+    """Return the least number of tokens, 1 to max_tokens, for each code path of `fused_moe` and its routing, rising."""
     counts: dict[object, int] = {}
     down = ExpertLinear(w2, scale=w2_scale)
-    for count in range(1, most + 1):
+    for count in range(1, max_tokens + 1):
         tiles = _chosen_tiles(count, top_k, down, dtype or w2.dtype, expert_map, is_gated)
         counts.setdefault((tiles, count > MAX_FUSED_TOKENS), count)
     return list(counts.values())

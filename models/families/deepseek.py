@@ -49,7 +49,7 @@ def _latent_attention(hf: HfConfig, index: IndexConfig | None = None) -> dict[st
         "v_head_dim": rank,
         "latent": latent,
         "softmax_scale": scale,
-        "num_mtp_layers": hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", 0, least=0), least=0),
+        "num_mtp_layers": hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", 0, minimum=0), minimum=0),
     }
 
 
@@ -131,7 +131,7 @@ def _indexer_types(hf: HfConfig) -> list[str]:
     """
     num_layers = count_layers(hf)
     frequency = hf.integer("index_topk_freq", 1)
-    first = hf.integer("index_skip_topk_offset", 2, least=0) - 1
+    first = hf.integer("index_skip_topk_offset", 2, minimum=0) - 1
     types: list[str] = hf.items("indexer_types", str)
     pattern = hf.value("index_topk_pattern")
     if not types and isinstance(pattern, str):

@@ -158,7 +158,7 @@ def _glm4v(hf: HfConfig) -> dict[str, Any]:
 
 def _glm_ocr(hf: HfConfig) -> dict[str, Any]:
     """Text part of GLM-OCR (GLM Team, 2026): that of GLM-4.1V without biases."""
-    num_mtp_layers = hf.integer("num_nextn_predict_layers", 0, least=0)
+    num_mtp_layers = hf.integer("num_nextn_predict_layers", 0, minimum=0)
     return dict(**_glm_fields(hf), **_GLM4_NORMS, qkv_bias=False, num_mtp_layers=num_mtp_layers)
 
 
@@ -270,7 +270,7 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 def _qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
     """Return each layer's window by `layer_types` or `max_window_layers`, if `use_sliding_window` is true."""
     window = window_if_used(hf)
-    first = 0 if window is None else hf.integer("max_window_layers", least=0)
+    first = 0 if window is None else hf.integer("max_window_layers", minimum=0)
     return layer_windows(hf, window, lambda layer: window is not None and layer >= first)
 
 

@@ -60,10 +60,10 @@ def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
         correction_bias="moe_statics.e_score_correction_bias",
         correction_in_row=True,
         float32_router=True,
-        shared_size=size * hf.integer("moe_num_shared_experts", least=0),
+        shared_size=size * hf.integer("moe_num_shared_experts", minimum=0),
     )
-    step, first = hf.integer("moe_layer_interval"), hf.integer("moe_layer_start_index", least=0)
-    last = hf.integer("moe_layer_end_index", least=-1)
+    step, first = hf.integer("moe_layer_interval"), hf.integer("moe_layer_start_index", minimum=0)
+    last = hf.integer("moe_layer_end_index", minimum=-1)
     if last == -1:
         last = layers - 1
     experts: list[MoeConfig | None] = [None] * layers
@@ -108,7 +108,7 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
 
 def granite_moe(hf: HfConfig) -> dict[str, Any]:
     """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, and optionally a shared MLP."""
-    shared_size = hf.integer("shared_intermediate_size", 0, least=0)
+    shared_size = hf.integer("shared_intermediate_size", 0, minimum=0)
     moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
     return dict(**granite_fields(hf), moe=moe, fused_mlp=True)
 
@@ -148,7 +148,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
     norm = "unit" if hf.flag("use_qk_norm") else None
     rotates_first = norm is not None and rope.attention_factor != 1
     layers, has_list = range(count_layers(hf)), hf.value("moe_layers") is not None
-    step = hf.integer("interleave_moe_layer_step", least=0 if has_list else 1)
+    step = hf.integer("interleave_moe_layer_step", minimum=0 if has_list else 1)
     sparse = hf.items("moe_layers", int) if has_list else layers[step - 1 :: step]
     moe = None
     if sparse:
@@ -216,7 +216,7 @@ def _phimoe(hf: HfConfig) -> dict[str, Any]:
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
     """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens; among the first
     layers, every second has a window."""
-    window, end = window_if_used(hf), hf.integer("max_window_layers", least=0)
+    window, end = window_if_used(hf), hf.integer("max_window_layers", minimum=0)
     return {
         "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < end),
         "qkv_bias": hf.flag("qkv_bias"),

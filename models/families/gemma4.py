@@ -183,7 +183,7 @@ class Gemma4(Llama):
         layers = [_layer(hf, index, sees_all=window is None, k_eq_v=k_eq_v) for index, window in enumerate(windows)]
         sources, size = _sources(hf, windows), hf.integer("intermediate_size")
         widened = 2 * size if hf.flag("use_double_wide_mlp") else size
-        input_size, vocab_size = hf.integer("hidden_size_per_layer_input", least=0), hf.integer("vocab_size")
+        input_size, vocab_size = hf.integer("hidden_size_per_layer_input", minimum=0), hf.integer("vocab_size")
         input_vocab_size = hf.integer("vocab_size_per_layer_input")
         if input_size and input_vocab_size < vocab_size:
             raise CheckpointError(
@@ -226,7 +226,7 @@ def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, .
     Raises:
         CheckpointError: there is no layer to read.
     """
-    first = len(windows) - hf.integer("num_kv_shared_layers", 0, least=0, most=len(windows) - 1)
+    first = len(windows) - hf.integer("num_kv_shared_layers", 0, minimum=0, maximum=len(windows) - 1)
     latest = {window: layer for layer, window in enumerate(windows[:first])}
     if unknown := [layer for layer, window in enumerate(windows) if window not in latest]:
         raise CheckpointError(

@@ -39,7 +39,7 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
         head_dim=hf.integer("linear_value_head_dim"),
         num_key_heads=hf.integer("linear_num_key_heads"),
         key_dim=hf.integer("linear_key_head_dim"),
-        conv_width=hf.integer("linear_conv_kernel_dim", least=2),
+        conv_width=hf.integer("linear_conv_kernel_dim", minimum=2),
         by_head=by_head,
         eps=hf.number("rms_norm_eps"),
         gate="sigmoid" if hf.choice("output_gate_type", "silu", "swish", "sigmoid") == "sigmoid" else "silu",
@@ -97,7 +97,7 @@ _LFM2_RENAMES = {
 def _lfm2_fields(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
     """Fields of LFM2: short convolutions in most layers, whose state is their last inputs; norms of heads."""
     conv = ShortConvConfig(
-        conv_width=hf.integer("conv_L_cache", least=2), size=hf.integer("hidden_size"), bias=hf.flag("conv_bias")
+        conv_width=hf.integer("conv_L_cache", minimum=2), size=hf.integer("hidden_size"), bias=hf.flag("conv_bias")
     )
     return {
         "recurrent": tuple(conv if kind == "conv" else None for kind in kinds),
@@ -135,7 +135,7 @@ def _lfm2_moe(hf: HfConfig) -> dict[str, Any]:
         correction_bias="expert_bias" if hf.flag("use_expert_bias", True) else None,
         routed_scaling_factor=hf.number("routed_scaling_factor"),
     )
-    num_dense = hf.integer("num_dense_layers", least=0)
+    num_dense = hf.integer("num_dense_layers", minimum=0)
     experts = tuple(None if layer < num_dense else moe for layer in range(len(kinds)))
     return dict(**_lfm2_fields(hf, kinds), moe=experts)
 
@@ -189,7 +189,7 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
         head_dim=hf.integer("linear_value_head_dim", 2 * key_dim),
         num_key_heads=key_heads,
         key_dim=key_dim,
-        conv_width=hf.integer("linear_conv_kernel_dim", least=2),
+        conv_width=hf.integer("linear_conv_kernel_dim", minimum=2),
         splits_qkv=True,
         splits_conv=True,
         beta_scale=2.0 if hf.flag("linear_allow_neg_eigval", True) else 1.0,

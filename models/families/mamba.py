@@ -82,7 +82,7 @@ def _mamba(hf: HfConfig, size: int, *, bias: bool, eps: float | None, **fields: 
         head_dim=head_dim,
         num_key_heads=_divisor(hf, "mamba_n_groups", heads),
         key_dim=hf.integer("mamba_d_state"),
-        conv_width=hf.integer("mamba_d_conv", least=2),
+        conv_width=hf.integer("mamba_d_conv", minimum=2),
         conv_bias=hf.flag("mamba_conv_bias", True),
         bias=bias,
         dt_limits=_dt_limits(hf),
@@ -119,7 +119,7 @@ def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
 
 
 def _has_experts(hf: HfConfig) -> bool:
-    return hf.integer("num_local_experts", 8, least=0) > 0
+    return hf.integer("num_local_experts", 8, minimum=0) > 0
 
 
 class _GraniteHybrid(Llama):
@@ -165,7 +165,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
         head_dim=hf.integer("mamba_head_dim"),
         num_key_heads=_divisor(hf, "n_groups", heads),
         key_dim=hf.integer("ssm_state_size"),
-        conv_width=hf.integer("conv_kernel", least=2),
+        conv_width=hf.integer("conv_kernel", minimum=2),
         conv_bias=hf.flag("use_conv_bias", True),
         bias=hf.flag("use_bias"),
         dt_limits=_dt_limits(hf),

@@ -42,7 +42,7 @@ _MIMO_RENAMES = {r"\.attention_sink_bias$": ".sinks"}
 def _dots1(hf: HfConfig) -> dict[str, Any]:
     """dots.llm1 (rednote, 2025): norms of heads, experts as in GLM-4.5; the last layers may have a window."""
     hf.value("use_sliding_window")  # published, and ignored
-    window, first = hf.optional_integer("sliding_window"), hf.integer("max_window_layers", least=0)
+    window, first = hf.optional_integer("sliding_window"), hf.integer("max_window_layers", minimum=0)
     return {
         "window": layer_windows(hf, window, lambda layer: window is not None and layer >= first),
         "qk_norm": "head",
@@ -79,7 +79,7 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
         "o_bias": False,
         "qk_norm": "head" if hf.flag("use_qk_norm") else None,
         "moe": after_dense(hf, sigmoid_experts(hf)),
-        "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, least=0),
+        "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, minimum=0),
     }
 
 
@@ -109,7 +109,7 @@ def _hy3(hf: HfConfig) -> dict[str, Any]:
         "qk_norm": "head",
         "mlp_bias": hf.flag("mlp_bias"),
         "moe": by_mlp_layer_types(hf, moe),
-        "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, least=0),
+        "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, minimum=0),
     }
 
 
@@ -161,7 +161,7 @@ def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
         hf.integer("num_attention_heads"),
         hf.integer("num_key_value_heads"),
     )
-    head_dim, v_head_dim = read_head_dim(hf), hf.integer("v_head_dim", most=MAX_HEAD_DIM)
+    head_dim, v_head_dim = read_head_dim(hf), hf.integer("v_head_dim", maximum=MAX_HEAD_DIM)
     for key, size in (("num_attention_heads", num_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         hf.choice(f"swa_{key}", size)
     _check_sigmoid(hf)
@@ -230,7 +230,7 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
         rope=rope_config(hf, fraction=fraction, is_partial=True),
         qk_norm="width",
         moe=moe,
-        num_mtp_layers=hf.integer("num_mtp_modules", 0, least=0),
+        num_mtp_layers=hf.integer("num_mtp_modules", 0, minimum=0),
     )
 
 
@@ -270,7 +270,7 @@ def grouped_experts(hf: HfConfig, shared_size: int | None = None, **fields: Any)
 
 def after_dense(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
     """Return experts for all layers except the first `first_k_dense_replace`."""
-    num_dense = hf.integer("first_k_dense_replace", least=0)
+    num_dense = hf.integer("first_k_dense_replace", minimum=0)
     return tuple(None if layer < num_dense else moe for layer in range(count_layers(hf)))
 
 

@@ -125,7 +125,7 @@ def moe_config(
     groups, topk_groups = fields.get("num_expert_groups", 1), fields.get("topk_groups", 1)
     if num_experts % groups or topk_groups > groups:
         raise CheckpointError(f"{hf.source}: {topk_groups} of {groups} groups of {num_experts} experts")
-    top_k = hf.integer(top_k_key, most=num_experts // groups * topk_groups)
+    top_k = hf.integer(top_k_key, maximum=num_experts // groups * topk_groups)
     return MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=hf.integer(size_key), **fields)
 
 
@@ -135,7 +135,7 @@ def count_layers(hf: HfConfig) -> int:
     Raises:
         CheckpointError: it is missing, malformed or larger than in any model.
     """
-    return hf.integer("num_hidden_layers", most=_MAX_LAYERS)
+    return hf.integer("num_hidden_layers", maximum=_MAX_LAYERS)
 
 
 def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:
@@ -227,7 +227,7 @@ def read_head_dim(hf: HfConfig) -> int:
         CheckpointError, UnsupportedError: it is malformed, odd or not supported.
     """
     default = hf.integer("hidden_size") // hf.integer("num_attention_heads")
-    head_dim = hf.integer("head_dim", default, most=_MAX_HEAD_DIM)
+    head_dim = hf.integer("head_dim", default, maximum=_MAX_HEAD_DIM)
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"{hf.source}: head_dim {head_dim}, expected an even number: rotation takes pairs")
     if head_dim > MAX_HEAD_DIM:
@@ -242,7 +242,7 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "intermediate_size": lambda hf: hf.integer("intermediate_size"),
     "vocab_size": lambda hf: hf.integer("vocab_size"),
     "model_type": lambda hf: hf.text("model_type"),
-    "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
+    "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", maximum=_MAX_POSITIONS),
     "activation": lambda hf: ACTIVATIONS[hf.choice("hidden_act", *ACTIVATIONS)],
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,

@@ -57,14 +57,14 @@ class HfConfig:
         config.defaults = self.defaults
         return config
 
-    def integer(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = _MAX_INTEGER) -> int:
-        """Return an integer in least..most."""
-        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    def integer(self, key: str, default: int = _REQUIRED, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+        """Return an integer in minimum..maximum."""
+        expected = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
         value = self._get(key, default, expected, int)
-        if not least <= value:
+        if value < minimum:
             raise self._wrong(key, value, expected)
-        if value > most:
-            raise self._wrong(key, value, f"at most {most}")
+        if value > maximum:
+            raise self._wrong(key, value, f"at most {maximum}")
         return int(value)
 
     def optional_integer(self, key: str) -> int | None:

@@ -51,15 +51,15 @@ def as_device(name: str, value: object) -> torch.device:
     return device
 
 
-def as_dtype(name: str, value: object, others: Mapping[str, torch.dtype] | None = None) -> torch.dtype | None:
-    """Return float32, float16, bfloat16 or one of `others`, given as torch.dtype or name; None for None and "auto".
+def as_dtype(name: str, value: object, more_dtypes: Mapping[str, torch.dtype] | None = None) -> torch.dtype | None:
+    """Return float32, float16, bfloat16 or one of `more_dtypes`, from a dtype or its name; None for None and "auto".
 
     Raises:
         InvalidInputError: it is something else.
     """
     if value is None or (isinstance(value, str) and value == "auto"):
         return None
-    known = {**DTYPES, **(others or {})}
+    known = {**DTYPES, **(more_dtypes or {})}
     named = known.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if not isinstance(named, torch.dtype) or named not in known.values():
         raise InvalidInputError(f"{name}: {shown(value)}, expected {', '.join(known)}, 'auto' or None")
@@ -185,7 +185,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "cache_folder": lambda name, value: None if value is None else as_folder(name, value),
     "cache_folder_bytes": lambda name, value: None if value is None else as_int(name, value),
     "enable_prefix_cache": as_bool,
-    "kv_cache_dtype": partial(as_dtype, others=KV_CACHE_DTYPES),
+    "kv_cache_dtype": partial(as_dtype, more_dtypes=KV_CACHE_DTYPES),
     "max_loras": _as_size,
     "max_lora_rank": _as_size,
     "cuda_graphs": as_graphs,

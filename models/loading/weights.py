@@ -82,14 +82,14 @@ WeightSlots = dict[str, Slot]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file's header, or a given one; dtype as safetensors names it. stamp: see `TensorFile`."""
+    """A tensor in a file's header, or of `source`; dtype as safetensors names it. stamp: see `TensorFile`."""
 
     name: str
     file: Path
     shape: list[int]
     dtype: str
     stamp: tuple[int, ...] = ()
-    given: GivenTensors | None = None
+    source: GivenTensors | None = None
 
     def opened(self) -> AbstractContextManager[Tensors]:
         """Return what the tensor is read from.
@@ -97,7 +97,9 @@ class StoredTensor:
         Raises:
             CheckpointError: as `open_tensors`.
         """
-        return nullcontext(self.given) if self.given is not None else open_tensors(self.file, self.stamp)
+        if self.source is not None:
+            return nullcontext(self.source)
+        return open_tensors(self.file, self.stamp)
 
 
 # Name -> tensor; by the name in the file or the family's name.
@@ -119,7 +121,7 @@ def read_headers(folder: Path | GivenTensors) -> StoredTensors:
     stored: StoredTensors = {}
     if isinstance(folder, GivenTensors):
         file, entries = Path(str(folder)), folder.tensors.items()
-        return {name: StoredTensor(name, file, shape, dtype, given=folder) for name, (dtype, shape) in entries}
+        return {name: StoredTensor(name, file, shape, dtype, source=folder) for name, (dtype, shape) in entries}
     for file, promised in _files(folder).items():
         header = read_header(file)
         if absent := sorted(promised - header.keys()):

@@ -311,7 +311,7 @@ def _group_size(hf: HfConfig) -> int:
         UnsupportedError: it is not a multiple of 32.
         CheckpointError: it is missing or malformed.
     """
-    size = hf.integer("group_size", least=-1)
+    size = hf.integer("group_size", minimum=-1)
     if size == 0:
         raise CheckpointError(f"{hf.source}: group_size = 0, expected -1 or a positive integer")
     if size > 0 and size % _GROUP_UNIT:

@@ -229,8 +229,8 @@ class PrefixCache:
         other_tables = self.index.other_tables
         if other_tables is None:
             return
-        for first, *others in rows[:num_matched].tolist():
-            for column, other in enumerate(others):
+        for first, *other_blocks in rows[:num_matched].tolist():
+            for column, other in enumerate(other_blocks):
                 if other and not other_tables.rows[first, column]:
                     other_tables.add(other, first, column)
 

@@ -173,18 +173,18 @@ class PrefixIndex:
 
     def withdrawn_with(self, blocks: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return what `forget` would withdraw: block of the first table, index of the table, and block, for each."""
-        others = self.other_tables
-        if others is None:
+        other_tables = self.other_tables
+        if other_tables is None:
             return [(block, 0, block) for block in blocks]
         withdrawn: dict[int, tuple[int, int]] = {}
         for block in blocks:
             first, column = block, 0
-            if block in others.locations:
-                first, column = others.locations[block]
+            if block in other_tables.locations:
+                first, column = other_tables.locations[block]
                 column += 1
-            if not column or others.are_needed[column - 1]:
+            if not column or other_tables.are_needed[column - 1]:
                 withdrawn[first] = first, 0
-                for index, other in enumerate(others.rows[first].tolist()):
+                for index, other in enumerate(other_tables.rows[first].tolist()):
                     if other:
                         withdrawn[other] = first, index + 1
             else:
@@ -252,7 +252,7 @@ class PrefixIndex:
         return blocks, TokenChain(token_ids[: length * self._block_size], hashes, serials)
 
     def publish(
-        self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable, others: Sequence[Sequence[int]] = ()
+        self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable, other_rows: Sequence[Sequence[int]] = ()
     ) -> list[tuple[int, Hash]]:
         """Publish `blocks`, which follow the published chain and hold its next ids.
 
@@ -260,7 +260,7 @@ class PrefixIndex:
         content has the same hash, it stays and the chain ends, because later blocks could not be found. It is replaced
         only if it cannot be found itself, because its parent is gone.
 
-        others: for each of `blocks` its blocks of further tables, 0 for none; a publication gets those that it lacks.
+        other_rows: for each of `blocks` its blocks of further tables, 0 for none. A publication gets those it lacks.
 
         Returns:
             The replaced blocks, and those of `blocks` that had been published with earlier content, with their hashes.
@@ -302,7 +302,7 @@ class PrefixIndex:
         chain.hashes += hashes[: len(serials)]
         chain.serials += serials
         if self.other_tables is not None:
-            for hash_, row in zip(chain.hashes[first:], others, strict=False):
+            for hash_, row in zip(chain.hashes[first:], other_rows, strict=False):
                 block = self._block_of[hash_]
                 for column, other in enumerate(row):
                     if other and not self.other_tables.rows[block, column]:

@@ -143,10 +143,10 @@ class Arguments(dict[str, Any]):
         """Return (left, right) as given, None for no limit."""
         window = self.get("window_size", (None, None))
         try:
-            left, right = window
+            window_left, window_right = window
         except Exception as error:
             raise InvalidInputError(f"window_size: {shown(window)}, expected two integers, (left, right)") from error
-        edges = [None if edge is None else as_int("window_size", edge, None) for edge in (left, right)]
+        edges = [None if edge is None else as_int("window_size", edge, None) for edge in (window_left, window_right)]
         return edges[0], edges[1]
 
 
@@ -155,8 +155,8 @@ def takes(needed: str, options: Callable[..., None]) -> Callable[[Callable[[dict
     first = needed.split()
     leading = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
     defaults = {name: parameter.default for name, parameter in signature(options).parameters.items()}
-    others = Parameter("others", Parameter.VAR_KEYWORD)
-    table, order = Signature([*leading, *signature(options).parameters.values(), others]), (*first, *defaults)
+    keywords = Parameter("others", Parameter.VAR_KEYWORD)
+    table, order = Signature([*leading, *signature(options).parameters.values(), keywords]), (*first, *defaults)
 
     def decorate(function: Callable[[dict[str, Any]], R]) -> Callable[..., R]:
         @wraps(function)

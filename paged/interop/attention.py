@@ -135,33 +135,49 @@ def _edges(args: Arguments, has_negative: bool) -> tuple[int | None, int | None]
     Raises:
         UnsupportedError: an edge is negative beside what depends on positions themselves.
     """
-    left, right = args.window()
+    window_left, window_right = args.window()
     if not has_negative:
-        return None if left is None or left < 0 else left, None if right is None or right < 0 else right
+        if window_left is not None and window_left < 0:
+            window_left = None
+        if window_right is not None and window_right < 0:
+            window_right = None
+        return window_left, window_right
     if args.flag("causal"):
-        right = 0
-    if left is not None and right is not None and left + right < 0:
+        window_right = 0
+    if window_left is not None and window_right is not None and window_left + window_right < 0:
         return None, None
-    if min(left or 0, right or 0) < 0 and ("alibi_slopes" in args or args.integer("attention_chunk_size")):
-        raise UnsupportedError(f"window_size: {(left, right)}, none below 0 beside alibi_slopes or attention_chunk")
-    return left, right
+    is_negative = min(window_left or 0, window_right or 0) < 0
+    if is_negative and ("alibi_slopes" in args or args.integer("attention_chunk_size")):
+        edges = window_left, window_right
+        raise UnsupportedError(f"window_size: {edges}, none below 0 beside alibi_slopes or attention_chunk")
+    return window_left, window_right
 
 
 def _without_negative_edges(
-    batch: Batch, used: torch.Tensor | None, left: int | None, right: int | None
+    batch: Batch, used: torch.Tensor | None, window_left: int | None, window_right: int | None
 ) -> tuple[Batch, torch.Tensor | None, tuple[int, int]]:
     """Move queries so that no edge of their window is negative; return the window, -1 for no limit.
 
     Queries stand at the end of the keys. If they see keys up to n before their own position, they see as much with
     their own among n keys less. If they see keys from n behind it on, the last n see none, and the others move there.
     """
-    if right is not None and right < 0:
-        batch = batch._replace(seq_lens=(batch.seq_lens + max(right, -_FAR)).clamp_(min=0))
-        left, right = None if left is None else left + right, 0
-    if left is not None and left < 0:
-        used = ((batch.cu_seqlens_q.diff() if used is None else used) + max(left, -_FAR)).clamp_(min=0)
-        left, right = 0, None if right is None else right + left
-    return batch, used, (-1 if left is None else left, -1 if right is None else right)
+    if window_right is not None and window_right < 0:
+        batch = batch._replace(seq_lens=(batch.seq_lens + max(window_right, -_FAR)).clamp_(min=0))
+        if window_left is not None:
+            window_left += window_right
+        window_right = 0
+    if window_left is not None and window_left < 0:
+        if used is None:
+            used = batch.cu_seqlens_q.diff()
+        used = (used + max(window_left, -_FAR)).clamp_(min=0)
+        if window_right is not None:
+            window_right += window_left
+        window_left = 0
+    if window_left is None:
+        window_left = -1
+    if window_right is None:
+        window_right = -1
+    return batch, used, (window_left, window_right)
 
 
 def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[Batch, Rows]:

@@ -188,7 +188,7 @@ def check_lengths(batch: Batch, num_new: torch.Tensor | int) -> None:
         check_within("seq_lens", batch.seq_lens, 0, room, f"{_few(room)}, for which there is room")
         ids, (num_blocks, block_size) = (batch.block_table, batch.cu_seqlens_q), batch.k_cache.shape[:2]
         sizes = len(batch.q), num_blocks, block_size, batch.max_seqlen_q
-        check_sequences_on_host(Sequences(*ids, batch.seq_lens + num_new, *sizes, left=1 << 30, keys_at_once=1))
+        check_sequences_on_host(Sequences(*ids, batch.seq_lens + num_new, *sizes, window_left=1 << 30, keys_at_once=1))
 
 
 def _few(values: torch.Tensor | int) -> str:

@@ -56,7 +56,7 @@ class PagedBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *others: Any, **named: Any
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *_args: Any, **_options: Any
     ) -> str | None:
         """Check that a 16-bit cache has the model's own dtype."""
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
@@ -84,7 +84,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
-        **others: Any,
+        **unknown: Any,
     ) -> None:
         """Take vLLM's arguments, in its order; sliding_window includes the query's own position.
 
@@ -96,7 +96,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             raise UnsupportedError(f"attn_type: {attn_type!r}, expected {AttentionType.DECODER.value!r}")
         if kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
             raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r}, known are {PLAIN_CACHES + E4M3_CACHES}")
-        for name in others:
+        for name in unknown:
             raise UnsupportedError(f"{name}: attention here does not take it")
         if self.dcp_world_size > 1 and (alibi_slopes is not None or sliding_window is not None):
             raise UnsupportedError("alibi_slopes, sliding_window: unknown positions in a cache distributed over ranks")

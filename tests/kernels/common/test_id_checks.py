@@ -109,10 +109,10 @@ def test_window_chunk_and_tiles_limit_what_is_read(device: torch.device) -> None
     """Blocks before a window or a chunk may hold anything, but for those that a tile of keys begins in."""
     table, cu, lens = _int32(99, 99, 1, 2).view(1, 4), _int32(0, 1), _int32(30)
     sound = Sequences(table.to(device), cu.to(device), lens.to(device), 1, 3, 8, 1, 13, 1)
-    assert _verdict(sound) == _verdict(sound._replace(left=1 << 30, chunk_size=10)) == ""
-    assert "block_table[0, 1]: 99" in _verdict(sound._replace(left=14))
+    assert _verdict(sound) == _verdict(sound._replace(window_left=1 << 30, chunk_size=10)) == ""
+    assert "block_table[0, 1]: 99" in _verdict(sound._replace(window_left=14))
     assert "block_table[0, 0]: 99" in _verdict(sound._replace(keys_at_once=128))
-    assert "block_table[0, 1]: 99" in _verdict(sound._replace(left=1 << 30, chunk_size=15))
+    assert "block_table[0, 1]: 99" in _verdict(sound._replace(window_left=1 << 30, chunk_size=15))
 
 
 def test_a_found_fault_is_raised_once_by_the_next_checked_call(device: torch.device) -> None:
