@@ -16,6 +16,7 @@ from paged.cache.recurrent_states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
 from paged.cache.tiers.files import FileRead
 from paged.cache.tiers.host import HostTier
+from paged.cache.tiers.states import HostState
 from paged.cache.token_chain import Hash, TokenChain, pack, to_int32
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
@@ -195,10 +196,10 @@ class PrefixCache:
         num_fresh = max(0, num_needed - count) * self._num_whole
         if len(places) + num_revived + num_fresh > self.pool.num_free:
             return False
-        slot = 0
+        loaded_state: tuple[int, HostState] | None = None
         if self.recurrent is not None and not (count <= num_matched and matched[count - 1] in self.recurrent.snapshots):
-            slot = self.recurrent.take_slot(hashes[count - 1])
-            if not slot:
+            loaded_state = self.recurrent.load(hashes[count - 1])
+            if loaded_state is None:
                 return False
         self.pool.share(held)
         sources = in_tier[missing].tolist()
@@ -208,8 +209,8 @@ class PrefixCache:
         self.tier.load(sources, targets)
         rows[missing] = targets
         self._publish_loaded(rows[:count], num_matched, chain, token_ids, namespace)
-        if slot and self.recurrent is not None:
-            self.recurrent.load(hashes[count - 1], slot, int(rows[count - 1, 0]))
+        if loaded_state is not None and self.recurrent is not None:
+            self.recurrent.keep_loaded(*loaded_state, int(rows[count - 1, 0]))
         self.pool.release(held + targets)
         return True
 

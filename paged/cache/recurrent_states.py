@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paged.cache.guard import Rollback
 from paged.cache.prefix_index import PrefixIndex
 from paged.cache.slot_reservation import StateStep
-from paged.cache.tiers.states import StateTier
+from paged.cache.tiers.states import HostState, StateTier
 from paged.errors import InvalidInputError, OutOfStateSlotsError, PagedError
 
 if TYPE_CHECKING:
@@ -402,26 +402,28 @@ class RecurrentStates:
                 ids = self._index.ids_of(block)
                 self.tier.store(hash_, ids, slot, position, self.slots.starts[slot], self.slots.ends[slot])
 
-    def take_slot(self, hash_: Hash) -> int:
-        """Return a slot for a state of the tier, with one reference; 0 if there is none, or the state is gone."""
+    def load(self, hash_: Hash) -> tuple[int, HostState] | None:
+        """Copy a state from the tier to a slot, which gets one reference, and return both.
+
+        Later evictions of this call may replace the state in the tier.
+
+        Returns:
+            None if there is no slot, or the state is gone.
+        """
         assert self.tier is not None
         if not self.num_free or hash_ not in self.tier.entries:
-            return 0
+            return None
         slot = self._take()
         if hash_ not in self.tier.entries:  # the snapshot that was in the slot has replaced it
             self.slots.release(slot)
-            return 0
-        return slot
+            return None
+        return slot, self.tier.load(hash_, slot)
 
-    def load(self, hash_: Hash, slot: int, block: int) -> None:
-        """Copy a state from the tier to a slot of `take_slot`, as the snapshot behind a block; without it, if the block
-        was not published.
-        """
-        assert self.tier is not None
+    def keep_loaded(self, slot: int, state: HostState, block: int) -> None:
+        """Keep what `load` has returned as the snapshot behind a block; drop it if the block was not published."""
         if block not in self._index.published:
             self.slots.release(slot)
             return
-        state = self.tier.load(hash_, slot)
         self.slots.place(slot, state.start, state.end)
         self._rollback.append((self.snapshots.pop, block))
         self.snapshots[block] = Snapshot(slot, state.position)

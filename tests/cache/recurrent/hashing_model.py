@@ -22,7 +22,13 @@ WIDTH = 4
 
 
 def make_manager(
-    num_slots: int = 12, *, block_size: int = 4, num_blocks: int = 60, window: int | None = None, **changes: Any
+    num_slots: int = 12,
+    *,
+    block_size: int = 4,
+    num_blocks: int = 60,
+    window: int | None = None,
+    host_cache_bytes: int = 0,
+    **changes: Any,
 ) -> PagedKvCacheManager:
     """A cache of one layer with attention and one with a state, in short rings; with a window, of one more layer."""
     spec = RecurrentSpec(
@@ -31,7 +37,17 @@ def make_manager(
     groups = [CacheGroup((0,)), *([] if window is None else [CacheGroup((2,), sliding_window=window)])]
     layers, blocks = 1 + len(groups), num_blocks * len(groups)
     config = PagedKvCacheConfig(
-        layers, 1, 8, block_size, blocks, 8, torch.float32, "cpu", groups=groups, recurrent=spec
+        layers,
+        1,
+        8,
+        block_size,
+        blocks,
+        8,
+        torch.float32,
+        "cpu",
+        groups=groups,
+        recurrent=spec,
+        host_cache_bytes=host_cache_bytes,
     )
     return PagedKvCacheManager(config)
 
