@@ -21,6 +21,9 @@ _LOG = logging.getLogger("paged")
 PATIENCE_S = 0.05
 # Prompt tokens that a forward runs in a second, until a step has been measured: those of an 8B model on a GPU.
 _FIRST_PREFILL_RATE = 8_000.0
+# Prompt tokens of a step from which on its rate counts. In a step of few tokens, what every step costs outweighs them:
+# behind a hit of nearly all tokens a rate came out so low that prompts waited 180 ms for a slow folder.
+_MEASURED_TOKENS = 256
 # Blocks that wait to be written; more are dropped.
 _MOST_WAITING = 256
 
@@ -108,8 +111,9 @@ class FileTier:
         self.digest = hashlib.sha256(self._layout.encode() + b"\0" + fingerprint).digest()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record how long a step with so many prompt tokens took."""
-        self.prefill_rate = max(self.prefill_rate or 0.0, num_tokens / seconds)
+        """Record how long a step with so many prompt tokens took; steps of few tokens do not count."""
+        if num_tokens >= _MEASURED_TOKENS:
+            self.prefill_rate = max(self.prefill_rate or 0.0, num_tokens / seconds)
 
     def read(self, positions: Sequence[Position]) -> FileRead:
         """Begin to read the longest run of positions that the folder has."""

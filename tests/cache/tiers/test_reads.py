@@ -30,7 +30,7 @@ class SlowStore(DictStore):
         return super().load(name)
 
 
-def start(store: SlowStore) -> Engine:
+def start(store: DictStore) -> Engine:
     sizes = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "vocab_size": 32, "max_sequence_length": 128}
     executor = make_executor(torch.device("cpu"), **sizes, host_cache_bytes=1 << 20)
     executor.kv_manager.attach_store(store)
@@ -93,3 +93,13 @@ def test_a_folder_that_does_not_answer(num_requests: int, store: SlowStore, monk
 def test_a_wait_is_as_long_as_the_forward_that_it_saves() -> None:
     assert files.longest_wait_s(0, 100.0) == files.PATIENCE_S
     assert files.longest_wait_s(500, 100.0) == 5.0 + files.PATIENCE_S
+
+
+def test_the_rate_of_a_forward_is_that_of_long_steps() -> None:
+    """A step of few tokens, as behind a hit, would make later prompts wait too long."""
+    tier = files_of(start(DictStore()))
+    rates = []
+    for num_tokens, seconds in ((1, 0.1), (1000, 0.1), (1000, 0.2), (2000, 0.1), (1, 1e-6)):
+        tier.observe_prefill(num_tokens, seconds)
+        rates.append(tier.prefill_rate)
+    assert rates == [None, 10_000.0, 10_000.0, 20_000.0, 20_000.0]
