@@ -12,7 +12,6 @@ from ..common.checks import check_device, check_is_tensor, check_tensor, check_w
 from ..common.compat import tl, triton
 from ..common.device import use_triton
 from ..common.errors import InvalidInputError, UnsupportedError
-from ..common.fp8 import as_kernel_argument
 from ..common.id_checks import Ids, check_all_ids
 from ..common.launch import launch, wait_for_inputs
 from ..common.operation import Arguments, Run, operation
@@ -21,6 +20,8 @@ from ..common.scalars import as_int, shown
 # 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
 # in a 16-bit type) takes 4 programs.
 BLOCK_WORDS = 1024
+# Integers by their bytes. PyTorch on a CPU copies 3 MB of bytes in 12.8 ms, and the same in 8-byte words in 1.9 ms.
+_WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -82,9 +83,9 @@ class BlockCopy:
         strides = [caches[0].stride(0) * first.element_size() for caches in (sources, targets)]
         addresses = [cache.data_ptr() for cache in (*sources, *targets)]
         self._alignment = math.gcd(16, block_bytes, *strides, *addresses)
-        word_bytes = min(self._alignment, 8)
-        self._words_per_block = block_bytes // word_bytes
-        self._strides = [stride // word_bytes for stride in strides]
+        self._word_bytes = min(self._alignment, 8)
+        self._words_per_block = block_bytes // self._word_bytes
+        self._strides = [stride // self._word_bytes for stride in strides]
         self._addresses = _send(torch.tensor(addresses), first.device)
 
     def __call__(self, block_pairs: torch.Tensor) -> None:
@@ -93,13 +94,13 @@ class BlockCopy:
         block_pairs: int64 [num_pairs, 2] on the caches' device, not checked. No destination is a source of the same
         cache or appears twice.
         """
+        if block_pairs.shape[0] == 0 or self._words_per_block == 0:
+            return
         if not use_triton(self._sources[0]):
             from_blocks, to_blocks = block_pairs.unbind(1)
             for source, target in zip(self._sources, self._targets, strict=True):
-                # Not every device has indexing of 8-bit floats.
-                as_kernel_argument(target)[to_blocks] = as_kernel_argument(source)[from_blocks]
-            return
-        if block_pairs.shape[0] == 0 or self._words_per_block == 0:
+                words = self._as_words(source).index_select(0, from_blocks)
+                self._as_words(target).index_copy_(0, to_blocks, words)
             return
         launch(
             _copy_blocks_kernel,
@@ -113,6 +114,10 @@ class BlockCopy:
             BLOCK_WORDS=BLOCK_WORDS,
             num_warps=4,
         )
+
+    def _as_words(self, cache: torch.Tensor) -> torch.Tensor:
+        """View a cache as integers [num_blocks, words_per_block]."""
+        return cache.unsqueeze(-1).flatten(1).view(_WORD_DTYPES[self._word_bytes])
 
 
 def _encode(arguments: Arguments) -> None:
