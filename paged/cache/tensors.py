@@ -167,8 +167,7 @@ class StateTensors:
     def __init__(
         self, spec: RecurrentSpec, cache_dtype: torch.dtype, device: torch.device, num_tier_bytes: int = 0
     ) -> None:
-        """num_tier_bytes: host memory for a tier's states, beside the slots for swapped sequences."""
-        """cache_dtype: of K and V."""
+        """cache_dtype: of K and V. num_tier_bytes: host memory for a tier's states, beside those swapped out."""
         is_wide = cache_dtype.is_floating_point and cache_dtype.itemsize > 1
         conv_dtype = spec.conv_dtype or (cache_dtype if is_wide else torch.float32)
         heads, keys = (spec.num_heads, spec.head_dim), (spec.num_key_heads, spec.key_dim)

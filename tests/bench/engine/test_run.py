@@ -11,9 +11,10 @@ import torch
 from paged import SamplingParams
 from paged.bench.benchmark import Setting, line
 from paged.bench.check import WrongResultError
-from paged.bench.engine import decode, long_prompt, models, quantized, throughput
+from paged.bench.engine import conversations, decode, long_prompt, models, quantized, throughput
 from paged.bench.engine import run as bench_engine
 from paged.bench.engine.beside import check_same_texts
+from paged.cache.tiers import files
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
 CPU = torch.device("cpu")
@@ -58,6 +59,20 @@ def test_a_kernel_loaded_late_is_said_beside_the_row(monkeypatch: pytest.MonkeyP
     row = long_prompt.long_prompt("x", "Llama-tiny", None, Setting(CPU, 2))
     assert (row["late_kernels"], len(built)) == ("_late_kernel", 1)
     assert "loaded while timed: _late_kernel" in line(row)
+
+
+def test_conversations_with_tiers_run_fewer_prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose texts are those without; and a folder that waits longer than it may misses its goal."""
+    monkeypatch.setattr(conversations, "_NUM_CONVERSATIONS", 40)
+    monkeypatch.setattr(conversations, "_NUM_TURNS", 2)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.5)
+    row = conversations.conversations("x", "Llama-tiny", Setting(CPU, 2))
+    detail, goals = row["detail"], {goal["text"]: goal["met"] for goal in row["goals"]}
+    assert 0 < detail["host_prompt_tokens_avoided"] == detail["folder_prompt_tokens_avoided"]
+    assert detail["restart_prompt_tokens_avoided"] > detail["folder_prompt_tokens_avoided"]
+    assert detail["restart_first_hits"] == conversations._NEW_TOKENS - 1
+    assert not goals["at most 50 ms later, slow folder"]
+    assert detail["dead_added_most_ms"] > 100
 
 
 def test_texts_must_agree() -> None:
