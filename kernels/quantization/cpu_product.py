@@ -47,8 +47,7 @@ class Cpu(NamedTuple):
 
     capability: the instructions that ATen uses, as PyTorch names them. multiplies_int8: whether the CPU has int8
     products (VNNI or AMX), and oneDNN's sums of them are exact. multiplies_bf16: whether it has products of bfloat16.
-    has_amx: whether it has AMX for int8. multiplies_codes: whether numba kernels multiply 4-bit codes (AVX-512 with
-    VNNI).
+    has_amx: whether it has AMX for int8. multiplies_codes: whether numba kernels multiply int8 and 4-bit codes (AVX2).
     """
 
     capability: str
@@ -107,8 +106,9 @@ def choose_product(form: str, group: tuple[int, int], rows: int, columns: int, r
     | int8 (oneDNN) | 523 | 508 | 928 | 4,573 |
     | int4, groups of 128 (ATen) | 256 | 559 | 4,346 | 40,371 |
     """
-    if form == "int8" and rounds_input and cpu.multiplies_int8:
-        return "int8"
+    if form == "int8" and rounds_input:
+        is_in_blocks = cpu.multiplies_codes and rows % _BLOCK == 0
+        return "int8" if cpu.multiplies_int8 or is_in_blocks else "unpacked"
     if _is_in_blocks(form, rows, columns, cpu):
         return form
     has_int4 = form == "int4" and cpu.capability in _INT4_BLOCKS and rows % _INT4_ROWS == 0
@@ -153,10 +153,12 @@ class CpuProduct:
     """x @ weight^T + bias, with a copy of the weights in the order of the product chosen for this CPU.
 
     `tensors` is what it holds. blocks: int8 codes as numba kernels read them; None if they are in another order.
-    is_in_blocks: whether 4-bit codes are in the order of numba kernels, which round activations to int8.
+    is_in_blocks: whether 4-bit codes are in the order of numba kernels, which round activations to int8. by_onednn:
+    whether oneDNN multiplies int8 codes.
     """
 
     blocks: torch.Tensor | None = None
+    by_onednn = False
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, cpu: Cpu | None = None) -> None:
         """dtype: that of activations and results."""
@@ -174,10 +176,14 @@ class CpuProduct:
             scale = weight.scale.float().expand(weight.out_features).contiguous()
             if weight.tensor_scale is not None:
                 scale = scale * weight.tensor_scale
-            packed = torch.ops.onednn.qlinear_prepack(weight.values, [_PREPACKED_ROWS, weight.in_features])
             start = weight.values.sum(1, dtype=torch.int32).mul_(-_ZERO)
+            self.by_onednn = cpu.multiplies_int8
+            if self.by_onednn:
+                packed = torch.ops.onednn.qlinear_prepack(weight.values, [_PREPACKED_ROWS, weight.in_features])
+                self.blocks = _blocks_of_onednn(packed, weight.values)
+            else:
+                packed = self.blocks = _int8_blocks(weight.values)
             self.tensors = packed, scale, torch.zeros_like(start), start
-            self.blocks = _int8_blocks(packed, weight.values)
         elif self.is_in_blocks:
             from ..common.packed.numba_ops.block_product import code_blocks
 
@@ -235,6 +241,8 @@ class CpuProduct:
         has_amx = this_cpu().has_amx
         if self.is_in_blocks:
             is_few = len(x) < _MANY_ROWS or not has_amx
+        elif not self.by_onednn:
+            is_few = self.blocks is not None and len(x) < _MANY_ROWS
         else:
             max_rows = _MOST_INT8_ROWS_BESIDE_AMX if has_amx else _MOST_INT8_ROWS
             is_few = self.blocks is not None and len(x) <= max_rows
@@ -248,7 +256,7 @@ class CpuProduct:
 
     def _rounded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Codes are exact in 16 bits; their scale is applied to the product."""
-        is_int8 = self.kind == "int8"
+        is_int8 = self.by_onednn
         loops: Any = None
         if x.stride(1) == 1 and (is_int8 or self.form == "e4m3"):
             loops = loops_of("common.packed.numba_ops.product", x, weights=[bias])
@@ -262,6 +270,8 @@ class CpuProduct:
                 codes = codes.to(x.dtype)
         if is_int8:
             product = self._int8(codes)
+        elif self.kind == "int8":
+            product = self._by_tiles(codes)
         else:
             product = linear(codes, self.tensors[0])
         if loops is not None:
@@ -281,21 +291,28 @@ class CpuProduct:
 
     def _by_tiles(self, x: torch.Tensor) -> torch.Tensor:
         """Unpack a tile of weights at a time and multiply plain ones."""
-        out = x.new_empty(len(x), self.rows)
+        out = torch.empty(len(x), self.rows, dtype=torch.float32 if self.kind == "int8" else x.dtype)
         wide = x.float()
-        if this_cpu().multiplies_bf16:
+        if this_cpu().multiplies_bf16 and self.kind != "int8":
             wide = x.bfloat16()
         step = max((1 << 20) // self.columns // 64, 1) * 64  # 4 MB in float32, which stay in the cache
         for start in range(0, self.rows, step):
             rows = slice(start, start + step)
             if self.is_in_blocks:
                 w = self._block_rows(rows)
+            elif self.kind == "int8":
+                packed = self.tensors[0]
+                width = len(packed) // self.rows
+                blocks = packed[start * width : (start + step) * width].view(-1, width // 4, _BLOCK, 4)
+                w = blocks.transpose(1, 2).reshape(-1, width)[:, : self.columns]
             else:
                 packed, scales = self.tensors
                 w = _int4_rows(packed[rows], self.columns).float().unflatten(1, (-1, self.group[1]))
                 scale, zero = scales[:, rows].float().permute(2, 1, 0).unsqueeze(-1)
                 w = w.sub_(8).mul_(scale).add_(zero).flatten(1)
             out[:, rows] = linear(wide, w.to(wide.dtype))
+        if self.kind == "int8":
+            out *= self.tensors[1]
         return out
 
     def _block_rows(self, rows: slice) -> torch.Tensor:
@@ -326,14 +343,17 @@ def _with_bias(out: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype)
     return out.to(dtype)
 
 
-def _int8_blocks(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | None:
-    """Return the memory of oneDNN's packed weights if it begins with blocks of 64 rows, in each four columns of every
-    row before the next four; None if this CPU has another order."""
-    rows, columns = codes.shape
-    if rows % _BLOCK or not hasattr(torch.ops.mkldnn, "data_ptr"):
+def _int8_blocks(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes in blocks of 64 rows, in each four columns of every row before the next four."""
+    padded = functional.pad(codes, (0, -codes.shape[1] % _BLOCK_COLUMNS))
+    return padded.view(-1, _BLOCK, padded.shape[1] // 4, 4).transpose(1, 2).flatten()
+
+
+def _blocks_of_onednn(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory of oneDNN's packed weights if it begins with `_int8_blocks`; None if it has another order."""
+    if len(codes) % _BLOCK or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return None
-    padded = functional.pad(codes, (0, -columns % _BLOCK_COLUMNS))
-    expected = padded.view(-1, _BLOCK, padded.shape[1] // 4, 4).transpose(1, 2).flatten()
+    expected = _int8_blocks(codes)
     if packed.nbytes < expected.nbytes:
         return None
     memory: Any = (ctypes.c_int8 * expected.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))

@@ -24,6 +24,8 @@ AVX2, DEFAULT = (Cpu(name, multiplies_int8=False, multiplies_bf16=False) for nam
         ("int8", (1, 0), 64, True, FULL, "int8"),
         ("int8", (1, 0), 64, False, FULL, "unpacked"),  # activations stay as they are
         ("int8", (1, 0), 64, True, AVX2, "unpacked"),
+        ("int8", (1, 0), 64, True, AVX2._replace(multiplies_codes=True), "int8"),
+        ("int8", (1, 0), 80, True, AVX2._replace(multiplies_codes=True), "unpacked"),
         ("int4", (1, 128), 64, False, AVX2, "int4"),
         ("int4", (1, 96), 64, False, FULL, "int4"),
         ("int4", (1, 128), 72, False, FULL, "unpacked"),  # rows are no multiple of 16
@@ -130,7 +132,7 @@ def test_numba_kernels_give_the_same_bits(
     name: str, outputs: int, num_rows: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ties, zeros, subnormal numbers, what is not finite, and what a given scale clamps."""
-    if outputs == 192 and not this_cpu().multiplies_int8:
+    if outputs == 192 and not (this_cpu().multiplies_int8 or this_cpu().multiplies_codes):
         pytest.skip("plain products of 192 outputs have numba kernels of their own")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(launch, "_WORK_OF_A_THREAD", 1)
@@ -160,6 +162,8 @@ def test_rows_that_numba_kernels_take(has_amx: bool, most: int, monkeypatch: pyt
     product = CpuProduct(Problem.make(torch.device("cpu"), "int8 channel", size=(64, 384)).weight, torch.float32)
     if product._loops(torch.zeros(1, 384)) is None:
         pytest.skip("no int8 products in vectors of 64")
+    if not product.by_onednn:
+        most = cpu_product._MANY_ROWS - 1
     assert product._loops(torch.zeros(most, 384)) is not None
     assert product._loops(torch.zeros(most + 1, 384)) is None
 

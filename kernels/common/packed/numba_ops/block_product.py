@@ -15,7 +15,7 @@ import torch
 from ...numba_ops import kernel as nb
 from ...numba_ops.launch import SCRATCH, LoopLaunch
 from ..packing import E2M1, E2M1_GROUPS
-from .block_tiles import BLOCK, code_tile, int8_tile
+from .block_tiles import BLOCK, HAS_TILES, code_tile, int8_tile
 from .product import exact, round_row_to_int8, scale_row, scales_of
 
 # Columns of int8 weights are stored as a multiple.
@@ -160,7 +160,7 @@ def _e2m1_product(arguments):
 
 _KERNELS = {"int8": _int8_product, "int4": _int4_product, "mxfp4": _e2m1_product, "nvfp4": _e2m1_product}
 # By format, if the CPU has the instructions for them.
-KERNELS = _KERNELS if nb.cpu_features().get("avx512vnni", False) else {}
+KERNELS = _KERNELS if HAS_TILES else {}
 
 
 def int8_product(

@@ -1,4 +1,8 @@
-"""Intrinsics that multiply a few rows with a block of 64 outputs of int8 or int4 weights."""
+"""Intrinsics that multiply a few rows with a block of 64 outputs of int8 or int4 weights.
+
+AVX-512's VNNI adds four products of bytes in one instruction. Without it, AVX2 adds the same numbers in three to five,
+so sums have the same bits: all are exact in int32.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from ...numba_ops.kernel import cpu_features
 from ...numba_ops.vectors import (
     LANES,
     VECTOR,
@@ -29,8 +34,11 @@ _QUAD = 4
 # Bytes by which weights are read ahead.
 _AHEAD = 2048
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
-_BYTES = ir.VectorType(_BYTE, 64)
+_BYTES, _SHORTS = ir.VectorType(_BYTE, 64), ir.VectorType(ir.IntType(16), 32)
 _ZERO = ir.Constant(VECTOR, [0.0] * LANES)
+_HAS_VNNI = cpu_features().get("avx512vnni", False)
+# Whether this CPU has the instructions for these tiles.
+HAS_TILES = _HAS_VNNI or cpu_features().get("avx2", False)
 
 
 def _at(builder: ir.IRBuilder, pointer: ir.Value, number: int) -> ir.Value:
@@ -48,6 +56,59 @@ def _vectors(builder: ir.IRBuilder, pointer: ir.Value, element: ir.Type, count: 
     """Load vectors of 16 elements that follow each other."""
     places = (at(builder, pointer, ir.Constant(_INT, i * LANES), element) for i in range(count))
     return [builder.load(place, align=element.width // 8 if element != _FLOAT else 4) for place in places]
+
+
+def _avx2(builder: ir.IRBuilder, name: str, result: ir.VectorType, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Call an instruction of AVX2 for both halves of vectors of 64 bytes."""
+
+    def half(vector: ir.Value, first: int) -> ir.Value:
+        count = vector.type.count // 2
+        lanes = ir.Constant(ir.VectorType(_INT, count), list(range(first * count, (first + 1) * count)))
+        return builder.shuffle_vector(vector, vector, lanes)
+
+    half_result = ir.VectorType(result.element, result.count // 2)
+    low, high = (call(builder, f"x86.avx2.{name}", half_result, half(a, i), half(b, i)) for i in range(2))
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_INT, result.count), list(range(result.count))))
+
+
+def _add_int8_products(builder: ir.IRBuilder, word: ir.Value, weights: Sequence[ir.Value], totals: Any) -> None:
+    """Add four unsigned bytes times four signed ones of each weight. AVX2 multiplies bytes in pairs whose sum would
+    exceed 16 bits, so even and odd ones are multiplied apart as 16 bits."""
+    if _HAS_VNNI:
+        factor = splat(builder, word, WORDS)
+        for weight, total in zip(weights, totals, strict=True):
+            args = builder.load(total), factor, weight
+            builder.store(call(builder, "x86.avx512.vpdpbusd.512", WORDS, *args), total)
+        return
+    eight, mask = ir.Constant(_INT, 8), ir.Constant(_INT, 0x00FF00FF)
+    parts = builder.and_(word, mask), builder.and_(builder.lshr(word, eight), mask)
+    even, odd = (builder.bitcast(splat(builder, part, WORDS), _SHORTS) for part in parts)
+    shift = ir.Constant(_SHORTS, [8] * 32)
+    for weight, total in zip(weights, totals, strict=True):
+        shorts = builder.bitcast(weight, _SHORTS)
+        of_even = builder.ashr(builder.shl(shorts, shift), shift)
+        value = builder.add(builder.load(total), _avx2(builder, "pmadd.wd", WORDS, of_even, even))
+        value = builder.add(value, _avx2(builder, "pmadd.wd", WORDS, builder.ashr(shorts, shift), odd))
+        builder.store(value, total)
+
+
+def _add_code_products(
+    builder: ir.IRBuilder, weights: Sequence[ir.Value], factors: Sequence[ir.Value], total: ir.Value
+) -> None:
+    """Add weights of 0 to 24 times signed bytes, each vector of weights with the factor beside it. Four such products
+    are at most 12,288, which 16 bits hold."""
+    value = builder.load(total)
+    if _HAS_VNNI:
+        for weight, factor in zip(weights, factors, strict=True):
+            value = call(builder, "x86.avx512.vpdpbusd.512", WORDS, value, weight, factor)
+    else:
+        shorts = ir.Constant(_SHORTS, [0] * 32)
+        for weight, factor in zip(weights, factors, strict=True):
+            operands = builder.bitcast(weight, _BYTES), builder.bitcast(factor, _BYTES)
+            shorts = builder.add(shorts, _avx2(builder, "pmadd.ub.sw", _SHORTS, *operands))
+        ones = ir.Constant(_SHORTS, [1] * 32)
+        value = builder.add(value, _avx2(builder, "pmadd.wd", WORDS, shorts, ones))
+    builder.store(value, total)
 
 
 def int8_tile(num_rows: int) -> Any:
@@ -70,10 +131,7 @@ def int8_tile(num_rows: int) -> Any:
             weights = _vectors(builder, builder.bitcast(source, _INT.as_pointer()), _INT)
             for row, row_totals in zip(rows, totals, strict=True):
                 word = builder.load(builder.bitcast(builder.gep(row, [i]), _INT.as_pointer()), align=1)
-                factor = splat(builder, word, WORDS)
-                for weight, total in zip(weights, row_totals, strict=True):
-                    args = builder.load(total), factor, weight
-                    builder.store(call(builder, "x86.avx512.vpdpbusd.512", WORDS, *args), total)
+                _add_int8_products(builder, word, weights, row_totals)
         scales = _vectors(builder, scale, _FLOAT)
         for number, row_totals in enumerate(totals):
             for i, (factor, total) in enumerate(zip(scales, row_totals, strict=True)):
@@ -109,7 +167,11 @@ def code_tile(num_rows: int, numbers: Sequence[int]) -> Any:
             nibbles = builder.and_(nibbles, mask)
             if is_plain:
                 return nibbles
-            looked_up = call(builder, "x86.avx512.pshuf.b.512", _BYTES, table, builder.bitcast(nibbles, _BYTES))
+            operands = table, builder.bitcast(nibbles, _BYTES)
+            if _HAS_VNNI:
+                looked_up = call(builder, "x86.avx512.pshuf.b.512", _BYTES, *operands)
+            else:
+                looked_up = _avx2(builder, "pshuf.b", _BYTES, *operands)
             return builder.bitcast(looked_up, WORDS)
 
         with steps(builder, builder.sdiv(width, step), 1) as number:
@@ -131,15 +193,18 @@ def code_tile(num_rows: int, numbers: Sequence[int]) -> Any:
                 for line in range(0, _QUAD * BLOCK, 64):
                     prefetch(builder, _at(builder, source, _AHEAD + line))
                 packed = _vectors(builder, builder.bitcast(source, _INT.as_pointer()), _INT)
-                for half in range(2):
-                    weights = [as_bytes(builder.lshr(words, four) if half else words) for words in packed]
-                    for row, totals in zip(rows, row_totals, strict=True):
+                row_factors = []
+                for row in rows:
+                    factors = []
+                    for half in range(2):
                         place = _at(builder, builder.gep(row, [column]), half * _QUAD)
                         word = builder.load(builder.bitcast(place, _INT.as_pointer()), align=1)
-                        factor = splat(builder, word, WORDS)
-                        for weight, total in zip(weights, totals, strict=True):
-                            args = builder.load(total), weight, factor
-                            builder.store(call(builder, "x86.avx512.vpdpbusd.512", WORDS, *args), total)
+                        factors.append(splat(builder, word, WORDS))
+                    row_factors.append(factors)
+                for index, words in enumerate(packed):
+                    weights = as_bytes(words), as_bytes(builder.lshr(words, four))
+                    for factors, totals in zip(row_factors, row_totals, strict=True):
+                        _add_code_products(builder, weights, factors, totals[index])
             of_group = builder.mul(builder.sdiv(begin, group), num_outputs)
             indices = [builder.add(of_group, ir.Constant(of_group.type, i * LANES)) for i in range(_VECTORS)]
             w_scales = [load_vector.emit(builder, scales, index) for index in indices]
