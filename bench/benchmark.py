@@ -66,7 +66,7 @@ RESUMABLE = ("json", "only", "cases", "repeats", "budget", "resume", "case-limit
 
 
 SHARED = (*RESUMABLE, "device", "small")
-_LEGEND = "sdpa 1.50x: the peer's time over ours; (warm): inputs may lie in the processor's cache"
+LEGEND = "sdpa 1.50x: the peer's time over ours; (warm): inputs may lie in the processor's cache"
 
 
 def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -172,7 +172,7 @@ class Benchmark:
         legends = [self.legend]
         if self.has_limits:
             limits = setting.limits
-            legends.append(_LEGEND)
+            legends.append(LEGEND)
         report = environment(self.name, setting.device, limits)
         write("\n".join([*_about(report), *filter(None, legends)]))
         report |= {"rows": [], "refused": {}, "not_run": list(all_cases)}

@@ -75,14 +75,17 @@ def error_shares(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | Non
     than the last.
 
     Raises:
-        WrongResultError: the shapes differ.
+        WrongResultError: the shapes differ, or the dtype has no budget.
     """
     if got.shape != want.shape:
         raise WrongResultError(f"shape {list(got.shape)}, expected {list(want.shape)}")
     want, result = want.detach().to(got.device, torch.float64), got.detach().double()
     budget = torch.zeros_like(want)
     if got.is_floating_point():
+        judged_as = dtype or got.dtype
+        if judged_as not in TOLERANCE:
+            raise WrongResultError(f"dtype {judged_as}, expected one of {', '.join(map(str, TOLERANCE))}")
         sizes = want.where(want.isfinite(), 0).abs()
-        budget = TOLERANCE[dtype or got.dtype] * (sizes + sizes.square().mean(-1, keepdim=True).sqrt())
+        budget = TOLERANCE[judged_as] * (sizes + sizes.square().mean(-1, keepdim=True).sqrt())
     is_same = (result == want) | (result.isnan() & want.isnan())
     return ((result - want).abs() / budget).nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(is_same, 0.0)

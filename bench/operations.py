@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 import paged
-from paged.bench.check import Result
+from paged.bench.check import Result, WrongResultError
 from paged.kernels.attention import reference as attention_reference
 from paged.kernels.cache import reference as cache_reference
 from paged.kernels.common.reference import f64
@@ -110,6 +110,14 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value
 
 
+def dtype_of(arguments: Arguments) -> torch.dtype:
+    """Return the dtype of the first floating-point argument, which that of the result follows."""
+    for value in arguments.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.dtype
+    return torch.float32
+
+
 def on_cpu(arguments: Arguments) -> Arguments:
     """Return the arguments with their tensors on the CPU."""
     moved: Arguments = map_tensors(torch.Tensor.cpu, arguments)
@@ -127,6 +135,8 @@ def _returned(*names: str) -> Callable[[Arguments, Any], Tensors]:
     def results(_: Arguments, returned: Any) -> Tensors:
         if isinstance(returned, torch.Tensor):
             returned = (returned,)
+        if not isinstance(returned, tuple | list):
+            raise WrongResultError(f"returned {type(returned).__name__}, expected tensors: {', '.join(names)}")
         return {name: tensor for name, tensor in zip(names, returned, strict=False) if tensor is not None}
 
     return results

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from paged.bench.check import WrongResultError
-from paged.bench.operations import DEFINITIONS, Arguments, Definition
+from paged.bench.check import TOLERANCE, WrongResultError
+from paged.bench.operations import DEFINITIONS, Arguments, Definition, dtype_of
 from paged.errors import InvalidInputError, PagedError
 
 # Arguments that say how to compute, which a candidate may do without.
@@ -29,7 +29,7 @@ class Candidate:
     """A function beside an operation's definition; `arguments` are those of the last call by name.
 
     Raises:
-        InvalidInputError: no function is there, or no operation has the name.
+        InvalidInputError: no function is there, it lacks an argument that every call has, or no operation has the name.
     """
 
     def __init__(self, operation: str, path: str) -> None:
@@ -40,20 +40,32 @@ class Candidate:
             sys.path.append("")
         try:
             function = getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
+            parameters = inspect.signature(function).parameters.values()
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"--candidate {path}: {error}, expected MODULE:FUNCTION") from error
         self.path, self.function = path, function
         self.arguments: Arguments = {}
-        parameters = inspect.signature(function).parameters.values()
-        self._takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        self._names = {parameter.name for parameter in parameters}
+        self._takes_all = False
+        self._names = set()
+        for parameter in parameters:
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self._takes_all = True
+            elif parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+                self._names.add(parameter.name)
+        for name, argument in self.definition.signature.parameters.items():
+            is_needed = argument.default is argument.empty and name not in _OPTIONAL
+            if is_needed and not self._takes_all and name not in self._names:
+                raise InvalidInputError(
+                    f"--candidate {path}: takes no {name} by name, expected arguments of {operation}"
+                    f"({', '.join(self.definition.signature.parameters)})"
+                )
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         """Call the function as the operation.
 
         Raises:
             NotTakenError: the call needs an argument that the function does not take.
-            WrongResultError: the result has another shape than `out`.
+            WrongResultError: the result has another shape than `out`, or a narrower dtype than the arguments.
         """
         self.arguments = self.definition.by_name(*positional, **named)
         taken = {}
@@ -63,6 +75,7 @@ class Candidate:
             elif name in needed(self.definition, self.arguments):
                 raise NotTakenError(f"{self.path} takes no {name}")
         result = self.function(**taken)
+        _check_dtype(result, dtype_of(self.arguments))
         out = self.arguments.get("out")
         if self.definition.name != "add_lora" and out is not None:
             result = _into(out, result)
@@ -91,7 +104,7 @@ def definition_of(operation: str) -> Definition:
 def is_of(operation: str, check_name: str) -> bool:
     """Return whether a check of this name is one of the operation."""
     suffix = check_name.removeprefix(operation)
-    return suffix != check_name and (not suffix or suffix[0] in ".:,")
+    return suffix != check_name and (not suffix or suffix[0] in ".:")
 
 
 def needed(definition: Definition, arguments: Arguments) -> list[str]:
@@ -106,6 +119,14 @@ def needed(definition: Definition, arguments: Arguments) -> list[str]:
         if name not in _OPTIONAL and (isinstance(value, torch.Tensor) or value != default):
             names.append(name)
     return names
+
+
+def _check_dtype(result: Any, expected: torch.dtype) -> None:
+    """Refuse a first result that is narrower than expected: it would be judged by the budget of its own dtype."""
+    if isinstance(result, tuple | list) and result:
+        result = result[0]
+    if isinstance(result, torch.Tensor) and TOLERANCE.get(result.dtype, 0) > TOLERANCE.get(expected, 1):
+        raise WrongResultError(f"dtype {result.dtype}, expected {expected}")
 
 
 def _into(out: torch.Tensor, result: Any) -> Any:

@@ -204,10 +204,13 @@ def _empty_states(device: torch.device, dtype: torch.dtype) -> Results:
     yield from _both("merge_attn_states", out_a, lse_a, out_b, lse_b)
 
 
-def _norms(device: torch.device, dtype: torch.dtype) -> Results:
-    """Sizes that fill no tile, and every activation."""
+def _odd_norm(device: torch.device, dtype: torch.dtype) -> Results:
     x, weight = torch.randn(3, 1025, device=device, dtype=dtype) * 30, torch.randn(1025, device=device, dtype=dtype)
     yield from _both("rms_norm", x, weight, 1e-5)
+
+
+def _odd_activations(device: torch.device, dtype: torch.dtype) -> Results:
+    """A size that fills no tile, and every activation."""
     gates = torch.randn(3, 2 * 1025, device=device, dtype=dtype) * 4
     for activation in _ACTIVATIONS:
         yield from _both("silu_and_mul", gates, activation=activation)
@@ -291,7 +294,8 @@ CHECKS = (
     Check("reshape_and_cache: skipped slots", _skipped_slots),
     Check("reshape_and_cache: int8", _int8_rows),
     Check("merge_attn_states: empty rows", _empty_states),
-    Check("rms_norm, silu_and_mul: odd sizes", _norms),
+    Check("rms_norm: odd size", _odd_norm),
+    Check("silu_and_mul: odd size, activations", _odd_activations),
     Check("add_lora: ragged ranks", _ragged_ranks),
     Check("oracle: a histogram of tokens", partial(_oracle, (4, 4))),
     Check("oracle: grouped heads", partial(_oracle, (4, 2))),

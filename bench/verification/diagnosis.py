@@ -124,12 +124,16 @@ def _mistakes(alone: Arguments) -> Iterator[tuple[str, Arguments]]:
 def _stale_blocks(arguments: Arguments, seq: int, head: int, query: int) -> Iterator[tuple[str, Arguments]]:
     """Yield the sequence with one block of its table replaced by another: of its table, 0, or a neighbour's number."""
     table = arguments["block_table"][seq].tolist()
-    block_size, pool = arguments["k_cache"].shape[1], arguments["k_cache"].shape[0]
+    cache: Any = arguments["k_cache"]
+    block_size, pool = cache.shape[1], cache.shape[0]
     num_blocks = -(-int(arguments["seq_lens"][seq]) // block_size)
     if num_blocks > _MAX_REPLACED or arguments.get("causal", True) is not True or arguments.get("mask") is not None:
         return
     for column in range(num_blocks):
         block = table[column]
+        place = f"block {block}, column {column} of block_table"
+        if block * cache.stride(0) >= _INT32:
+            place += f", whose offset, {block * cache.stride(0):,} elements, does not fit 32 bits"
         for other in sorted({0, block - 1, block + 1, *table[:num_blocks]} - {block}):
             if 0 <= other < pool:
                 changed = _alone(_with_block(arguments, seq, column, other), seq, head)
@@ -138,7 +142,7 @@ def _stale_blocks(arguments: Arguments, seq: int, head: int, query: int) -> Iter
                 changed["q"] = changed["q"][query : query + 1]
                 changed["seq_lens"] = changed["seq_lens"] - num_later
                 changed["cu_seqlens_q"] = torch.tensor([0, 1])
-                yield f"block {other} were read in place of block {block}, column {column} of block_table", changed
+                yield f"block {other} were read in place of {place}", changed
 
 
 def _with_block(arguments: Arguments, seq: int, column: int, block: int) -> Arguments:

@@ -23,12 +23,14 @@ from paged.recorder import RecordedCall, read_call
 class Replay:
     """One row: the call as it was recorded (backend ""), or made again by a backend.
 
-    definition, arguments: of the call, for a diagnosis.
+    by: who makes the call, for the row's name; by default the backend. definition, arguments: of the call, for a
+    diagnosis.
     """
 
     path: Path
     device: torch.device
     backend: str
+    by: str = ""
 
     def __post_init__(self) -> None:
         self.call = read_call(self.path, self.device)
@@ -38,16 +40,8 @@ class Replay:
     @property
     def name(self) -> str:
         if self.backend:
-            return f"{self.call.operation} by {self.backend}"
+            return f"{self.call.operation} by {self.by or self.backend}"
         return f"{self.call.operation} as recorded"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the first floating-point argument."""
-        for value in self.arguments.values():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return value.dtype
-        return torch.float32
 
     def results(self, *_: Any) -> Iterator[Result]:
         """Yield the results beside the reference's.

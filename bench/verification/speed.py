@@ -10,27 +10,40 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
 from paged.bench.attention.cases import AttentionCase, Layer, Step
-from paged.bench.attention.peers import PEERS
-from paged.bench.benchmark import DEVICE, Setting, line
+from paged.bench.attention.peers import PEERS as ATTENTION_PEERS
+from paged.bench.benchmark import DEVICE, LEGEND, Setting, line
 from paged.bench.check import Result
-from paged.bench.contest import OURS, Contest
+from paged.bench.contest import OURS, Contest, Peer
+from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer, MoeModel
+from paged.bench.moe.peers import PEERS as MOE_PEERS
 from paged.bench.operations import DEFINITIONS, Arguments
+from paged.bench.timing import Call
 from paged.bench.verification.candidate import Candidate, needed
 from paged.bench.verification.replay import Replay, about, backends
 
-_PLAIN = {"q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seq_lens"}
+# Arguments of calls without options.
+_ATTENTION = ["q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seq_lens"]
+_EXPERTS = ["hidden_states", "w1", "w2", "topk_weights", "topk_ids"]
+
+
+class Entrants(NamedTuple):
+    """Peers of an operation, the recorded call as their case, and what makes a peer's calls of it."""
+
+    peers: Sequence[Peer]
+    case: Any
+    make: Callable[[Peer], Sequence[Call]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line: the times of what models run here, and of each other as a ratio to it."""
+    """Print the times of what models run here, each other's as a ratio to it, and why a peer is absent."""
     parser = argparse.ArgumentParser(description="Time a recorded call beside peers.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--candidate", metavar="MODULE:FUNCTION", help="also time this function")
@@ -56,22 +69,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         add(OURS if name == names[0] else name, bound)
     if args.candidate:
         add(args.candidate, Candidate(definition.name, args.candidate))
-    step_and_layer = None
+    entrants = None
     if definition.name == "paged_attention":
-        step_and_layer = _step(arguments)
-    if step_and_layer is not None:
-        step, layer = step_and_layer
+        entrants = _attention(arguments)
+    elif definition.name == "fused_moe":
+        entrants = _experts(arguments)
+    if entrants is not None:
         entries.add_peers(
-            PEERS, step.case, lambda peer: peer.make(step, [layer]),
-            lambda out: Result(out.reshape(want["out"].shape), want["out"], *judgement).check(),
-        )  # fmt: skip
-    print("\n".join([about(replay.call), f"ours: {names[0]} on {device}", line(entries.row())]))
+            *entrants, lambda out: Result(out.reshape(want["out"].shape), want["out"], *judgement).check()
+        )
+    print("\n".join([about(replay.call), f"ours: {names[0]} on {device}; {LEGEND}", line(entries.row())]))
+    for name, reason in entries.absent.items():
+        print(f"without {name}: {reason}")
+    if entrants is None:
+        print("without peers: they take paged_attention and fused_moe without options; torch is PyTorch's operators")
     return 0
 
 
-def _step(arguments: Arguments) -> tuple[Step, Layer] | None:
-    """Return a call as peers take it; None if it has options, or sequences without a token."""
-    if set(needed(DEFINITIONS["paged_attention"], arguments)) != _PLAIN:
+def _attention(arguments: Arguments) -> Entrants | None:
+    """Return who takes a call of attention; None if it has options, or sequences without a token."""
+    if set(needed(DEFINITIONS["paged_attention"], arguments)) != set(_ATTENTION):
         return None
     q, k_cache, v_cache = (arguments[name] for name in ("q", "k_cache", "v_cache"))
     q_lens, seq_lens = arguments["cu_seqlens_q"].diff().tolist(), arguments["seq_lens"].tolist()
@@ -92,4 +109,19 @@ def _step(arguments: Arguments) -> tuple[Step, Layer] | None:
     case = AttentionCase(kind, "recorded", groups, heads, k_cache.shape[1], q.shape[2], v_head_dim)
     table, offsets, lengths = (arguments[name] for name in ("block_table", "cu_seqlens_q", "seq_lens"))
     step = Step(case, table, offsets, lengths, max(q_lens), max(seq_lens))
-    return step, Layer(q, k_cache, v_cache)
+    layer = Layer(q, k_cache, v_cache)
+    return Entrants(ATTENTION_PEERS, case, lambda peer: peer.make(step, [layer]))
+
+
+def _experts(arguments: Arguments) -> Entrants | None:
+    """Return who takes a call of experts; None if it has options, or ids that name no expert."""
+    if set(needed(DEFINITIONS["fused_moe"], arguments)) != set(_EXPERTS):
+        return None
+    hidden_states, w1, w2, topk_weights, topk_ids = (arguments[name] for name in _EXPERTS)
+    num_experts, hidden_size, intermediate_size = w2.shape
+    if bool(((topk_ids < 0) | (topk_ids >= num_experts)).any()):
+        return None
+    model = MoeModel("recorded", num_experts, topk_ids.shape[1], hidden_size, intermediate_size, num_experts)
+    case = MoeCase(model, len(hidden_states), "recorded")
+    layer, batch = MoeLayer(w1, w2), MoeBatch(hidden_states, topk_weights, topk_ids)
+    return Entrants(MOE_PEERS, case, lambda peer: [peer.make(case, layer, batch)])

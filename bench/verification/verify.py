@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -144,7 +145,10 @@ def run(args: argparse.Namespace) -> int:
         more = ""
         if not_checked:
             more = f" {not_checked} not checked,"
-        print(f"{num_checked - wrong} of {num_checked} right,{more} by {backend} {where}")
+        by = backend
+        if candidate is not None:
+            by = candidate.path
+        print(f"{num_checked - wrong} of {num_checked} right,{more} by {by} {where}")
     return int(wrong > 0 or num_checked == 0)
 
 
@@ -185,20 +189,21 @@ def _check_all(
 
 def _replay(args: argparse.Namespace, device: torch.device, candidate: Candidate | None) -> Iterator[Row]:
     """Yield rows of a recorded call: as recorded, then by the candidate, or by each backend or the chosen one."""
+    from paged.bench.operations import dtype_of
     from paged.bench.verification.replay import Replay, about, backends
 
     names = backends(device)
     if args.backend:
         names = [args.backend]
-    if candidate is not None:
-        names = names[:1]
     replays = [Replay(args.replay, device, name) for name in ("", *names)]
+    if candidate is not None:
+        replays = [replays[0], Replay(args.replay, device, names[0], candidate.path)]
     width = _print_head(args, [replay.name for replay in replays], about(replays[0].call))
     for replay in replays:
         installed = candidate
         if not replay.backend:
             installed = None
-        row = _row(replay, device, replay.dtype, installed, replay)
+        row = _row(replay, device, dtype_of(replay.arguments), installed, replay)
         if not args.json:
             _print(row, width)
         yield row
@@ -222,6 +227,7 @@ def _row(
     """explained: the call whose mistake is named; by default the candidate's last one."""
     import torch
 
+    from paged.bench.check import WrongResultError
     from paged.bench.verification.candidate import NotTakenError
 
     torch.manual_seed(0)
@@ -237,9 +243,14 @@ def _row(
                 row = _with_result(row, result, explained or candidate)
                 count += 1
     except NotTakenError as error:
-        return replace(row, worst=None, ok=True, error=f"not checked: {error}")
+        if row.first is None:
+            return replace(row, worst=None, ok=True, error=f"not checked: {error}")
+    except WrongResultError as error:
+        row = replace(row, worst=None, error=str(error))
     except Exception as error:  # the other operations still get their rows
-        row = replace(row, worst=None, error=f"{type(error).__name__}: {error}")
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        row = replace(row, worst=None, error=f"{type(error).__name__}: {error} ({where})")
     row = replace(row, seconds=time.perf_counter() - start)
     if row.worst is None:
         return row

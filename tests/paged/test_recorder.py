@@ -141,6 +141,24 @@ def test_a_call_is_timed_beside_peers(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "elements are wrong" in capsys.readouterr().err
 
 
+def test_experts_are_timed_beside_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of transformers; a call with an option has none, and says so."""
+    pytest.importorskip("transformers")
+    x, w1, w2 = torch.randn(3, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    topk_weights, topk_ids = torch.rand(3, 2), torch.tensor([[0, 2], [1, 0], [3, 1]], dtype=torch.int32)
+    with paged.record(tmp_path, ["fused_moe"]):
+        for activation in ("silu", "gelu"):
+            paged.fused_moe(x, w1, w2, topk_weights, topk_ids, activation=activation)
+    timed = {}
+    for number in ("000000", "000001"):
+        (path,) = tmp_path.glob(f"*-{number}.*")
+        assert cli.main(["bench", "--replay", str(path), "--repeats", "2"]) == 0
+        timed[number] = capsys.readouterr().out
+    assert "transformers_eager " in timed["000000"]
+    assert "without vllm: " in timed["000000"]
+    assert "without peers: " in timed["000001"]
+
+
 def test_the_environment_begins_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"PAGED_RECORD": str(tmp_path), "PAGED_RECORD_OPS": "rms_norm,silu_and_mul", "PAGED_RECORD_EVERY": "2"}
     for name, value in settings.items():
