@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -35,23 +35,47 @@ BATCHES = (1, 32)
 _CONTEXT = 32
 # Steps in a turn, of which the median counts: threads of the engine before it may still be busy during the first.
 _STEPS = 6
-# 6 layers of the sizes of a 0.4B model.
-_CONFIG = MODELS["Llama-100M"] | {
+# 6 layers of the sizes of a 0.4B model. Others are named by their parameters.
+_SIX_LAYERS = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 6,
 }
+# Those of Qwen2.5-0.5B and 1.5B, in a Llama, which llama.cpp's process writes as GGUF.
+_HALF = {
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "vocab_size": 151_936,
+}
+_ONE_AND_A_HALF = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "vocab_size": 151_936,
+}
+CONFIGS = {
+    "": MODELS["Llama-100M"] | _SIX_LAYERS,
+    "0.5B": MODELS["Llama-100M"] | _HALF,
+    "1.5B": MODELS["Llama-100M"] | _ONE_AND_A_HALF,
+}
+# Rows of the larger sizes: sequences, and formats.
+LARGE_BATCHES, LARGE_FORMATS = (1, 8, 32), ("plain", "int4 head", "int8 head")
 
 
 class _Models:
-    """The model in every format, written when it is first asked for, and the peer's processes."""
+    """A model in every format, written when it is first asked for, and the peer's processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name)
-        save_random(_CONFIG, torch.bfloat16, str(self._path / "plain"))
+        save_random(CONFIGS[size], torch.bfloat16, str(self._path / "plain"))
 
     @cache  # noqa: B019
     def ours(self, form: str) -> PagedCausalLM:
@@ -71,15 +95,33 @@ class _Models:
         return PeerProcess(PEER, PEER_PYTHON, llama_cpp_process.__file__, *arguments, log=log)
 
 
-_models = cache(_Models)
+# One size at a time, since all its formats stay in memory.
+_models = lru_cache(maxsize=1)(_Models)
 
 
-def decode_step(name: str, form: str, batch: int, setting: Setting) -> Json:
-    """Time a step of `batch` sequences. detail: bytes of the weights, MB."""
-    models = _models()
+def step_bytes(model: PagedCausalLM, batch: int) -> int:
+    """Return the bytes that a decode step of `batch` sequences must read: weights, and keys and values at the context's
+    end. An embedding counts if it is also the head."""
+    num_bytes = model.parameter_bytes()
+    network = model.network
+    if network.lm_head is not None:
+        num_bytes -= network.embed_tokens.nbytes
+    stats, block_size = model.kv_manager.stats(), model.kv_manager.config.block_size
+    return num_bytes + batch * _CONTEXT * stats.bytes_per_block // block_size
+
+
+def decode_step(name: str, form: str, batch: int, size: str, setting: Setting) -> Json:
+    """Time a step of `batch` sequences.
+
+    detail: MB of the weights, and of what a step must read; the rate at which it read them, as a share of the measured
+    rate of reads with the same threads, in percent.
+    """
+    models = _models(size)
+    model = models.ours(form)
     entries = Contest({"name": name}, setting)
-    entries.samples[OURS] = _sample(models.ours(form), batch)
-    detail = {"weights_mb": models.ours(form).parameter_bytes() / 1e6}
+    entries.samples[OURS] = _sample(model, batch)
+    read_bytes = step_bytes(model, batch)
+    detail = {"weights_mb": model.parameter_bytes() / 1e6, "read_mb": read_bytes / 1e6}
     if form != "plain":
         entries.samples["plain"] = _sample(models.ours("plain"), batch)
     peer_form = FORMATS[form]
@@ -89,7 +131,9 @@ def decode_step(name: str, form: str, batch: int, setting: Setting) -> Json:
         detail["peer_weights_mb"] = peer.about["bytes"] / 1e6
     for sample in entries.samples.values():
         sample()  # warms up
-    return entries.row() | {"detail": detail}
+    row = entries.row()
+    detail["percent_of_read"] = 100 * read_bytes / (row["median_us"] / 1e6) / setting.limits.read
+    return row | {"detail": detail}
 
 
 def _sample(model: PagedCausalLM, batch: int) -> Sample:

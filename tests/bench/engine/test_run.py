@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from paged import SamplingParams
+from paged.bench import benchmark
 from paged.bench.benchmark import Setting, line
 from paged.bench.check import WrongResultError
 from paged.bench.engine import conversations, decode, long_prompt, models, quantized, throughput
 from paged.bench.engine import run as bench_engine
 from paged.bench.engine.beside import check_same_texts
+from paged.bench.limits import Ceilings
 from paged.cache.tiers import files
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
@@ -142,16 +144,20 @@ def test_quantised_steps_take_turns_with_plain_ones_and_llama_cpp(
     """The peer's process is stood in for by a script whose steps take half a second."""
     (tmp_path / "peer.py").write_text(_LLAMA_CPP)
     small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
-    monkeypatch.setattr(quantized, "_CONFIG", quantized._CONFIG | small)
+    monkeypatch.setitem(quantized.CONFIGS, "", quantized.CONFIGS[""] | small)
     monkeypatch.setattr(quantized.llama_cpp_process, "__file__", str(tmp_path / "peer.py"))
     monkeypatch.setattr(quantized, "PEER_PYTHON", Path(sys.executable))
     quantized._models.cache_clear()
+    monkeypatch.setattr(benchmark, "ceilings", lambda *_: Ceilings(copy=1e9, read=2e9, matmul=1e12))
     (case,) = (case for case in bench_engine.CASES if case.name == "quantized.int4.1")
     for peer, names in ((None, {"plain"}), ("llama.cpp", {"plain", "llama.cpp Q4_0"})):
         row = case.measure(Setting(CPU, 2, peers=peer))
         assert row["peers"].keys() == names
     assert row["peers"]["llama.cpp Q4_0"]["median_us"] == pytest.approx(5e5)
     assert row["detail"]["peer_weights_mb"] == 5
-    plain = quantized._models().ours("plain").parameter_bytes() / 1e6
+    read_mb = row["detail"]["weights_mb"] + 32 * 2 * 128 * 2 / 1e6  # keys and values of 32 tokens, and the tied head
+    assert row["detail"]["read_mb"] == pytest.approx(read_mb)
+    assert row["detail"]["percent_of_read"] == pytest.approx(100 * read_mb / row["median_us"] / 2e9 * 1e12)
+    plain = quantized._models("").ours("plain").parameter_bytes() / 1e6
     assert 0 < row["detail"]["weights_mb"] < plain
     quantized._models.cache_clear()
