@@ -29,6 +29,9 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
 from paged.kernels.common.device import use_triton
+from paged.kernels.quantization import reference
+from paged.kernels.quantization.cpu_product import CpuProduct
+from paged.kernels.quantization.quantize import quantize
 
 Results = Iterator[Result]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
@@ -137,6 +140,23 @@ def _quantized_moe(layout: str, device: torch.device, dtype: torch.dtype) -> Res
     case = MoeCase(MoeModel("", 3, 2, 192, 96, 3), 5, "balanced", FORMATS[layout])
     layer = case.layer(device, torch.float32)
     yield from _both("fused_moe", *layer.arguments(case.batch(device, dtype)), **layer.options)
+
+
+def _cpu_product(form: str, _: torch.device, dtype: torch.dtype) -> Results:
+    """Packed weights in the order of this CPU's product. Integers up to 127 in every group of activations, and scales
+    in bfloat16, are rounded by no product."""
+    for num_rows, biased in ((1, False), (7, True)):
+        x = torch.randint(-126, 127, (num_rows, 384)).to(dtype)
+        x[:, ::16] = 127
+        weight = quantize(torch.randn(192, 384), form, group_size=128 if form == "int4" else -1)
+        if form == "int4":
+            weight = replace(weight, scale=weight.scale.bfloat16().float())
+        bias = None
+        if biased:
+            bias = torch.randn(192, dtype=dtype)
+        want = reference.quantized_linear(x, weight, bias=bias)
+        # ATen's product of int4 is in bfloat16.
+        yield Result(CpuProduct(weight, dtype)(x, bias), want, judged_as=torch.bfloat16)
 
 
 def _routing(device: torch.device, dtype: torch.dtype) -> Results:
@@ -279,6 +299,8 @@ def _listed() -> list[Check]:
         checks.append(Check(name, partial(_moe_options, activation), is_quick=activation == "swiglu_oai"))
     for layout in FORMATS:
         checks.append(Check(f"fused_moe: {layout}", partial(_quantized_moe, layout)))
+    for form in ("int8", "int4", "mxfp4", "nvfp4"):
+        checks.append(Check(f"product on a CPU: {form}", partial(_cpu_product, form)))
     return checks
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from paged.kernels.common.numba_ops import launch
 from paged.kernels.quantization import cpu_product, reference
 from paged.kernels.quantization.cpu_product import Cpu, CpuProduct, choose_product, this_cpu
 from tests.backends import needs_numba
+from tests.kernels.faulty import load_copy
 from tests.kernels.quantization.test_quantized_linear import FORMATS, Problem
 from tests.tolerance import assert_close, assert_within
 
@@ -61,20 +66,55 @@ def test_every_format(name: str, backend: str, dtype: torch.dtype, monkeypatch: 
         problem = Problem.make(
             torch.device("cpu"), name, num_rows=num_rows, size=size, dtype=dtype, biased=num_rows > 1
         )
-        x, weight, bias = problem.x, problem.weight, problem.bias
-        want = reference.quantized_linear(x, weight, bias=bias)
-        product = CpuProduct(weight, dtype)
-        got = product(x, bias)
-        assert got.dtype == dtype
-        assert got.shape == want.shape
+        product = CpuProduct(problem.weight, dtype)
         if dtype == torch.float32 and product.kind != "int4":
-            assert_close(got, want)
+            want = reference.quantized_linear(problem.x, problem.weight, bias=problem.bias)
+            assert_close(product(problem.x, problem.bias), want)
             continue
-        assert product.is_in_blocks == (_takes_blocks(weight) and backend == "numba")
-        # A weight, as a scale, an int4 zero point and an activation, is off by 2^-9 of itself.
-        size_of = x.double().abs() @ (reference.dequantize(weight).abs() + 8 * _step(weight)).T
-        assert_within(got, want, (size_of + want.abs()) * 2**-7)
-        assert_within((got - want).abs().mean(), 0.0, 2**-9 * size_of.mean())
+        assert product.is_in_blocks == (_takes_blocks(problem.weight) and backend == "numba")
+        _check_rounded(product, problem)
+
+
+def _check_rounded(product: CpuProduct, problem: Problem) -> None:
+    """A weight, as a scale, an int4 zero point and an activation, is off by 2^-9 of itself."""
+    x, weight = problem.x, problem.weight
+    want, got = reference.quantized_linear(x, weight, bias=problem.bias), product(x, problem.bias)
+    assert got.dtype == x.dtype
+    assert got.shape == want.shape
+    size_of = x.double().abs() @ (reference.dequantize(weight).abs() + 8 * _step(weight)).T
+    assert_within(got, want, (size_of + want.abs()) * 2**-7)
+    assert_within((got - want).abs().mean(), 0.0, 2**-9 * size_of.mean())
+
+
+@needs_numba
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "text", "replacement"),
+    [
+        ("int4 g128 zeros", "", ""),  # no fault
+        ("int4 g128 zeros", "zeros + output * 2", "zeros"),  # the first block's zero points
+        ("int4 g128 zeros", "= -offset * total", "= offset * total"),  # codes beside the wrong zero
+        ("nvfp4", "nb.floats(factor)[0] if factor", "np.float32(1) if factor"),
+        ("mxfp4", "_E2M1_OFFSET + int(", "_E2M1_OFFSET - int("),  # the sign is lost
+        ("int8 channel", "rows + (row + 1) * row_bytes - 4", "rows + row_bytes - 4"),  # the first row's scale
+        ("int8 channel", "sums, i * BLOCK", "sums, 0"),  # another row's sums
+    ],
+)
+def test_checks_see_a_fault_of_the_blocks(
+    name: str, text: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not this_cpu().multiplies_codes:
+        pytest.skip("no numba kernels of blocks")
+    block_product = import_module("paged.kernels.common.packed.numba_ops.block_product")
+    source = Path(block_product.__file__ or "").read_text()
+    assert text in source, "the kernels have changed: this fault no longer applies"
+    package, _, last = block_product.__name__.rpartition(".")
+    copy = load_copy(f"{package}.faulty_{last}", tmp_path, source.replace(text, replacement), monkeypatch)
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    monkeypatch.setattr(sys.modules[package], last, copy)
+    problem = Problem.make(torch.device("cpu"), name, num_rows=5, size=(128, 384), dtype=torch.bfloat16, biased=True)
+    with nullcontext() if not text else pytest.raises(AssertionError):
+        _check_rounded(CpuProduct(problem.weight, torch.bfloat16), problem)
 
 
 def _takes_blocks(weight: cpu_product.QuantizedWeight) -> bool:
