@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,7 @@ FORMATS = {
     "int8 head": "Q8_0",
     "fp8": "",
 }
-BATCHES = (1, 32)
+_BATCHES = (1, 32)
 _CONTEXT = 32
 # Steps in a turn, of which the median counts: threads of the engine before it may still be busy during the first.
 _STEPS = 6
@@ -66,7 +67,18 @@ CONFIGS = {
     "1.5B": MODELS["Llama-100M"] | _ONE_AND_A_HALF,
 }
 # Rows of the larger sizes: sequences, and formats.
-LARGE_BATCHES, LARGE_FORMATS = (1, 8, 32), ("plain", "int4 head", "int8 head")
+_LARGE_BATCHES, _LARGE_FORMATS = (1, 8, 32), ("plain", "int4 head", "int8 head")
+
+
+def rows() -> Iterator[tuple[str, str, int, str]]:
+    """Yield name, format, number of sequences and size of each row."""
+    for batch in _BATCHES:
+        for form in FORMATS:
+            yield f"quantized.{form}.{batch}", form, batch, ""
+    for size in ("0.5B", "1.5B"):
+        for batch in _LARGE_BATCHES:
+            for form in _LARGE_FORMATS:
+                yield f"quantized.{size}.{form}.{batch}", form, batch, size
 
 
 class _Models:

@@ -178,14 +178,8 @@ def _cases() -> list[Case]:
                 name = f"cpu.{model}.{str(dtype).removeprefix('torch.')}.{workload.name}"
                 cases.append(Case(name, partial(beside_vllm, name, model, dtype, workload, target), "cpu", PEER))
     cases.append(Case("conversations", partial(conversations, "conversations", "Llama-10M"), "cpu"))
-    for size in quantized.CONFIGS:
-        prefix, batches, formats = f"quantized.{size}.", quantized.LARGE_BATCHES, quantized.LARGE_FORMATS
-        if not size:
-            prefix, batches, formats = "quantized.", quantized.BATCHES, tuple(quantized.FORMATS)
-        for batch in batches:
-            for form in formats:
-                name = f"{prefix}{form}.{batch}"
-                cases.append(Case(name, partial(quantized.decode_step, name, form, batch, size), "cpu"))
+    for name, form, batch, size in quantized.rows():
+        cases.append(Case(name, partial(quantized.decode_step, name, form, batch, size), "cpu"))
     return cases
 
 
