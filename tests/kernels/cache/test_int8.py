@@ -10,7 +10,7 @@ import paged.kernels.cache.write
 import paged.kernels.common.cache_kinds
 from paged import qk_norm_rope_and_cache
 from tests.kernels.cache.test_qk_norm_rope_and_cache import make_inputs, rotated
-from tests.kernels.faulty import planted
+from tests.kernels.faulty import planted, turns_red
 from tests.kernels.refusals import assert_refuses
 from tests.tolerance import assert_within, dtypes
 
@@ -95,13 +95,8 @@ def test_rows_and_scales(layout: str, head_dim: int, dtype: torch.dtype, device:
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
-    failed = False
     with planted(MODULES, [], tmp_path, *MUTATIONS[fault]):
-        try:
-            _check("apart", 80, torch.float32, device)
-        except AssertionError:
-            failed = True
-    assert failed == (fault != "no fault")
+        assert turns_red(_check, "apart", 80, torch.float32, device) == (fault != "no fault")
 
 
 @pytest.mark.usefixtures("backend")
