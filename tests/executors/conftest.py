@@ -5,6 +5,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.models.checkpoints import llama_checkpoint as llama_checkpoint
+from tests.models.checkpoints import llama_folder as llama_folder
+
 # Without the extras `serve` and `vision` their modules cannot be imported.
 collect_ignore = [] if find_spec("uvicorn") else ["serving", "vision/test_commands.py"]
 collect_ignore += (

@@ -84,12 +84,6 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "FIXED_CHUNK", 16)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save_checkpoint(FAMILIES["llama"], folder := tmp_path_factory.mktemp("llama"))
-    return folder
-
-
 @pytest.fixture
 def numba_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGED_BACKEND", raising=False)
@@ -105,14 +99,16 @@ def numba_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(torch.bfloat16, 200, [16, 64, 4096], marks=pytest.mark.thorough),
     ],
 )
-def test_in_one_forward(llama: Path, numba_kernels: None, dtype: torch.dtype, count: int, budgets: list[int]) -> None:
-    assert check(llama, dtype, count, budgets, is_packed=True) or count < 200, "no preemption"
+def test_in_one_forward(
+    llama_folder: Path, numba_kernels: None, dtype: torch.dtype, count: int, budgets: list[int]
+) -> None:
+    assert check(llama_folder, dtype, count, budgets, is_packed=True) or count < 200, "no preemption"
 
 
 @pytest.mark.thorough
-def test_in_triton_kernels(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_triton_kernels(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "triton")
-    check(llama, torch.float32, 6, [16])
+    check(llama_folder, torch.float32, 6, [16])
 
 
 @pytest.mark.thorough
@@ -125,7 +121,7 @@ def test_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("is_packed", [pytest.param(True, marks=needs_numba), False])
 def test_a_product_that_depends_on_its_rows(
-    llama: Path, numba_kernels: None, is_packed: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, numba_kernels: None, is_packed: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As tiles chosen by the number of rows do, in the last bits."""
     multiply = linear._multiply
@@ -136,21 +132,23 @@ def test_a_product_that_depends_on_its_rows(
     monkeypatch.setattr(linear, "_HAS_INTEL_MKL", False)
     monkeypatch.setattr(linear, "_multiply", product)
     given = requests(4)
-    executor = LlmExecutor.from_pretrained(llama, dtype=torch.float32, block_size=8, num_blocks=100, progress=False)
+    executor = LlmExecutor.from_pretrained(
+        llama_folder, dtype=torch.float32, block_size=8, num_blocks=100, progress=False
+    )
     if is_packed:
         executor.model.pack()
     alone = [answers(executor, [one], batch_invariant=invariant)[0][0] for one in given]
     assert (answers(executor, given, batch_invariant=invariant)[0] == alone) == invariant
 
 
-def test_speculation_is_refused(llama: Path) -> None:
-    executor = LlmExecutor.from_pretrained(llama, block_size=8, num_blocks=10)
+def test_speculation_is_refused(llama_folder: Path) -> None:
+    executor = LlmExecutor.from_pretrained(llama_folder, block_size=8, num_blocks=10)
     with pytest.raises(UnsupportedError, match="batch_invariant is not supported with a proposer"):
         Engine(executor, EngineConfig(batch_invariant=True), proposer=PromptLookup(2))
 
 
-def test_scores_are_refused(llama: Path) -> None:
-    executor = LlmExecutor.from_pretrained(llama, block_size=8, num_blocks=10, progress=False)
+def test_scores_are_refused(llama_folder: Path) -> None:
+    executor = LlmExecutor.from_pretrained(llama_folder, block_size=8, num_blocks=10, progress=False)
     with pytest.raises(UnsupportedError, match="has no invariant rows"):
         Engine(executor).score([1], [2])
 

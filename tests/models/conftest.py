@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.families import FAMILIES, PACKABLE, save_checkpoint
+from tests.models.checkpoints import llama_checkpoint as llama_checkpoint
+from tests.models.checkpoints import llama_folder as llama_folder
+from tests.models.families import PACKABLE, save_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -16,17 +18,9 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PAGED_BACKEND", "torch")
 
 
-@pytest.fixture(scope="session")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with an untied head; tests that change it work on a copy."""
-    folder = tmp_path_factory.mktemp("llama")
-    save_checkpoint(FAMILIES["llama"], folder)
-    return folder
-
-
 @pytest.fixture
 def folder(llama_folder: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
+    """A copy of the Llama that a test may change."""
     return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
 
 

@@ -19,15 +19,8 @@ from paged import (
 )
 from tests.executors.engine_cases import TOKENIZER, check_empty, run_to_end, tokens_of
 from tests.executors.minimal_executor import MinimalExecutor
-from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.models.families import tokens
 from tests.tolerance import assert_within
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """transformers' model, and its folder."""
-    folder = tmp_path_factory.mktemp("llama")
-    return save_checkpoint(FAMILIES["llama"], folder), folder
 
 
 def theirs(model: Any, prompt: list[int], width: int, count: int, penalty: float, eos: list[int]) -> list[Any]:
@@ -65,9 +58,9 @@ def theirs(model: Any, prompt: list[int], width: int, count: int, penalty: float
     ],
 )
 def test_same_as_transformers(
-    checkpoint: tuple[Any, Path], width: int, count: int, penalty: float, eos: list[int]
+    llama_checkpoint: tuple[Any, Path], width: int, count: int, penalty: float, eos: list[int]
 ) -> None:
-    model, folder = checkpoint
+    model, folder = llama_checkpoint
     executor = LlmExecutor.from_pretrained(folder, num_blocks=64, block_size=4)
     engine = Engine(executor, EngineConfig(token_budget=9), eos_token_ids=eos)
     num_ended = 0
@@ -83,10 +76,10 @@ def test_same_as_transformers(
     assert bool(num_ended) == bool(eos)
 
 
-def test_beside_requests_and_with_texts(checkpoint: tuple[Any, Path]) -> None:
+def test_beside_requests_and_with_texts(llama_checkpoint: tuple[Any, Path]) -> None:
     """Where the cache is full it preempts; its texts lack the end token."""
     engine = Engine(
-        LlmExecutor.from_pretrained(checkpoint[1], num_blocks=20, block_size=4),
+        LlmExecutor.from_pretrained(llama_checkpoint[1], num_blocks=20, block_size=4),
         EngineConfig(admission_tokens=0, overlap=True),
         tokenizer=TOKENIZER,
         eos_token_ids=range(0, 40, 2),
@@ -117,9 +110,9 @@ def test_beside_requests_and_with_texts(checkpoint: tuple[Any, Path]) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["embed_tokens", "norm.weight", "lm_head.weight"])
-def test_weights_that_are_not_finite(checkpoint: tuple[Any, Path], name: str, value: float) -> None:
+def test_weights_that_are_not_finite(llama_checkpoint: tuple[Any, Path], name: str, value: float) -> None:
     """End with an error that says so, like ordinary requests; nothing is left behind."""
-    executor = LlmExecutor.from_pretrained(checkpoint[1], num_blocks=64, block_size=4)
+    executor = LlmExecutor.from_pretrained(llama_checkpoint[1], num_blocks=64, block_size=4)
     engine = Engine(executor, eos_token_ids=())
     executor.model.network.get_parameter(name).data.fill_(value)
     if math.isnan(value):
@@ -133,10 +126,10 @@ def test_weights_that_are_not_finite(checkpoint: tuple[Any, Path], name: str, va
 
 @pytest.mark.parametrize("num_good", [1, 3])
 def test_logits_of_one_beam_that_are_nan(
-    num_good: int, checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+    num_good: int, llama_checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN of some tokens only leaves them out; of all of them it is an error."""
-    executor = LlmExecutor.from_pretrained(checkpoint[1], num_blocks=64, block_size=4)
+    executor = LlmExecutor.from_pretrained(llama_checkpoint[1], num_blocks=64, block_size=4)
     engine, forward = Engine(executor, eos_token_ids=()), executor.unified_decode
     num_forwards = 0
 

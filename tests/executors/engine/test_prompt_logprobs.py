@@ -9,7 +9,7 @@ from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingPara
 from paged.executors.engine import core
 from tests.executors.engine_cases import check_empty, run_to_end, spy
 from tests.executors.minimal_executor import MinimalExecutor
-from tests.models.families import FAMILIES, VOCAB_SIZE, logits_of, save_checkpoint, tokens
+from tests.models.families import VOCAB_SIZE, logits_of, tokens
 from tests.tolerance import assert_logprobs
 
 PROMPTS = [tokens(count, seed=count) for count in (1, 5, 17, 30, 23, 30)]
@@ -20,13 +20,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "ahead": ({"overlap": True, "chunk_size": 7}, {}, 11),
     "graphs": ({}, {"cuda_graphs": (2, 6)}, 6),
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """transformers' model, and its folder."""
-    folder = tmp_path_factory.mktemp("llama")
-    return save_checkpoint(FAMILIES["llama"], folder), folder
 
 
 def check(output: RequestOutput, theirs: Any, count: int) -> None:
@@ -45,9 +38,9 @@ def check(output: RequestOutput, theirs: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_same_as_a_plain_forward(checkpoint: tuple[Any, Path], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_as_a_plain_forward(llama_checkpoint: tuple[Any, Path], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests without; a prompt that others have cached is computed again, and theirs is not."""
-    (theirs, folder), (config, options, most) = checkpoint, WAYS[way]
+    (theirs, folder), (config, options, most) = llama_checkpoint, WAYS[way]
     monkeypatch.setattr(core, "_PROMPT_LOGITS", most * VOCAB_SIZE)
     executor = LlmExecutor.from_pretrained(folder, **{"num_blocks": 256, "block_size": 4} | options)
     if "cuda_graphs" in options:
@@ -77,9 +70,9 @@ def test_same_as_a_plain_forward(checkpoint: tuple[Any, Path], way: str, monkeyp
     assert engine.metrics.failed_forwards == 0
 
 
-def test_only_the_own_token(checkpoint: tuple[Any, Path]) -> None:
+def test_only_the_own_token(llama_checkpoint: tuple[Any, Path]) -> None:
     """The first output that a stream yields has all of them."""
-    theirs, folder = checkpoint
+    theirs, folder = llama_checkpoint
     engine = Engine(LlmExecutor.from_pretrained(folder, num_blocks=64), eos_token_ids=())
     for output in engine.stream(PROMPTS[3], SamplingParams(max_tokens=2, prompt_logprobs=0, logprobs=1)):
         check(output, theirs, 0)

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig, InvalidInputError, LlmExecutor, SamplingParams
-from tests.models.families import FAMILIES, VOCAB_SIZE, save_checkpoint, tokens
+from tests.models.families import VOCAB_SIZE, tokens
 from tests.tolerance import assert_logprobs
 
 
-def test_temperature_and_top_k_are_in_them(tmp_path: Path) -> None:
-
-    save_checkpoint(FAMILIES["llama"], tmp_path)
-    executor = LlmExecutor.from_pretrained(tmp_path, block_size=8, num_blocks=16)
+def test_temperature_and_top_k_are_in_them(llama_folder: Path) -> None:
+    executor = LlmExecutor.from_pretrained(llama_folder, block_size=8, num_blocks=16)
     params = SamplingParams(temperature=0.7, top_k=5, seed=3, max_tokens=6, ignore_eos=True, logprobs=VOCAB_SIZE)
     modes: tuple[Any, ...] = ("raw", "processed")
     raw, processed = (

@@ -88,9 +88,8 @@ def test_same_as_a_plain_forward(checkpoint: tuple[Any, Path], way: str) -> None
     check_empty(engine)
 
 
-def test_refused_where_there_are_none(tmp_path: Path) -> None:
-    save_checkpoint(FAMILIES["llama"], tmp_path)
-    engine = Engine(LlmExecutor.from_pretrained(tmp_path, num_blocks=16))
+def test_refused_where_there_are_none(llama_folder: Path) -> None:
+    engine = Engine(LlmExecutor.from_pretrained(llama_folder, num_blocks=16))
     with pytest.raises(UnsupportedError, match="returns no routed experts"):
         engine.add_request([1, 2], SamplingParams(return_routed_experts=True))
     with pytest.raises(UnsupportedError, match="returns no hidden states"):

@@ -1,6 +1,7 @@
 """Images through transformers' processors and towers: the answers are those of transformers."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from paged.executors.vision.vision_model import VisionModel
 from tests.executors.engine_cases import run_to_end
 from tests.executors.vision.test_prompt_embeds import SIZES
 from tests.executors.vision.towers import IMAGE, Tower
-from tests.models.families import FAMILIES, save_checkpoint
 
 IMAGES = [
     Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8))
@@ -86,10 +86,9 @@ def test_what_an_image_cannot_be_is_refused_by_name(tower: MakeTower, monkeypatc
         vision.encode_chat(MESSAGES, IMAGES, longest=20)
 
 
-def test_models_without_images_are_refused(tower: MakeTower, tmp_path: Any) -> None:
-    save_checkpoint(FAMILIES["llama"], tmp_path)
+def test_models_without_images_are_refused(tower: MakeTower, llama_folder: Path) -> None:
     tokenizer = ChatTokenizer.from_folder(tower("qwen3_vl").folder)
     assert VisionModel.is_in(tower("qwen3_vl").folder)
-    assert not VisionModel.is_in(tmp_path)
+    assert not VisionModel.is_in(llama_folder)
     with pytest.raises(UnsupportedError, match="images for 'llama'"):
-        VisionModel.from_folder(tmp_path, tokenizer)
+        VisionModel.from_folder(llama_folder, tokenizer)
