@@ -126,10 +126,10 @@ def _float32_copy(config: ModuleConfig, module: Any) -> tuple[ModuleConfig, Any]
         copy = deepcopy(module).float()
     finally:
         module.set_submodule(config.layers, layers)
-    per_layer: dict[str, Any] = {
-        name: tuple(getattr(config, name)[index] for index in kept)
-        for name in ("attention", "places", "intermediate_size", "moe", "recurrent", "attends")
-    }
+    per_layer: dict[str, Any] = {}
+    for name in ("attention", "places", "intermediate_size", "moe", "recurrent", "attends"):
+        values = getattr(config, name)
+        per_layer[name] = tuple(values[index] for index in kept)
     return replace(config, plan=plan_of(copy), **per_layer), copy
 
 

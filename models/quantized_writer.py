@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -66,7 +67,8 @@ def quantize_checkpoint(
         raise UnsupportedError(f"{hf.source}: has a quantization_config, expected plain weights")
     columns = [tensor.shape[-1] for name, tensor in stored.items() if _LAYER.match(name) and len(tensor.shape) == 2]
     if group_size is None:
-        group_size = next((size for size in GROUPS if all(count % size == 0 for count in columns)), GROUPS[0])
+        common = math.gcd(*columns)
+        group_size = next((size for size in GROUPS if common % size == 0), GROUPS[0])
     config = _config(form, group_size)
     projections = _projections(HfConfig({**hf.values, "quantization_config": config}, hf.source), stored)
     if not projections:

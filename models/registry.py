@@ -387,8 +387,8 @@ def known_architectures() -> tuple[str, ...]:
 
 def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
     known_types = {family.model_type for family in ARCHITECTURES.values()}
-    name = next((name for name in (ALIASES.get(name, name) for name in names) if name in ARCHITECTURES), None)
-    if name is None:
+    known_names = [name for name in names if ALIASES.get(name, name) in ARCHITECTURES]
+    if not known_names:
         closest: dict[str, None] = {}
         for name in names:
             closest |= dict.fromkeys(get_close_matches(name, known_architectures()))
@@ -400,7 +400,8 @@ def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
         raise UnknownArchitectureError(
             f"{hf.source}: architectures {shown(names)} are unknown{origin}{_lacking(hf)}; {hint}"
         )
-    family, model_type = ARCHITECTURES[name], hf.text("model_type")
+    family = ARCHITECTURES[ALIASES.get(known_names[0], known_names[0])]
+    model_type = hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
     return family
@@ -415,12 +416,12 @@ def _lacking(hf: HfConfig) -> str:
     except PagedError as error:
         return f"; read as a Llama: {str(error).removeprefix(f'{hf.source}: ')}"
     kinds = {"unlike a Llama": keys, "unknown here": unknown_keys(hf)}
-    texts = [
-        f"; {kind}: " + ", ".join(f"{shown(key)[1:-1]} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS])
-        for kind, keys in kinds.items()
-        if keys
-    ]
-    return "".join(texts) or "; its keys are a Llama's: only the architecture's code differs"
+    text = ""
+    for kind, keys in kinds.items():
+        if keys:
+            values = [f"{shown(key)[1:-1]} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS]]
+            text += f"; {kind}: {', '.join(values)}"
+    return text or "; its keys are a Llama's: only the architecture's code differs"
 
 
 def _with_slots(recurrent: RecurrentSpec, load_options: LoadOptions, dtype: torch.dtype) -> RecurrentSpec:

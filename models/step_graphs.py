@@ -97,9 +97,9 @@ def graph_shapes(sizes: Sequence[int], *, is_adapted: bool) -> list[GraphShape]:
         if not coarse or 2 * size <= coarse[-1]:
             coarse.append(size)
     shapes = {GraphShape(1, size, is_adapted) for size in (coarse if is_adapted else sizes)}
-    shapes.update(
-        GraphShape(longest, size, is_adapted) for size in coarse for longest in (min(size, _VERIFIED_TOKENS), size)
-    )
+    for size in coarse:
+        shapes.add(GraphShape(min(size, _VERIFIED_TOKENS), size, is_adapted))
+        shapes.add(GraphShape(size, size, is_adapted))
     return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.longest_query), reverse=True)
 
 

@@ -181,10 +181,10 @@ class PromptEmbeds:
         if self.deepstack is not None:
             parts.append(self.deepstack.cpu().transpose(0, 1).flatten(1).view(torch.uint8).numpy())
         dtype = str(self.rows.dtype).encode()
-        digests = {
-            position: _digest(dtype, *(part[row].tobytes() for part in parts), self._rope_bytes(position))
-            for row, position in enumerate(self.positions)
-        }
+        digests = {}
+        for row, position in enumerate(self.positions):
+            contents = [part[row].tobytes() for part in parts]
+            digests[position] = _digest(dtype, *contents, self._rope_bytes(position))
         for begin, end in self.spans:  # K/V depend on the rows after them, too
             span_digest = _digest(b"span", *(digests[position] for position in range(begin, end)))
             for position in range(begin, end):

@@ -184,11 +184,9 @@ def run(args: argparse.Namespace) -> int:
     for (index, _), output in zip(pairs, outputs, strict=True):
         if output.error is not None:
             raise PagedError(f"prompt {index}: {output.error}")
-    answers = [
-        answer
-        for (index, name), output in zip(pairs, outputs, strict=True)
-        for answer in _answers_of(prompts[index], name, output)
-    ]
+    answers = []
+    for (index, name), output in zip(pairs, outputs, strict=True):
+        answers += _answers_of(prompts[index], name, output)
     summary = _summary_of(answers, engine, peak_blocks, seconds, len(prompts))
     if args.json:
         print_json({"answers": answers, "summary": summary})

@@ -149,7 +149,10 @@ class SpecialTokens:
         # Special tokens made of word characters: escape single letters if the template does not mind.
         contents = {self._contents[token_id] for _, _, token_id in spans}
         words = {content for content in contents if not any(map(_is_sign, content))}
-        for letters in [{char for word in words for char in word if not char.isspace()}, set[str]()][not words :]:
+        choices: list[set[str]] = [set()]
+        if words:
+            choices.insert(0, {char for char in "".join(words) if not char.isspace()})
+        for letters in choices:
             pattern = self._pattern(characters, literals, letters)
             escapes = CharacterEscapes(pattern, characters | _characters(text), literals if letters else ())
             if escapes.escape(values) == values:
@@ -190,20 +193,20 @@ class SpecialTokens:
         and `letters`. Texts that templates search for, such as `</think>`, are kept unless they could be part of a
         special token.
         """
-        signs = letters | {char for content in self._contents.values() for char in content if _is_sign(char)}
-        words = {
-            content.strip()
-            for content in self._contents.values()
-            if content.strip() and not any(_is_sign(char) for char in content)
-        }
+        contents = self._contents.values()
+        signs, words = set(letters), set[str]()
+        for content in contents:
+            signs_of_content = set(filter(_is_sign, content))
+            signs |= signs_of_content
+            if content.strip() and not signs_of_content:
+                words.add(content.strip())
         if self._normalizes and (normalizer := self._tokenizer.normalizer) is not None:
             # Characters that the tokenizer normalizes to one of these.
             signs |= {char for char in characters if signs & set(normalizer.normalize_str(char))}
-        spared = {
-            text
-            for text in (*self._others, *literals)
-            if text and not any(_touch(text, content) for content in self._contents.values())
-        }
+        spared = set()
+        for text in (*self._others, *literals):
+            if text and not any(_touch(text, content) for content in contents):
+                spared.add(text)
         kept = "|".join(re.escape(text) for text in sorted(spared, key=len, reverse=True)) or "(?!)"
         parts = [f"(?i:{re.escape(word)})" for word in sorted(words, key=len, reverse=True)]
         parts += [f"[{''.join(map(re.escape, sorted(signs)))}]"] if signs else []

@@ -113,10 +113,10 @@ def load_table(path: Path) -> dict[int, MoeTiles]:
         return {}
     table = json.loads(path.read_text())
     top_k = int(table["top_k"])
-    return {
-        int(num_tokens) * top_k: MoeTiles(*(MoeTile(**row[name]) for name in ("gate_up", "down")))
-        for num_tokens, row in table["tiles"].items()
-    }
+    tiles = {}
+    for num_tokens, row in table["tiles"].items():
+        tiles[int(num_tokens) * top_k] = MoeTiles(MoeTile(**row["gate_up"]), MoeTile(**row["down"]))
+    return tiles
 
 
 def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:

@@ -61,10 +61,13 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     values["max_position_embeddings"] = min(longest, _MAX_POSITIONS)
     norms = NormConfig(**_taken(values, NormConfig))
     layers = {name: _per_layer(value, num_layers) for name, value in _taken(values, AttentionConfig).items()}
-    attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
+    attention = []
+    for index in range(num_layers):
+        fields_of_layer = {name: values_of_layers[index] for name, values_of_layers in layers.items()}
+        attention.append(AttentionConfig(**fields_of_layer))
     for name in ("moe", "recurrent", "attends", "intermediate_size"):
         values[name] = _per_layer(values[name], num_layers)
-    config = DecoderConfig(attention=attention, norms=norms, **values)
+    config = DecoderConfig(attention=tuple(attention), norms=norms, **values)
     for layer in set(attention):
         _check_attention(layer, config.max_position_embeddings, hf)
     for index, source in enumerate(config.cache_layers):

@@ -115,10 +115,10 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
         if absent := {"A", "B"} - kinds:
             raise CheckpointError(f"{name}: no lora_{min(absent)} in {file}")
     with open_tensors(file, next(iter(stored.values())).stamp) as tensors:
-        pairs = {
-            name: [tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB"]
-            for name in kinds_of
-        }
+        pairs = {}
+        for name in kinds_of:
+            a, b = (tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB")
+            pairs[name] = a, b
     changes = {}
     for name, (a, b) in pairs.items():
         rank, alpha = rank_of(name), alpha_of(name)

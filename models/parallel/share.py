@@ -132,7 +132,9 @@ class Share:
         for name, shape in shapes.items():
             dim, sections = int(name.endswith(_SUMMED)), self.sections(config, f"{name}.weight")
             factor = shape[dim] // sum(section.stop - section.start for section in sections)
-            scaled = [Section(*(factor * bound for bound in section)) for section in sections]
+            scaled = []
+            for section in sections:
+                scaled.append(Section(factor * section.size, factor * section.start, factor * section.stop))
             parts[name] = dim, scaled
         return parts
 

@@ -43,11 +43,13 @@ def sample_pairs(rng: random.Random, num_tokens: int) -> list[list[str]]:
         if len(counts) <= min(len(KEYS), len(NOUNS)) and sum(counts) <= len(ADJECTIVES):
             break
     keys, nouns = rng.sample(KEYS, len(counts)), rng.sample(NOUNS, len(counts))
-    adjectives = iter(rng.sample(ADJECTIVES, sum(counts)))
-    return [
-        [key, *(next(adjectives) for _ in range(count)), noun, TERMINATOR]
-        for key, noun, count in zip(keys, nouns, counts, strict=True)
-    ]
+    adjectives = rng.sample(ADJECTIVES, sum(counts))
+    pairs = []
+    start = 0
+    for key, noun, count in zip(keys, nouns, counts, strict=True):
+        pairs.append([key, *adjectives[start : start + count], noun, TERMINATOR])
+        start += count
+    return pairs
 
 
 def sample_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:

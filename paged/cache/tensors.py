@@ -287,11 +287,10 @@ class KvCacheTensors:
         self._num_layers, self._tables = config.num_layers, config.tables
         self._stacks = [self._views(table) for table in config.tables]
         # A layer's table, keys and values, and scales if it has them.
-        self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {
-            layer: (index, tuple(caches))
-            for index, (table, stacks) in enumerate(zip(config.tables, self._stacks, strict=True))
-            for layer, *caches in zip(table.layers, *map(chain.from_iterable, stacks), strict=False)
-        }
+        self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {}
+        for index, (table, stacks) in enumerate(zip(config.tables, self._stacks, strict=True)):
+            for layer, *caches in zip(table.layers, *map(chain.from_iterable, stacks), strict=False):
+                self._caches[layer] = index, tuple(caches)
 
     def _views(self, table: CacheGroup) -> list[torch.Tensor]:
         """Return keys and values of a table's layers, [slots, layers per slot, num_blocks + 1, block_size,

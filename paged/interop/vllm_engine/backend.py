@@ -230,13 +230,15 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
         layers = [layer for layer in context.values() if isinstance(getattr(layer, "impl", None), PagedImpl)]
         flags = (False, True) if vllm_config.attention_config.use_non_causal else (False,)
         longest = vllm_config.scheduler_config.max_num_batched_tokens
-        return [
-            (layer, num_tokens, vllm_config.model_config.max_model_len, by_flag)
-            for layer in layers
-            if layer.kv_cache.numel() and layer.impl.dcp_world_size == 1  # can run on its own
-            for num_tokens in step_sizes((layer.num_heads // layer.num_kv_heads,), longest)
-            for by_flag in flags
-        ]
+        steps = []
+        for layer in layers:
+            runs_alone = layer.kv_cache.numel() and layer.impl.dcp_world_size == 1
+            if not runs_alone:
+                continue
+            for num_tokens in step_sizes((layer.num_heads // layer.num_kv_heads,), longest):
+                for by_flag in flags:
+                    steps.append((layer, num_tokens, vllm_config.model_config.max_model_len, by_flag))
+        return steps
 
     def compile(self, compile_key: LayerStep) -> None:
         self.compile_many([compile_key])
