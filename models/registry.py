@@ -201,9 +201,6 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
         cache_folder_bytes=load_options.cache_folder_bytes,
     )
     num_tables = len(kv_config.tables)
-    cuda_graphs = load_options.cuda_graphs
-    if isinstance(config, ModuleConfig) and load_options.device.type == "cuda":
-        cuda_graphs = False  # transformers' code may read values on the host, which no graph can hold
     state_bytes = 0
     if kv_config.recurrent is not None:
         recurrent = _with_slots(replace(kv_config.recurrent, conv_dtype=dtype), load_options, dtype)
@@ -221,7 +218,7 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
             PagedKvCacheManager(kv_config),
             max_loras=load_options.max_loras,
             max_lora_rank=load_options.max_lora_rank,
-            cuda_graphs=cuda_graphs,
+            cuda_graphs=load_options.cuda_graphs,
         )
         if load_options.quantization is not None:
             network.quantize(load_options.quantization, track)
@@ -284,13 +281,8 @@ def _load_module(
     """Load transformers' own module; refuse options that need a family."""
     from paged.models.module_loader import load_module_network
 
-    refused = {
-        "cuda_graphs": bool(load_options.cuda_graphs) and load_options.device.type == "cuda",
-        "draft": load_options.draft is not None,
-    }
-    for name, is_given in refused.items():
-        if is_given:
-            raise UnsupportedError(f"{folder}: {name} is not supported for transformers' own module")
+    if load_options.draft is not None:
+        raise UnsupportedError(f"{folder}: draft is not supported for transformers' own module")
     return load_module_network(
         config, folder, dtype=dtype, device=load_options.device, cache_config=cache_config, ranks=ranks
     )

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.errors import PagedError, UnsupportedError
 from paged.forward_step import ForwardStep
 from paged.kernels.common.device import use_triton, wants_loops
 from paged.kernels.common.numba_ops.recording import Recording
@@ -24,6 +25,7 @@ from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
+from paged.printable import one_line
 from paged.staging import FixedCopy, Staging, to_device
 
 Begin = Callable[[], Callable[[], None]]
@@ -314,7 +316,8 @@ def _cuda_recorder(device: torch.device) -> Record:
     """Return a function that captures CUDA graphs; all share one memory pool, because they run one after another.
 
     Record the largest function first, so that the others reuse its memory. The next graph overwrites everything that a
-    function returns or keeps: write results to tensors made outside.
+    function returns or keeps: write results to tensors made outside. Raises UnsupportedError if a step runs, but cannot
+    be captured, such as one of transformers' modules that reads values on the host.
     """
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
@@ -326,8 +329,17 @@ def _cuda_recorder(device: torch.device) -> Record:
             begin()()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of the process may use the device.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            begin()()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                begin()()
+        except (PagedError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            cause = error.__context__ or error  # the end of a failed capture raises, too
+            reason = one_line(str(cause), 300)
+            raise UnsupportedError(
+                f"cuda_graphs: a step cannot be captured: {reason}; cuda_graphs=False runs it"
+            ) from error
         current.wait_stream(stream)
         return graph.replay, ""
 

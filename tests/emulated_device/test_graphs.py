@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paged.batch import DrawToken, FullLogits, GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
+from paged.errors import UnsupportedError
 from paged.kernels.sampling.sample_tokens import sample_tokens
 from paged.models.loading.load_options import LoadOptions
 from paged.models.loading.weights import untracked
@@ -18,6 +19,7 @@ from paged.models.parallel.share import Share
 from paged.models.registry import _load, load_model
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
+from tests.models.generic.test_modules import ACCEPTED
 from tests.models.lora.folders import Adapter
 from tests.tolerance import assert_within
 
@@ -43,6 +45,9 @@ REPLAYED = (
     ),
     *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "phimoe", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "starcoder2"),
 )
+
+# Classes that modules of transformers run: RMS norms and experts of ours, `Conv1D` and LayerNorms of theirs.
+MODULES = ("mixtral", "gpt2")
 
 
 def prefill(model: PagedCausalLM, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -71,13 +76,10 @@ def one_layer(folder: Path) -> Any:
     return save_checkpoint(config, folder)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.thorough) for name in REPLAYED]
-)
-def test_replays(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = save_checkpoint(FAMILIES[family], tmp_path)
+def check_replay(folder: Path, theirs: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """A decode step of two sequences is one replay, and has the logits of transformers' model."""
     with EmulatedCuda(num_sms=2) as cuda:
-        ours = load_model(tmp_path, **SIZES, cuda_graphs=[2])
+        ours = load_model(folder, **SIZES, cuda_graphs=[2], **options)
         prefill(ours, monkeypatch)
         with replays_alone(ours, cuda, 1):
             logits = ours.decode_batch([(i, 5 + i, length) for i, length in enumerate(LENGTHS)])
@@ -85,6 +87,50 @@ def test_replays(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     case = Case(theirs, ours)
     for i, length in enumerate(LENGTHS):
         assert_same_logits(on_host[i], case.expected([*tokens(length, i), 5 + i])[-1])
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.thorough) for name in REPLAYED]
+)
+def test_replays(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_replay(tmp_path, save_checkpoint(FAMILIES[family], tmp_path), monkeypatch)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load transformers' modules without their check, which takes 20 seconds in Triton's interpreter."""
+    monkeypatch.setattr("paged.models.module_loader.check_module", lambda *_: None)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", MODULES)
+def test_transformers_modules_replay(
+    family: str, unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = save_checkpoint(FAMILIES[family] if family in FAMILIES else ACCEPTED[family], tmp_path)
+    check_replay(tmp_path, theirs, monkeypatch, model_impl="transformers")
+
+
+@pytest.mark.thorough
+def test_a_module_that_cannot_be_captured_is_refused(
+    unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward reads a value on the host; without that it is captured."""
+
+    def read_value(_module: Any, _inputs: Any, output: Any) -> None:
+        output.last_hidden_state.sum().item()
+
+    save_checkpoint(ACCEPTED["opt"], tmp_path)
+    with EmulatedCuda(num_sms=2) as cuda:
+        ours = load_model(tmp_path, **SIZES, cuda_graphs=[2])
+        hook = ours.network.decoder.register_forward_hook(read_value)
+        with pytest.raises(UnsupportedError, match=r"cuda_graphs: a step cannot be captured: CUDA error: .*; cuda_gr"):
+            ours.graphs.capture()
+        assert [hazard.kind for hazard in cuda.report.hazards] == ["wait in a capture"]
+        assert not ours.graphs.are_captured
+        hook.remove()
+        ours.graphs.capture()
+        assert ours.graphs.are_captured
 
 
 class _StandIn(Ranks):

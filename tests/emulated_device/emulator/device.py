@@ -192,6 +192,8 @@ class EmulatedCuda:
             _guarded_devices(),
             mock.patch.multiple(torch.cuda, **self._cuda_names()),
             mock.patch.object(torch._C, "_from_dlpack", _from_dlpack(torch._C._from_dlpack)),
+            # `Module.to` puts other tensors in the place of the parameters: their memory is no emulated tensor's.
+            mock.patch.object(torch.__future__, "_swap_module_params_on_conversion", True),
             mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"}),
             mock.patch.dict(vars(triton.knobs.runtime), {"interpret": True}),
             mock.patch.object(triton.runtime.driver, "_active", driver(self)),

@@ -59,6 +59,15 @@ class CudaTensor(torch.Tensor):
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"CudaTensor({self.inner!r}, device={self.device})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self))
+        if copy is None:
+            copy = self.detach().clone()
+            if isinstance(self, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, self.requires_grad)
+            memo[id(self)] = copy
+        return copy
+
     def record_stream(self, stream: Any) -> None:
         self.allocation.block.home = None
 
