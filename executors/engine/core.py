@@ -221,7 +221,9 @@ class EngineCore:
             ran = [completion for completions, _ in calls for completion in completions]
             num_rows = sum(len(completion.chunk) for completion in ran)
             prefill_tokens = sum(len(completion.chunk) for completion in ran if completion.state is State.PREFILL)
-        self.metrics.steps += num_rows > 0
+        if num_rows:
+            self.metrics.steps += 1
+            self.metrics.step_tokens.observe(num_rows)
         self.metrics.mixed_steps += 0 < prefill_tokens < num_rows
         self.metrics.prefill_tokens += prefill_tokens
         self.metrics.decode_tokens += num_rows - prefill_tokens

@@ -15,22 +15,29 @@ from paged.errors import UnsupportedError
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-# Seconds, from a step of a small model to a prompt that waited for long: each bound about 2.2 times the one before.
-_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+# Seconds, from a step of a small model to a prompt that waited for long; with the targets of vLLM's overview board.
+_BOUNDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.75),
+    *(1.0, 2.0, 2.5, 5.0, 10.0, 20.0, 50.0, 100.0),
+)
+TOKEN_BOUNDS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 
 
 @dataclass
 class Histogram:
-    """Seconds by upper bound; the last of `counts` is for values above all `bounds`."""
+    """Seconds or tokens by upper bound; the last of `counts` is for values above all `bounds`."""
 
     bounds: tuple[float, ...] = _BOUNDS
-    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
+    counts: list[int] = field(init=False)
     total: float = 0.0
 
-    def observe(self, seconds: float) -> None:
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
         """Count a value."""
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.total += seconds
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
     @property
     def count(self) -> int:
@@ -58,6 +65,7 @@ class EngineMetrics:
         time_to_first_token: of each request, from its arrival.
         time_per_output_token: mean of each request over all its completions, after their first token.
         step_time: time of whole steps.
+        step_tokens: tokens run in each step.
     """
 
     requests: int = 0
@@ -77,6 +85,7 @@ class EngineMetrics:
     time_to_first_token: Histogram = field(default_factory=Histogram)
     time_per_output_token: Histogram = field(default_factory=Histogram)
     step_time: Histogram = field(default_factory=Histogram)
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,9 @@ def _families(metrics: EngineMetrics, status: EngineStatus) -> Iterator[Metric]:
         text = name.replace("_", " ")
         if isinstance(value, Histogram):
             buckets = list(zip([*map(str, value.bounds), "+Inf"], accumulate(value.counts), strict=True))
-            yield HistogramMetricFamily(f"paged_{name}_seconds", f"{text} in seconds", buckets, value.total)
+            if name != "step_tokens":
+                name, text = f"{name}_seconds", f"{text} in seconds"
+            yield HistogramMetricFamily(f"paged_{name}", text, buckets, value.total)
         elif isinstance(value, Counter):
             counter = CounterMetricFamily(f"paged_{name}", f"requests {text}", labels=["kind"])
             labels = ("swap", "recompute") if name == "preempted" else ("stop", "length", "abort", "timeout", "error")

@@ -27,7 +27,7 @@ from paged.executors.serving import schemas
 from paged.executors.serving.chat import chat, read_again, template_variables
 from paged.executors.serving.completions import complete, embed
 from paged.executors.serving.errors import ApiError, as_api_error, reply
-from paged.executors.serving.gate import LOG, Gate
+from paged.executors.serving.gate import LOG, Gate, Record
 from paged.executors.serving.messages import answer_messages, count_tokens
 from paged.executors.serving.responses import respond_to_input
 from paged.executors.serving.service import Service, service_of
@@ -52,7 +52,11 @@ def make_app(service: Service) -> Gate:
         listed = {"requestBody": {"required": True, "content": content}}
         app.add_api_route(path, _endpoint(answer, bodies[answer]), methods=["POST"], openapi_extra=listed)
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(components)
-    return Gate(app, service.config, service.metrics.end)
+
+    def end(record: Record) -> None:
+        service.metrics.end(record, record.path if record.path in _ROUTES["POST"] else "none")
+
+    return Gate(app, service.config, end)
 
 
 def _endpoint(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -10,10 +11,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from paged.executors.engine.async_engine import AsyncEngine
-from paged.executors.engine.metrics import EngineStatus, Histogram
+from paged.executors.engine.metrics import TOKEN_BOUNDS, EngineStatus, Histogram
 from paged.executors.serving.gate import Record
 
-_TOKENS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 # Of `end`, in its order.
 _TIMES = (
     "e2e_request_latency request_queue_time request_inference_time request_prefill_time request_decode_time".split()
@@ -32,14 +32,21 @@ class ServerMetrics:
         self._engine, self._labels = engine, {"model_name": model_name, "engine": "0"}
         self.between_tokens = Histogram()
         self._requests = {f"{name}_seconds": Histogram() for name in _TIMES}
-        self._requests |= {name: Histogram(_TOKENS, [0] * (len(_TOKENS) + 1)) for name in _COUNTS}
-        self._prompt_tokens = 0
+        self._requests |= {name: Histogram(TOKEN_BOUNDS) for name in _COUNTS}
+        self._prompt_tokens: Counter[str] = Counter()  # by source
+        self._answers: Counter[tuple[str, str]] = Counter()  # by route and class of the status
+        self._answer_times: defaultdict[str, Histogram] = defaultdict(Histogram)  # by route
 
-    def end(self, record: Record) -> None:
-        """Count a request that has ended, if it has run."""
+    def end(self, record: Record, route: str) -> None:
+        """Count a request that has ended; route: its path if there is such a route, of which there are few."""
+        if record.method == "POST" and record.status:
+            self._answers[route, f"{record.status // 100}xx"] += 1
+            self._answer_times[route].observe(record.seconds)
         if record.queued_s is None:
             return
-        self._prompt_tokens += record.prompt_tokens
+        self._prompt_tokens["local_compute"] += record.prompt_tokens - record.cached_tokens
+        self._prompt_tokens["local_cache_hit"] += record.cached_tokens - record.loaded_tokens
+        self._prompt_tokens["external_kv_transfer"] += record.loaded_tokens
         total, queued = record.seconds, record.queued_s
         first = total if record.first_token_s is None else record.first_token_s
         times = total, queued, total - queued, first - queued, total - first
@@ -61,32 +68,57 @@ class ServerMetrics:
             "kv_cache_usage_perc": (status.used_blocks or 0) / (status.num_blocks or 1),
         }
         cache = None if manager is None else manager.stats()
+        num_prompt_tokens = self._prompt_tokens.total()
         totals = {
-            "prefix_cache_queries": self._prompt_tokens,
+            "prefix_cache_queries": num_prompt_tokens,
             "prefix_cache_hits": 0 if cache is None else cache.prefix_hit_tokens,
             "external_prefix_cache_queries": 0 if cache is None else cache.host_query_tokens,
             "external_prefix_cache_hits": 0 if cache is None else cache.host_hit_tokens,
             "num_preemptions": counts.preempted.total(),
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": num_prompt_tokens,
+            "prompt_tokens_cached": num_prompt_tokens - self._prompt_tokens["local_compute"],
             "generation_tokens": counts.generated_tokens,
         }
         histograms = self._requests | {
             "inter_token_latency_seconds": self.between_tokens,
             "time_to_first_token_seconds": counts.time_to_first_token,
             "request_time_per_output_token_seconds": counts.time_per_output_token,
+            "iteration_tokens_total": counts.step_tokens,
         }
-        names, labels = list(self._labels), list(self._labels.values())
+        labels, label_values = list(self._labels), list(self._labels.values())
         for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, totals)):
             for name, value in values.items():
-                family = kind(f"vllm:{name}", name, labels=names)
-                family.add_metric(labels, value)
+                family = kind(f"vllm:{name}", name, labels=labels)
+                family.add_metric(label_values, value)
                 yield family
-        ended = CounterMetricFamily("vllm:request_success", "requests", labels=[*names, "finished_reason"])
-        for reason, count in counts.finished.items():
-            ended.add_metric([*labels, reason], count)
-        yield ended
+        yield self._by(CounterMetricFamily, "prompt_tokens_by_source", "source", self._prompt_tokens)
+        yield self._by(CounterMetricFamily, "request_success", "finished_reason", counts.finished)
+        yield self._by(GaugeMetricFamily, "num_requests_waiting_by_reason", "reason", {"capacity": status.waiting})
+        # No route puts the engine to sleep.
+        yield self._by(GaugeMetricFamily, "engine_sleep_state", "sleep_state", {"awake": 1})
         for name, histogram in histograms.items():
-            of_buckets = HistogramMetricFamily(f"vllm:{name}", name, labels=names)
-            buckets = zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True)
-            of_buckets.add_metric(labels, list(buckets), histogram.total)
-            yield of_buckets
+            distribution = HistogramMetricFamily(f"vllm:{name}", name, labels=labels)
+            distribution.add_metric(label_values, _buckets(histogram), histogram.total)
+            yield distribution
+        # The names of prometheus-fastapi-instrumentator, which vLLM's boards ask for.
+        answers = CounterMetricFamily("http_requests", "answers", labels=["handler", "status", "method"])
+        for (route, status_class), total in self._answers.items():
+            answers.add_metric([route, status_class, "POST"], total)
+        yield answers
+        times = HistogramMetricFamily("http_request_duration_seconds", "time to answer", labels=["handler", "method"])
+        for route, histogram in self._answer_times.items():
+            times.add_metric([route, "POST"], _buckets(histogram), histogram.total)
+        yield times
+
+    def _by(
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, label: str, values: Mapping[str, float]
+    ) -> Metric:
+        """Return values by what one more label says."""
+        family = kind(f"vllm:{name}", name, labels=[*self._labels, label])
+        for label_value, value in values.items():
+            family.add_metric([*self._labels.values(), label_value], value)
+        return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    return list(zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True))

@@ -111,7 +111,8 @@ def test_metrics_count_what_was_done(chat_folder: Path) -> None:
     assert "paged_requests_total 3.0" in page
 
 
-# What the panels of vLLM's dashboard ask for (examples/observability/prometheus_grafana/grafana.json), and its type.
+# What the panels of vLLM's boards ask for, and its type: examples/observability/prometheus_grafana/grafana.json, and
+# the overview and the service status in examples/observability/dashboards/grafana.
 DASHBOARD = {
     "e2e_request_latency_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
@@ -122,12 +123,28 @@ DASHBOARD = {
     "request_queue_time_seconds": "histogram",
     "request_prefill_time_seconds": "histogram",
     "request_decode_time_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram",
+    "iteration_tokens_total": "histogram",
     "prompt_tokens": "counter",
+    "prompt_tokens_cached": "counter",
+    "prompt_tokens_by_source": "counter",
+    "prefix_cache_queries": "counter",
+    "prefix_cache_hits": "counter",
+    "external_prefix_cache_queries": "counter",
+    "external_prefix_cache_hits": "counter",
+    "num_preemptions": "counter",
     "generation_tokens": "counter",
     "request_success": "counter",
     "num_requests_running": "gauge",
     "num_requests_waiting": "gauge",
+    "num_requests_waiting_by_reason": "gauge",
     "kv_cache_usage_perc": "gauge",
+    "engine_sleep_state": "gauge",
+}
+# The overview's targets, each of them the bound of a bucket.
+TARGETS = {
+    "time_to_first_token_seconds": (0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+    "request_time_per_output_token_seconds": (0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
 }
 
 
@@ -136,6 +153,8 @@ def test_dashboard_of_vllm_finds_its_metrics(chat_folder: Path) -> None:
     with serving(chat_folder) as served:
         for given in ({}, {"n": 2, "max_tokens": 9, "ignore_eos": True}):
             assert ask(served, "/v1/completions", BODY | given)[0] == 200
+        for path in ("/v1/completions", "/v1/nothing"):
+            assert ask(served, path, {})[0] in (400, 404)
         ask(served, "/metrics")
         page = ask(served, "/metrics")[2]
     families = {one.name: one for one in text_string_to_metric_families(page)}
@@ -148,6 +167,18 @@ def test_dashboard_of_vllm_finds_its_metrics(chat_folder: Path) -> None:
             sample.name.removeprefix("vllm:"): sample.value for sample in family.samples if len(sample.labels) == 2
         }
     assert {one.labels["finished_reason"] for one in families["vllm:request_success"].samples} == {"stop", "length"}
+    by_source = {one.labels["source"]: one.value for one in families["vllm:prompt_tokens_by_source"].samples}
+    assert sum(by_source.values()) == values["prompt_tokens_total"] > by_source["local_cache_hit"]
+    assert by_source["local_cache_hit"] == values["prompt_tokens_cached_total"]
+    assert families["vllm:num_requests_waiting_by_reason"].samples[0].labels["reason"] == "capacity"
+    assert families["vllm:engine_sleep_state"].samples[0].labels["sleep_state"] == "awake"
+    for name, targets in TARGETS.items():
+        bounds = {sample.labels.get("le") for sample in families[f"vllm:{name}"].samples}
+        assert bounds >= set(map(str, targets))
+    answers = {(one.labels["handler"], one.labels["status"]): one.value for one in families["http_requests"].samples}
+    assert answers == {("/v1/completions", "2xx"): 2, ("/v1/completions", "4xx"): 1, ("none", "4xx"): 1}
+    times = {one.labels["handler"]: one for one in families["http_request_duration_seconds"].samples}
+    assert set(times) == {"/v1/completions", "none"}
     assert values["request_max_num_generation_tokens_sum"] == 3 + 9
     assert values["request_generation_tokens_sum"] == values["generation_tokens_total"] == 3 + 18
     # Steps that a slow reader takes together count once.
