@@ -97,7 +97,7 @@ def _check_rounded(product: CpuProduct, problem: Problem) -> None:
         ("nvfp4", "nb.floats(factor)[0] if factor", "np.float32(1) if factor"),
         ("mxfp4", "_E2M1_OFFSET + int(", "_E2M1_OFFSET - int("),  # the sign is lost
         ("int8 channel", "rows + (row + 1) * row_bytes - 4", "rows + row_bytes - 4"),  # the first row's scale
-        ("int8 channel", "sums, i * BLOCK", "sums, 0"),  # another row's sums
+        ("int8 channel", "nb.floats(sums), i * BLOCK", "nb.floats(sums), 0"),  # another row's sums
     ],
 )
 def test_checks_see_a_fault_of_the_blocks(
