@@ -166,6 +166,10 @@ class LlmExecutor(UnifiedExecutor):
         return self.model.weights_generation if isinstance(self.model, PagedCausalLM) else 0
 
     @property
+    def sleep_level(self) -> int:
+        return self.model.memory.level if isinstance(self.model, PagedCausalLM) else 0
+
+    @property
     def takes_device_ids(self) -> bool:
         return isinstance(self._lm, PagedCausalLM)
 

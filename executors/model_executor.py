@@ -46,6 +46,11 @@ class ModelExecutor(ABC):
         """A number that grows whenever the weights are replaced."""
         return 0
 
+    @property
+    def sleep_level(self) -> int:
+        """The level at which the model sleeps, see `LlmExecutor.sleep`; 0 if it is awake."""
+        return 0
+
     @abstractmethod
     def info(self) -> ModelInfo:
         """Return the model's identity and sizes."""

@@ -18,6 +18,8 @@ from paged.executors.serving.gate import Record
 _TIMES = (
     "e2e_request_latency request_queue_time request_inference_time request_prefill_time request_decode_time".split()
 )
+# By level.
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _COUNTS = "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens".split()
 
 
@@ -94,8 +96,9 @@ class ServerMetrics:
         yield self._by(CounterMetricFamily, "prompt_tokens_by_source", "source", self._prompt_tokens)
         yield self._by(CounterMetricFamily, "request_success", "finished_reason", counts.finished)
         yield self._by(GaugeMetricFamily, "num_requests_waiting_by_reason", "reason", {"capacity": status.waiting})
-        # No route puts the engine to sleep.
-        yield self._by(GaugeMetricFamily, "engine_sleep_state", "sleep_state", {"awake": 1})
+        sleep_states = dict.fromkeys(_SLEEP_STATES, 0)
+        sleep_states[_SLEEP_STATES[self._engine.engine.executor.sleep_level]] = 1
+        yield self._by(GaugeMetricFamily, "engine_sleep_state", "sleep_state", sleep_states)
         for name, histogram in histograms.items():
             distribution = HistogramMetricFamily(f"vllm:{name}", name, labels=labels)
             distribution.add_metric(label_values, _buckets(histogram), histogram.total)

@@ -157,6 +157,8 @@ def test_dashboard_of_vllm_finds_its_metrics(chat_folder: Path) -> None:
             assert ask(served, path, {})[0] in (400, 404)
         ask(served, "/metrics")
         page = ask(served, "/metrics")[2]
+        served.call(served.service.engine.sleep())
+        page_asleep = ask(served, "/metrics")[2]
     families = {one.name: one for one in text_string_to_metric_families(page)}
     values: dict[str, float] = {}
     for name, kind in DASHBOARD.items():
@@ -171,7 +173,8 @@ def test_dashboard_of_vllm_finds_its_metrics(chat_folder: Path) -> None:
     assert sum(by_source.values()) == values["prompt_tokens_total"] > by_source["local_cache_hit"]
     assert by_source["local_cache_hit"] == values["prompt_tokens_cached_total"]
     assert families["vllm:num_requests_waiting_by_reason"].samples[0].labels["reason"] == "capacity"
-    assert families["vllm:engine_sleep_state"].samples[0].labels["sleep_state"] == "awake"
+    for text, state in ((page, "awake"), (page_asleep, "weights_offloaded")):
+        assert re.findall(r'engine_sleep_state{.*sleep_state="(.*)"} 1.0', text) == [state]
     for name, targets in TARGETS.items():
         bounds = {sample.labels.get("le") for sample in families[f"vllm:{name}"].samples}
         assert bounds >= set(map(str, targets))
