@@ -19,11 +19,9 @@ _LOG = logging.getLogger("paged")
 
 # How much later a prompt's first token may come because of files.
 PATIENCE_S = 0.05
-# Prompt tokens that a forward runs in a second, until a step has been measured: those of an 8B model on a GPU.
-_FIRST_PREFILL_RATE = 8_000.0
-# Prompt tokens of a step from which on its rate counts. In a step of few tokens, what every step costs outweighs them:
-# behind a hit of nearly all tokens a rate came out so low that prompts waited 180 ms for a slow folder.
-_MEASURED_TOKENS = 256
+# Prompt tokens that a forward runs in a second, at least: those of an 8B model on a GPU. Where steps are slower, a wait
+# that trusts their rate is too long: behind hits they run few tokens each, and one of a busy machine tells little.
+_LEAST_PREFILL_RATE = 8_000.0
 # Blocks that wait to be written; more are dropped.
 _MOST_WAITING = 256
 
@@ -78,7 +76,7 @@ class FileTier:
     run one after the other. One that takes longer than `longest_wait_s` is given up with all that wait behind it. Until
     the folder has answered, further ones are given up at once.
 
-    prefill_rate: prompt tokens that a forward runs in a second; the highest that was measured.
+    prefill_rate: prompt tokens that a forward runs in a second; the highest that was measured, at least 8,000.
     num_read, num_written: blocks. num_late: reads that were given up. num_dropped: blocks that were not written because
     too many waited, their memory was used again, or the limit of the folder is too small.
     """
@@ -94,7 +92,7 @@ class FileTier:
         self.store = store
         self.num_read = self.num_written = self.num_faults = self.num_late = self.num_dropped = 0
         self.digest = b""
-        self.prefill_rate: float | None = None
+        self.prefill_rate = _LEAST_PREFILL_RATE
         self._layout, self._num_bytes, self._is_needed = layout, num_bytes, is_needed
         self._block_size = block_size
         self._changed = Condition()
@@ -111,9 +109,8 @@ class FileTier:
         self.digest = hashlib.sha256(self._layout.encode() + b"\0" + fingerprint).digest()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record how long a step with so many prompt tokens took; steps of few tokens do not count."""
-        if num_tokens >= _MEASURED_TOKENS:
-            self.prefill_rate = max(self.prefill_rate or 0.0, num_tokens / seconds)
+        """Record how long a step with so many prompt tokens took."""
+        self.prefill_rate = max(self.prefill_rate, num_tokens / seconds)
 
     def read(self, positions: Sequence[Position]) -> FileRead:
         """Begin to read the longest run of positions that the folder has."""
@@ -154,7 +151,7 @@ class FileTier:
         """Give all reads up if the first of them takes too long; return the seconds until then."""
         first = self._current or self._reads[0]
         num_tokens = first.num_positions * self._block_size
-        allowed_s = longest_wait_s(num_tokens, self.prefill_rate or _FIRST_PREFILL_RATE)
+        allowed_s = longest_wait_s(num_tokens, self.prefill_rate)
         remaining_s = self._begun_at + allowed_s - monotonic()
         if remaining_s <= 0:
             _LOG.warning("%s: too slow, computing the rest", self.store)
