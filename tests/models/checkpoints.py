@@ -15,6 +15,6 @@ def llama_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Pat
     return save_checkpoint(FAMILIES["llama"], folder), folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def llama_folder(llama_checkpoint: tuple[Any, Path]) -> Path:
     return llama_checkpoint[1]
