@@ -379,7 +379,8 @@ def known_architectures() -> tuple[str, ...]:
 
 def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
     known_types = {family.model_type for family in ARCHITECTURES.values()}
-    known_names = [name for name in names if ALIASES.get(name, name) in ARCHITECTURES]
+    full_names = [ALIASES.get(name, name) for name in names]
+    known_names = [name for name in full_names if name in ARCHITECTURES]
     if not known_names:
         closest: dict[str, None] = {}
         for name in names:
@@ -392,7 +393,7 @@ def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
         raise UnknownArchitectureError(
             f"{hf.source}: architectures {shown(names)} are unknown{origin}{_lacking(hf)}; {hint}"
         )
-    family = ARCHITECTURES[ALIASES.get(known_names[0], known_names[0])]
+    family = ARCHITECTURES[known_names[0]]
     model_type = hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")

@@ -125,8 +125,8 @@ def conversations(name: str, model: str, setting: Setting) -> Json:
             cold = part.pop(_NO_TIER)
             for tier, measured in part.items():
                 check_same_texts(measured.texts, cold.texts, len(cold.texts[0]))
-                ratios[tier] = statistics.median(cold.first_seconds) / statistics.median(measured.first_seconds)
                 detail |= _compared(tier, measured, cold)
+                ratios[tier] = detail[f"{tier}_first_token_ratio"]
         for kind, seconds in _added_seconds(load, folder / "cache", texts).items():
             deciles = statistics.quantiles(seconds, n=10, method="inclusive")
             detail[f"{kind}_added_ms"] = statistics.median(seconds) * 1e3

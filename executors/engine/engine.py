@@ -12,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
@@ -28,7 +27,7 @@ from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, whole_chunks
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
-from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
+from paged.executors.sampling.noise import completion_seeds
 from paged.executors.speculation.drafting import Proposer
 from paged.executors.text.detokenizer import Tokenizer
 from paged.kernels.common.compilation import serving_begins
@@ -236,8 +235,9 @@ class Engine(EngineCore):
             token_masks=token_masks,
             logits_processors=processors,
         )
-        for index, seed in enumerate(self._seeds(params, arrival)):
-            request.completions.append(Completion(request, index, seed, self._prompts.tokenizer))
+        seed = self._seed + arrival if params.seed is None else params.seed
+        for index, completion_seed in enumerate(completion_seeds(seed, params.n)):
+            request.completions.append(Completion(request, index, completion_seed, self._prompts.tokenizer))
         request.unfinished = dict.fromkeys(request.completions)
         try:
             self._requests.add(request)
@@ -245,15 +245,6 @@ class Engine(EngineCore):
         except BaseException:  # nobody would know of it
             self._requests.abort(request)
             raise
-
-    def _seeds(self, params: SamplingParams, arrival: int) -> list[int]:
-        """Return a seed for each completion of a request."""
-        seed = params.seed
-        if seed is None:
-            seed = self._seed + arrival
-        hashed = hash_seeds(np.array([seed & _UINT64_MAX], np.uint64))
-        seeds: list[int] = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
-        return seeds
 
     def encode_prompt(self, prompt: Prompt) -> Sequence[int]:
         """Return the token ids of a text or of messages, and anything else itself. Any thread may call it.

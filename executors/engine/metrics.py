@@ -25,11 +25,12 @@ TOKEN_BOUNDS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 
 
 @dataclass
 class Histogram:
-    """Seconds or tokens by upper bound; the last of `counts` is for values above all `bounds`."""
+    """Values by upper bound; the last of `counts` is for values above all `bounds`. unit: ends the metric's name."""
 
     bounds: tuple[float, ...] = _BOUNDS
     counts: list[int] = field(init=False)
     total: float = 0.0
+    unit: str = "seconds"
 
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
@@ -38,6 +39,10 @@ class Histogram:
         """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return bounds as texts and how many values are at most as large, as Prometheus takes them."""
+        return list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
     @property
     def count(self) -> int:
@@ -85,7 +90,7 @@ class EngineMetrics:
     time_to_first_token: Histogram = field(default_factory=Histogram)
     time_per_output_token: Histogram = field(default_factory=Histogram)
     step_time: Histogram = field(default_factory=Histogram)
-    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS, unit=""))
 
 
 @dataclass(frozen=True)
@@ -130,10 +135,9 @@ def _families(metrics: EngineMetrics, status: EngineStatus) -> Iterator[Metric]:
     for name, value in vars(metrics).items():
         text = name.replace("_", " ")
         if isinstance(value, Histogram):
-            buckets = list(zip([*map(str, value.bounds), "+Inf"], accumulate(value.counts), strict=True))
-            if name != "step_tokens":
-                name, text = f"{name}_seconds", f"{text} in seconds"
-            yield HistogramMetricFamily(f"paged_{name}", text, buckets, value.total)
+            if value.unit:
+                name, text = f"{name}_{value.unit}", f"{text} in {value.unit}"
+            yield HistogramMetricFamily(f"paged_{name}", text, value.buckets(), value.total)
         elif isinstance(value, Counter):
             counter = CounterMetricFamily(f"paged_{name}", f"requests {text}", labels=["kind"])
             labels = ("swap", "recompute") if name == "preempted" else ("stop", "length", "abort", "timeout", "error")

@@ -18,8 +18,6 @@ from paged.token_ids import as_token_ids
 
 Prompt = str | Sequence[int] | Sequence[Message]
 
-_UINT64_MAX = (1 << 64) - 1
-
 
 class PromptChecks:
     """Encodes prompts, and checks that they can run; `Engine` documents the arguments."""

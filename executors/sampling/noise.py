@@ -11,6 +11,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+_UINT64_MAX = (1 << 64) - 1
+
 
 class Stream(IntEnum):
     """Independent numbers for one position: the token itself, a draft's proposal, whether that is accepted."""
@@ -31,6 +33,13 @@ def hash_seeds(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def noise_keys(hashed_seeds: NDArray[np.uint64], positions: NDArray[np.int64], stream: Stream) -> NDArray[np.uint64]:
     """Return 64-bit keys, hashes of the hashed seed, position and stream; shapes broadcast."""
     return hash_seeds(hashed_seeds + positions.astype(np.uint64) * np.uint64(len(Stream)) + np.uint64(stream))
+
+
+def completion_seeds(seed: int, count: int) -> list[int]:
+    """Return a seed for each completion of a request; of `seed` the low 64 bits count."""
+    hashed = hash_seeds(np.array([seed & _UINT64_MAX], np.uint64))
+    seeds: list[int] = noise_keys(hashed, np.arange(count), Stream.TOKEN).tolist()
+    return seeds
 
 
 def uniform(keys: NDArray[np.uint64]) -> NDArray[np.float64]:

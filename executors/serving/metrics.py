@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from types import SimpleNamespace
 
 from prometheus_client import generate_latest
@@ -101,7 +100,7 @@ class ServerMetrics:
         yield self._by(GaugeMetricFamily, "engine_sleep_state", "sleep_state", sleep_states)
         for name, histogram in histograms.items():
             distribution = HistogramMetricFamily(f"vllm:{name}", name, labels=labels)
-            distribution.add_metric(label_values, _buckets(histogram), histogram.total)
+            distribution.add_metric(label_values, histogram.buckets(), histogram.total)
             yield distribution
         # The names of prometheus-fastapi-instrumentator, which vLLM's boards ask for.
         answers = CounterMetricFamily("http_requests", "answers", labels=["handler", "status", "method"])
@@ -110,7 +109,7 @@ class ServerMetrics:
         yield answers
         times = HistogramMetricFamily("http_request_duration_seconds", "time to answer", labels=["handler", "method"])
         for route, histogram in self._answer_times.items():
-            times.add_metric([route, "POST"], _buckets(histogram), histogram.total)
+            times.add_metric([route, "POST"], histogram.buckets(), histogram.total)
         yield times
 
     def _by(
@@ -121,7 +120,3 @@ class ServerMetrics:
         for label_value, value in values.items():
             family.add_metric([*self._labels.values(), label_value], value)
         return family
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    return list(zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True))

@@ -291,27 +291,27 @@ class CpuProduct:
 
     def _by_tiles(self, x: torch.Tensor) -> torch.Tensor:
         """Unpack a tile of weights at a time and multiply plain ones."""
-        out = torch.empty(len(x), self.rows, dtype=torch.float32 if self.kind == "int8" else x.dtype)
+        is_int8 = self.kind == "int8"
         wide = x.float()
-        if this_cpu().multiplies_bf16 and self.kind != "int8":
+        if this_cpu().multiplies_bf16 and not is_int8:
             wide = x.bfloat16()
+        out = torch.empty(len(x), self.rows, dtype=torch.float32 if is_int8 else x.dtype)
         step = max((1 << 20) // self.columns // 64, 1) * 64  # 4 MB in float32, which stay in the cache
         for start in range(0, self.rows, step):
             rows = slice(start, start + step)
             if self.is_in_blocks:
                 w = self._block_rows(rows)
-            elif self.kind == "int8":
+            elif is_int8:
                 packed = self.tensors[0]
                 width = len(packed) // self.rows
-                blocks = packed[start * width : (start + step) * width].view(-1, width // 4, _BLOCK, 4)
-                w = blocks.transpose(1, 2).reshape(-1, width)[:, : self.columns]
+                w = _codes_of_int8_blocks(packed[start * width : (start + step) * width], width)[:, : self.columns]
             else:
                 packed, scales = self.tensors
                 w = _int4_rows(packed[rows], self.columns).float().unflatten(1, (-1, self.group[1]))
                 scale, zero = scales[:, rows].float().permute(2, 1, 0).unsqueeze(-1)
                 w = w.sub_(8).mul_(scale).add_(zero).flatten(1)
             out[:, rows] = linear(wide, w.to(wide.dtype))
-        if self.kind == "int8":
+        if is_int8:
             out *= self.tensors[1]
         return out
 
@@ -347,6 +347,11 @@ def _int8_blocks(codes: torch.Tensor) -> torch.Tensor:
     """Return codes in blocks of 64 rows, in each four columns of every row before the next four."""
     padded = functional.pad(codes, (0, -codes.shape[1] % _BLOCK_COLUMNS))
     return padded.view(-1, _BLOCK, padded.shape[1] // 4, 4).transpose(1, 2).flatten()
+
+
+def _codes_of_int8_blocks(blocks: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the codes of blocks of `_int8_blocks`, [rows, width], padding included."""
+    return blocks.view(-1, width // 4, _BLOCK, 4).transpose(1, 2).reshape(-1, width)
 
 
 def _blocks_of_onednn(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | None:
