@@ -192,7 +192,9 @@ def test_a_full_disk_drops_blocks(
     cache = make(tmp_path)
     cache.free(cache.run("a", TOKENS))
     cache.manager.close_tiers(HANG_S)
-    assert files_of(cache).num_faults == NUM_BLOCKS
+    # A write that fails before the close is tried again by it.
+    assert NUM_BLOCKS <= files_of(cache).num_faults <= 2 * NUM_BLOCKS
+    assert files_of(cache).num_written == 0
     assert "No space left" in caplog.text
     assert cache.run("b", TOKENS).num_cached_tokens == 40
     cache.check()
