@@ -4,7 +4,8 @@
 
 Writes a plain Llama checkpoint as GGUF beside it, in FORMAT (Q4_0, Q8_0), its embeddings in Q8_0. Queries and keys stay
 in their order: texts differ, times do not. Then for each line of stdin with `batch`, `steps` and `context` it writes
-the seconds of decode steps. `LLAMA_CPP_LIB_PATH` may name a folder with the library.
+the seconds of decode steps, and for one with `prompt` those of a prompt of so many tokens. `LLAMA_CPP_LIB_PATH` may
+name a folder with the library.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+# As llama.cpp runs prompts by default.
+_PROMPT_BATCH = 512
 
 
 def write(folder: Path, form: str) -> Path:
@@ -85,6 +89,33 @@ class Decoder:
         return perf_counter() - start
 
 
+class Prompt:
+    """A prompt of `length` tokens, in batches of 512, and the logits of its last token."""
+
+    def __init__(self, model: Any, length: int, threads: int) -> None:
+        self.lib: Any = importlib.import_module("llama_cpp")
+        params = self.lib.llama_context_default_params()
+        params.n_ctx, params.n_batch = length, _PROMPT_BATCH
+        params.n_threads = params.n_threads_batch = threads
+        self.context = self.lib.llama_init_from_model(model, params)
+        self.length, self.tokens = length, self.lib.llama_batch_init(_PROMPT_BATCH, 0, 1)
+
+    def run(self) -> float:
+        """Run the prompt and return its seconds."""
+        tokens = self.tokens
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        start = perf_counter()
+        for begin in range(0, self.length, _PROMPT_BATCH):
+            tokens.n_tokens = min(_PROMPT_BATCH, self.length - begin)
+            for row in range(tokens.n_tokens):
+                tokens.token[row], tokens.pos[row], tokens.n_seq_id[row] = row, begin + row, 1
+                tokens.seq_id[row][0], tokens.logits[row] = 0, begin + row == self.length - 1
+            if self.lib.llama_decode(self.context, tokens):
+                raise RuntimeError("llama_decode failed")
+        self.lib.llama_get_logits(self.context)
+        return perf_counter() - start
+
+
 def main(folder: str, form: str, threads: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not mix with answers
@@ -94,12 +125,16 @@ def main(folder: str, form: str, threads: str) -> None:
     model = lib.llama_model_load_from_file(os.fsencode(path), lib.llama_model_default_params())
     print(json.dumps({"version": lib.__version__, "bytes": path.stat().st_size}), file=answers, flush=True)
     decoder = cache(lambda batch: Decoder(model, batch, int(threads)))
+    prompt = cache(lambda length: Prompt(model, length, int(threads)))
     for line in sys.stdin:
         job = json.loads(line)
-        decoder(job["batch"])
-        while decoder(job["batch"]).position < job["context"]:
-            decoder(job["batch"]).step()
-        print(json.dumps([decoder(job["batch"]).step() for _ in range(job["steps"])]), file=answers, flush=True)
+        if "prompt" in job:
+            seconds = [prompt(job["prompt"]).run()]
+        else:
+            while decoder(job["batch"]).position < job["context"]:
+                decoder(job["batch"]).step()
+            seconds = [decoder(job["batch"]).step() for _ in range(job["steps"])]
+        print(json.dumps(seconds), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Decode steps on a CPU of one model in several weight formats, in turns with plain weights and with llama.cpp."""
+"""Decode steps and prompts on a CPU of one model in several weight formats, in turns with plain weights and with
+llama.cpp."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median
@@ -17,7 +18,7 @@ from paged.bench.contest import OURS, Contest
 from paged.bench.engine import llama_cpp_process
 from paged.bench.engine.models import MODELS, save_random
 from paged.bench.engine.peer_process import PEERS, PeerProcess
-from paged.bench.timing import Sample
+from paged.bench.timing import Sample, ceilings
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantized_writer import quantize_checkpoint
 
@@ -66,6 +67,11 @@ CONFIGS = {
     "0.5B": MODELS["Llama-100M"] | _HALF,
     "1.5B": MODELS["Llama-100M"] | _ONE_AND_A_HALF,
 }
+# Prompts, in tokens, in the formats that differ.
+_LENGTHS, _PROMPT_FORMATS = (512, 4096), ("plain", "int4", "int8")
+# A prompt of 4,096 tokens takes 4 to 9 seconds of one thread.
+_MOST_PROMPT_S = 60.0
+_BLOCK_SIZE = 16
 # Rows of the larger sizes: sequences, and formats.
 _LARGE_BATCHES, _LARGE_FORMATS = (1, 8, 32), ("plain", "int4 head", "int8 head")
 
@@ -79,6 +85,13 @@ def rows() -> Iterator[tuple[str, str, int, str]]:
         for batch in _LARGE_BATCHES:
             for form in _LARGE_FORMATS:
                 yield f"quantized.{size}.{form}.{batch}", form, batch, size
+
+
+def prompt_rows() -> Iterator[tuple[str, str, int]]:
+    """Yield name, format and number of tokens of each prompt's row."""
+    for length in _LENGTHS:
+        for form in _PROMPT_FORMATS:
+            yield f"quantized.prompt.{form}.{length}", form, length
 
 
 class _Models:
@@ -95,7 +108,8 @@ class _Models:
         if not path.exists():
             kind, _, head = form.partition(" ")
             quantize_checkpoint(self._path / "plain", path, kind, head=bool(head))
-        executor = LlmExecutor.from_pretrained(path, num_blocks=256, progress=False)
+        num_blocks = 1 + max(_LENGTHS) // _BLOCK_SIZE
+        executor = LlmExecutor.from_pretrained(path, num_blocks=num_blocks, block_size=_BLOCK_SIZE, progress=False)
         assert isinstance(executor.model, PagedCausalLM)
         executor.warmup()
         return executor.model
@@ -131,24 +145,76 @@ def decode_step(name: str, form: str, batch: int, size: str, setting: Setting) -
     models = _models(size)
     model = models.ours(form)
     entries = Contest({"name": name}, setting)
-    entries.samples[OURS] = _sample(model, batch)
     read_bytes = step_bytes(model, batch)
     detail = {"weights_mb": model.parameter_bytes() / 1e6, "read_mb": read_bytes / 1e6}
-    if form != "plain":
-        entries.samples["plain"] = _sample(models.ours("plain"), batch)
-    peer_form = FORMATS[form]
-    if peer_form and setting.peers == PEER:
-        peer = models.peer(peer_form)
-        entries.samples[f"{PEER} {peer_form}"] = lambda: median(peer.ask(batch=batch, steps=_STEPS, context=_CONTEXT))
-        detail["peer_weights_mb"] = peer.about["bytes"] / 1e6
-    for sample in entries.samples.values():
-        sample()  # warms up
-    row = entries.row()
+    job = {"batch": batch, "steps": _STEPS, "context": _CONTEXT}
+    row = _in_turns(entries, models, form, lambda ours: _steps_of(ours, batch), job, detail)
     detail["percent_of_read"] = 100 * read_bytes / (row["median_us"] / 1e6) / setting.limits.read
     return row | {"detail": detail}
 
 
-def _sample(model: PagedCausalLM, batch: int) -> Sample:
+def prompt(name: str, form: str, length: int, setting: Setting) -> Json:
+    """Time a prompt of `length` tokens.
+
+    detail: the rate of its products, as a share of the measured rate of bfloat16 with the same threads, in percent.
+    int8 may exceed 100, as its products are those of bytes.
+    """
+    models = _models("")
+    entries = Contest({"name": name}, setting, max_seconds=_MOST_PROMPT_S, min_samples=3)
+    detail: dict[str, float] = {}
+    row = _in_turns(entries, models, form, lambda ours: _prompt_of(ours, length), {"prompt": length}, detail)
+    rate = prompt_flops(CONFIGS[""], length) / (row["median_us"] / 1e6)
+    limits = ceilings(setting.device, torch.bfloat16, setting.repeats)
+    detail["percent_of_matmul"] = 100 * rate / limits.matmul
+    return row | {"detail": detail}
+
+
+def prompt_flops(config: Json, length: int) -> int:
+    """Return the operations of a prompt's products: with all weights but the head's, and of causal attention."""
+    hidden_size: int = config["hidden_size"]
+    kv_size = hidden_size // config["num_attention_heads"] * config["num_key_value_heads"]
+    weights = 2 * hidden_size * (hidden_size + kv_size) + 3 * hidden_size * config["intermediate_size"]
+    num_pairs = length * (length + 1) // 2
+    flops: int = config["num_hidden_layers"] * (2 * length * weights + 4 * num_pairs * hidden_size)
+    return flops
+
+
+def _in_turns(
+    entries: Contest,
+    models: _Models,
+    form: str,
+    sample_of: Callable[[PagedCausalLM], Sample],
+    job: Json,
+    detail: dict[str, float],
+) -> Json:
+    """Time a format in turns with plain weights, and with llama.cpp if it was asked for, which does `job`."""
+    entries.samples[OURS] = sample_of(models.ours(form))
+    if form != "plain":
+        entries.samples["plain"] = sample_of(models.ours("plain"))
+    peer_form = FORMATS[form]
+    if peer_form and entries.setting.peers == PEER:
+        peer = models.peer(peer_form)
+        entries.samples[f"{PEER} {peer_form}"] = lambda: median(peer.ask(**job))
+        detail["peer_weights_mb"] = peer.about["bytes"] / 1e6
+    for sample in entries.samples.values():
+        sample()  # warms up
+    return entries.row()
+
+
+def _prompt_of(model: PagedCausalLM, length: int) -> Sample:
+    """Return a function that runs a prompt and returns its seconds."""
+    tokens = [index % 1000 for index in range(length)]
+
+    def sample() -> float:
+        model.reset()
+        start = perf_counter()
+        model.prefill(0, tokens)
+        return perf_counter() - start
+
+    return sample
+
+
+def _steps_of(model: PagedCausalLM, batch: int) -> Sample:
     """Return a function that runs some steps and returns the median of their seconds."""
     model.reset()
     for seq in range(batch):

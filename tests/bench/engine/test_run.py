@@ -134,7 +134,7 @@ import json, sys
 assert sys.argv[2] == "Q4_0"
 print(json.dumps({"version": "0", "bytes": 5_000_000}), flush=True)
 for line in sys.stdin:
-    print(json.dumps([0.5] * json.loads(line)["steps"]), flush=True)
+    print(json.dumps([0.5] * json.loads(line).get("steps", 1)), flush=True)
 """
 
 
@@ -148,8 +148,10 @@ def test_quantised_steps_take_turns_with_plain_ones_and_llama_cpp(
     monkeypatch.setattr(quantized.llama_cpp_process, "__file__", str(tmp_path / "peer.py"))
     monkeypatch.setattr(quantized, "PEER_PYTHON", Path(sys.executable))
     quantized._models.cache_clear()
-    monkeypatch.setattr(benchmark, "ceilings", lambda *_: Ceilings(copy=1e9, read=2e9, matmul=1e12))
-    (case,) = (case for case in bench_engine.CASES if case.name == "quantized.int4.1")
+    for module in (benchmark, quantized):
+        monkeypatch.setattr(module, "ceilings", lambda *_: Ceilings(copy=1e9, read=2e9, matmul=1e12))
+    cases = {case.name: case for case in bench_engine.CASES}
+    case = cases["quantized.int4.1"]
     for peer, names in ((None, {"plain"}), ("llama.cpp", {"plain", "llama.cpp Q4_0"})):
         row = case.measure(Setting(CPU, 2, peers=peer))
         assert row["peers"].keys() == names
@@ -160,4 +162,8 @@ def test_quantised_steps_take_turns_with_plain_ones_and_llama_cpp(
     assert row["detail"]["percent_of_read"] == pytest.approx(100 * read_mb / row["median_us"] / 2e9 * 1e12)
     plain = quantized._models("").ours("plain").parameter_bytes() / 1e6
     assert 0 < row["detail"]["weights_mb"] < plain
+    row = cases["quantized.prompt.int4.512"].measure(Setting(CPU, 2, peers="llama.cpp"))
+    assert row["peers"].keys() == {"plain", "llama.cpp Q4_0"}
+    flops = 2 * 512 * (4 * 128 * 128 + 3 * 128 * 256) + 4 * 128 * (512 * 513 // 2)
+    assert row["detail"]["percent_of_matmul"] == pytest.approx(100 * flops / row["median_us"] / 1e12 * 1e6)
     quantized._models.cache_clear()
