@@ -11,9 +11,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import aiohttp
+import pytest
 
 from tests.deadline import HANG_S
+
+aiohttp = pytest.importorskip("aiohttp", reason="needs aiohttp to drive a browser")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

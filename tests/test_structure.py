@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import paged
+from tests.deadline import HANG_S
 from tests.structure.imports import (
     FORWARDERS,
     MAY_IMPORT,
@@ -166,3 +167,20 @@ def test_every_public_name_loads() -> None:
         assert name in dir(paged)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = paged.nothing
+
+
+WITHOUT_EXTRAS = """
+import sys
+import pytest
+
+sys.modules.update(dict.fromkeys(sys.argv[1:]))  # importing None raises ModuleNotFoundError
+sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:schemathesis", "tests"]))
+"""
+
+
+@pytest.mark.thorough
+def test_tests_are_collected_without_extras() -> None:
+    """As on a machine that has what kernels and models need, and no server."""
+    extras = "aiohttp anthropic fastapi httptools httpx msgspec openai prometheus_client uvicorn uvloop xgrammar zmq PIL"
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, *extras.split()]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=HANG_S)
