@@ -351,9 +351,12 @@ class LlmExecutor(UnifiedExecutor):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._driver is not None:
-            self._driver.stop()
         self._lm.reset()
+        if self._driver is not None:
+            if self.kv_manager is not None and self.kv_manager.files is not None:
+                # What is not in files yet goes to host memory on every rank, and from there to each rank's files.
+                self.kv_manager.evict(self.kv_manager.config.num_blocks)
+            self._driver.stop()
         if self.kv_manager is not None:
             self.kv_manager.close_tiers()
 

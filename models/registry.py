@@ -161,8 +161,6 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
 
     if load_options.draft is not None and ranks.size > 1:
         raise UnsupportedError(f"draft: {load_options.draft}, expected None with several ranks")
-    if load_options.cache_folder is not None and ranks.size > 1:
-        raise UnsupportedError(f"cache_folder: {load_options.cache_folder}, expected None with several ranks")
 
     if load_options.quantization is not None and (config.quantization is not None or use_triton(load_options.device)):
         on = (
@@ -225,7 +223,10 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
         if load_options.cache_folder is not None:
             folders = [folder] if load_options.draft in (None, MTP) else [folder, load_options.draft]
             options = {name: getattr(load_options, name) for name in ("quantization", "model_impl", "draft")}
-            model.kv_manager.set_fingerprint(model_digest(folders, options | {"dtype": dtype}))
+            options["dtype"] = dtype
+            if ranks.size > 1:
+                options |= {"rank": f"{ranks.rank} of {ranks.size}", "expert_parallel": ranks.share.expert_parallel}
+            model.kv_manager.set_fingerprint(model_digest(folders, options, ranks.tick))
         return model
 
 

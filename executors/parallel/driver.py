@@ -11,8 +11,10 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from paged.cache.tiers.files import FileRead
 from paged.errors import PagedError, RankFailedError
 from paged.executors.parallel.messages import Channel, Kind, StepMessage
 from paged.forward_step import ForwardStep
@@ -35,7 +37,7 @@ class Driver:
     """
 
     def __init__(self, model: PagedCausalLM) -> None:
-        self._ranks, self._tensors = model.ranks, model.kv_manager.tensors
+        self._ranks, self._tensors, self._files = model.ranks, model.kv_manager.tensors, model.kv_manager.files
         self._channel = Channel(model.ranks)
         self.lock = RLock()
         self._moves: deque[list[NDArray[Any]]] = deque()  # not sent yet
@@ -46,6 +48,8 @@ class Driver:
         self._tensors.listener = self._keep_move
         if self._tensors.states is not None:
             self._tensors.states.listener = self._keep_move
+        if self._files is not None:
+            self._files.tell, self._files.compare = self._keep_move, self._compare_read
         Thread(target=self._watch, name="paged-ranks", daemon=True).start()
 
     @contextmanager
@@ -81,7 +85,7 @@ class Driver:
                 self._compare()
 
     def _keep_move(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Queue a move of blocks for the next message: no other rank uses the blocks earlier."""
+        """Queue a move of blocks, or work on files, for the next message: no other rank uses the blocks earlier."""
         numbers = [np.array(argument, np.int64) for argument in arguments]
         self._moves.append([np.frombuffer(name.encode(), np.uint8), *numbers])
 
@@ -111,6 +115,13 @@ class Driver:
         """
         self._send(Kind.COMPARE, [])
         compare_states(self._channel, self._ranks.compare(self._channel.state))
+
+    def _compare_read(self, read: FileRead) -> list[torch.Tensor]:
+        """Return `FileTier.progress` of a read on every rank, none of which waits for a folder."""
+        assert self._files is not None
+        with self._running():
+            self._send(Kind.COMPARE_READ, [np.array([read.number, read.is_late], np.int64)])
+            return self._ranks.compare(torch.from_numpy(self._files.progress(read)))
 
     def _watch(self) -> None:
         interval = self._ranks.config.timeout_s / 4

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from paged.cache.tiers.follower import FollowerFiles
 from paged.errors import CheckpointError, PagedError, RankFailedError
 from paged.executors.parallel.driver import compare_states
 from paged.executors.parallel.messages import Channel, Kind, StepMessage
@@ -17,8 +18,9 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.fingerprint import checkpoint_parts
 from paged.models.weight_update import Source, read_new_weights, replace_weights
 
-# Moves of blocks that rank 0's cache sends.
+# Moves of blocks that rank 0's cache sends, and calls of `FollowerFiles`.
 _MOVES = ("clear", "copy", "swap_in", "swap_out", "swap_in_states", "swap_out_states")
+_FILE_CALLS = ("read_files", "keep_files", "drop_files", "write_files")
 
 
 def follow(model: PagedCausalLM) -> None:
@@ -27,12 +29,17 @@ def follow(model: PagedCausalLM) -> None:
     Raises:
         RankFailedError: a rank has ended or does not answer.
     """
-    channel = Channel(model.ranks)
+    channel, manager = Channel(model.ranks), model.kv_manager
+    files: FollowerFiles | None = None
+    if manager.files is not None:
+        files = FollowerFiles(manager.files, manager.tensors, len(manager.config.tables))
     try:
         with torch.no_grad():
-            while _obey(model, channel, *channel.receive()):
+            while _obey(model, files, channel, *channel.receive()):
                 pass
         model.ranks.close()
+        if files is not None:
+            files.close()
     except RankFailedError:
         raise
     except BaseException as error:
@@ -99,7 +106,9 @@ def _failed(model: PagedCausalLM, failure: Exception | None) -> list[int]:
     return [rank for rank, flag in enumerate(flags) if flag]
 
 
-def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]) -> bool:
+def _obey(
+    model: PagedCausalLM, files: FollowerFiles | None, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]
+) -> bool:
     """Run the work of a message; return whether another message follows."""
     ranks = model.ranks
     if kind is Kind.STEP:
@@ -116,10 +125,17 @@ def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArr
             model.gather_logits(rows)
     elif kind is Kind.MOVE_BLOCKS:
         name = arrays[0].tobytes().decode()
-        assert name in _MOVES
-        tensors = model.kv_manager.tensors
-        memory = tensors.states if name.endswith("_states") else tensors
-        getattr(memory, name.removesuffix("_states"))(*(argument.tolist() for argument in arrays[1:]))
+        assert name in _MOVES + _FILE_CALLS
+        owner: Any = model.kv_manager.tensors
+        if name.endswith("_states"):
+            owner = owner.states
+        elif name in _FILE_CALLS:
+            owner = files
+        getattr(owner, name.removesuffix("_states"))(*(argument.tolist() for argument in arrays[1:]))
+    elif kind is Kind.COMPARE_READ:
+        assert files is not None
+        number, is_late = arrays[0].tolist()
+        ranks.compare(torch.from_numpy(files.progress(number, is_late=bool(is_late))))
     elif kind is Kind.PREPARE:
         model.prepare()
     elif kind is Kind.LOAD_LORA:

@@ -41,6 +41,7 @@ class Kind(IntEnum):
     STOP = 7
     SLEEP = 8
     WAKE = 9
+    COMPARE_READ = 10
 
 
 class Channel:

@@ -23,7 +23,7 @@ from paged.cache.slot_reservation import KvSlotReservation, SequenceState
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
 from paged.cache.tiers.block_store import BlockStore
-from paged.cache.tiers.files import FileRead, FileTier, layout_text
+from paged.cache.tiers.files import FileRead, FileTier
 from paged.cache.tiers.folder import CacheFolder
 from paged.cache.tiers.host import HostTier
 from paged.cache.token_chain import TokenChain, pack
@@ -571,7 +571,7 @@ class PagedKvCacheManager(KvInspection):
             layout["states"] = self._tensors.states.layout
             num_bytes.append(tier.states.num_file_bytes)
             is_needed.append(False)
-        tier.files = FileTier(store, layout_text(**layout), config.block_size, num_bytes, is_needed)
+        tier.files = FileTier(store, repr(layout), config.block_size, num_bytes, is_needed)
         if tier.states is not None:
             tier.states.files = tier.files
 

@@ -203,7 +203,7 @@ class PrefixCache:
                 return False
         self.pool.share(held)
         sources = in_tier[missing].tolist()
-        self.tier.pin(sources)  # what is evicted from the device goes to the tier, and must not replace them there
+        self.tier.pool.share(sources)  # evicted blocks go to the tier, and must not replace them there
         targets = self.pool.allocate(len(places))
         self.overwrite(targets)
         self.tier.load(sources, targets)

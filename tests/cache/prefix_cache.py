@@ -60,9 +60,13 @@ class Cache:
             for layer in self.layers:
                 rows = self.expected(handle.namespace, layer, known)[handle.num_tokens :]
                 _, slots = step.metadata.table(self.manager.table_of(layer))
-                self.manager.k_cache(layer).flatten(0, 1)[slots] = rows.to(slots.device)
-                self.manager.v_cache(layer).flatten(0, 1)[slots] = -rows.to(slots.device)
+                self.write(layer, slots, rows.to(slots.device))
         self.tokens[handle] = known
+
+    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write what a forward has computed."""
+        self.manager.k_cache(layer).flatten(0, 1)[slots] = rows
+        self.manager.v_cache(layer).flatten(0, 1)[slots] = -rows
 
     def fork(self, handle: KvCacheHandle, seq_id: str | int) -> KvCacheHandle:
         fork = self.manager.fork(handle, seq_id)

@@ -14,8 +14,8 @@ SUFFIX = ".kv"
 # Magic, version, index of the table, digest of the layout, chained hash, bytes of the ids, bytes of the K/V.
 _HEADER = struct.Struct("<8sII32s32sQQ")
 _CHECKSUM_BYTES = 32
-# An id may have 130 bits, and a block as many ids as a config allows; more is no block of ours.
-_MOST_BYTES = 1 << 34
+# A chained hash in messages to other ranks, which hold numbers of 64 bits.
+HASH_WORDS = struct.Struct("<4q")
 
 
 class BlockFileError(Exception):
@@ -73,7 +73,7 @@ def decode(content: bytes, expected: BlockKey | None = None) -> StoredBlock:
     if version != VERSION:
         raise BlockFileError(f"version {version}, expected {VERSION}")
     size = _HEADER.size + num_id_bytes + num_data_bytes + _CHECKSUM_BYTES
-    if max(num_id_bytes, num_data_bytes) > _MOST_BYTES or len(content) != size:
+    if len(content) != size:
         raise BlockFileError(f"{len(content)} bytes, expected {size} by its header")
     if hashlib.sha256(memoryview(content)[:-_CHECKSUM_BYTES]).digest() != content[-_CHECKSUM_BYTES:]:
         raise BlockFileError("the checksum differs")

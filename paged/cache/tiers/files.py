@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -10,9 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import finalize
 
-from paged.cache.tiers.block_file import BlockFileError, BlockKey, StoredBlock, decode
+import numpy as np
+from numpy.typing import NDArray
+
+from paged.cache.tiers.block_file import HASH_WORDS, BlockFileError, BlockKey, StoredBlock, decode
 from paged.cache.tiers.block_store import BlockStore
 
 _LOG = logging.getLogger("paged")
@@ -22,6 +27,8 @@ PATIENCE_S = 0.05
 # Prompt tokens that a forward runs in a second, at least: those of an 8B model on a GPU. Where steps are slower, a wait
 # that trusts their rate is too long: behind hits they run few tokens each, and one of a busy machine tells little.
 _LEAST_PREFILL_RATE = 8_000.0
+# Interval between two questions how far other ranks have read.
+_POLL_S = 0.002
 # Blocks that wait to be written; more are dropped.
 _MOST_WAITING = 256
 
@@ -34,10 +41,17 @@ class Position(NamedTuple):
 
 
 class Write(NamedTuple):
-    """A block to write. make: returns it, or None if its memory has been used again meanwhile."""
+    """A block or a state to write, and its place in host memory.
 
+    read: copies it. is_there: whether its place still holds it. Whoever writes to a place makes it false before, so a
+    copy is whole if this is still true after it.
+    """
+
+    host: int
     key: BlockKey
-    make: Callable[[], StoredBlock | None]
+    token_ids: list[int]
+    read: Callable[[], bytes]
+    is_there: Callable[[], bool]
 
 
 def longest_wait_s(num_tokens: int, prefill_rate: float) -> float:
@@ -52,16 +66,24 @@ def longest_wait_s(num_tokens: int, prefill_rate: float) -> float:
 class FileRead:
     """Blocks that a prompt continues with, on their way from files.
 
-    positions: to read, in this order. digest: of the weights and the layout. blocks: those that have come so far.
-    num_positions: how many positions they are of.
-    is_over: whether no more blocks come, because all are there or the files are too slow.
+    number: of the read, by which other ranks know it.
+    positions: to read, in this order. digest: of the weights and the layout.
+    blocks: those that have come so far, by index of the position and of the table.
+    num_positions: how many positions they are of; with several ranks, how many all ranks have.
+    begun_at: when the folder was first asked.
+    is_over: whether no more blocks come here, because all are there or the files are too slow.
+    is_late: whether it was given up.
+    is_shared: whether all ranks have all of `blocks`.
     """
 
-    def __init__(self, tier: FileTier, positions: Sequence[Position], digest: bytes) -> None:
-        self.positions, self.digest = positions, digest
-        self.blocks: list[StoredBlock] = []
+    def __init__(self, tier: FileTier, number: int, positions: Sequence[Position], digest: bytes) -> None:
+        self.number, self.positions, self.digest = number, positions, digest
+        self.blocks: dict[tuple[int, int], StoredBlock] = {}
         self.num_positions = 0
+        self.begun_at = monotonic()
         self.is_over = not positions
+        self.is_late = False
+        self.is_shared = not positions or tier.compare is None
         self._tier = tier
 
     def wait(self, timeout_s: float = math.inf) -> bool:
@@ -73,13 +95,20 @@ class FileTier:
     """Reads and writes blocks of a folder in two threads of its own.
 
     No fault of the folder goes further than here: it is a miss, a line in the log and a count in `num_faults`. Reads
-    run one after the other. One that takes longer than `longest_wait_s` is given up with all that wait behind it. Until
-    the folder has answered, further ones are given up at once.
+    run one after the other. One that takes longer than `longest_wait_s` is given up, as are those that wait behind it.
+    Until the folder has answered, further ones are given up at once.
 
+    With several ranks, each reads and writes its own part of a block, and rank 0 begins with the blocks that all have.
+
+    tell: queues a call of `FollowerFiles` on the other ranks. compare: returns the `progress` of a read on all ranks.
+    Both are None on one rank alone.
     prefill_rate: prompt tokens that a forward runs in a second; the highest that was measured, at least 8,000.
     num_read, num_written: blocks. num_late: reads that were given up. num_dropped: blocks that were not written because
     too many waited, their memory was used again, or the limit of the folder is too small.
     """
+
+    tell: Callable[[str, tuple[Any, ...]], None] | None = None
+    compare: Callable[[FileRead], Sequence[Any]] | None = None
 
     def __init__(
         self, store: BlockStore, layout: str, block_size: int, num_bytes: Sequence[int], is_needed: Sequence[bool]
@@ -97,7 +126,7 @@ class FileTier:
         self._block_size = block_size
         self._changed = Condition()
         self._current: FileRead | None = None
-        self._begun_at = 0.0  # the first read that is not over
+        self._numbers = itertools.count()
         self._reads: deque[FileRead] = deque()
         self._writes: deque[Write] = deque()
         self._is_writing = self._is_closed = False
@@ -113,19 +142,21 @@ class FileTier:
         self.prefill_rate = max(self.prefill_rate, num_tokens / seconds)
 
     def read(self, positions: Sequence[Position]) -> FileRead:
-        """Begin to read the longest run of positions that the folder has."""
-        read = FileRead(self, positions, self.digest)
+        """Begin to read the longest run of positions that the folder has, on every rank."""
+        read = FileRead(self, next(self._numbers), positions, self.digest)
+        if self.tell is not None and positions:
+            self.tell("read_files", (read.number, [HASH_WORDS.unpack(position.hash) for position in positions]))
+            # Other ranks keep their parts as long as this read may be taken.
+            finalize(read, self.tell, "drop_files", (read.number,)).atexit = False
         if not self._is_running():
             read.is_over = True
         if read.is_over:
             return read
         with self._changed:
-            if self._current is not None and self._current.is_over:  # given up, and still not answered
+            if self._current is not None and self._current.is_late:  # still not answered
                 read.is_over = True
                 self.num_late += 1
             else:
-                if self._current is None and not self._reads:
-                    self._begun_at = monotonic()
                 self._reads.append(read)
                 self._changed.notify_all()
         return read
@@ -133,39 +164,71 @@ class FileTier:
     def wait(self, read: FileRead, timeout_s: float) -> bool:
         """`FileRead.wait`."""
         end = monotonic() + timeout_s
-        with self._changed:
-            while not read.is_over:
-                remaining_s = min(end - monotonic(), self._give_up_late())
-                if read.is_over or remaining_s <= 0:
-                    break
-                self._changed.wait(remaining_s)
-            return read.is_over
+        while True:
+            poll_s = math.inf
+            if not read.is_shared:
+                self._share(read)
+                poll_s = _POLL_S
+            with self._changed:
+                if read.is_over and read.is_shared:
+                    return True
+                now = monotonic()
+                late_at = self._late_at(read)
+                if now >= late_at:
+                    _LOG.warning("%s: too slow, computing the rest", self.store)
+                    read.is_over = read.is_late = True
+                    self.num_late += 1
+                elif now >= end:
+                    return False
+                else:
+                    self._changed.wait(min(end, late_at, now + poll_s) - now)
 
-    def take(self, read: FileRead) -> list[StoredBlock]:
-        """Return the blocks of a read that have come, and expect no more of it; none if the weights have changed."""
+    def take(self, read: FileRead) -> dict[tuple[int, int], StoredBlock]:
+        """Return the blocks of a read that was waited for, and expect no more; none if the weights have changed."""
         with self._changed:
             read.is_over = True
-            return list(read.blocks) if read.digest == self.digest else []
+            return read.blocks if read.digest == self.digest else {}
 
-    def _give_up_late(self) -> float:
-        """Give all reads up if the first of them takes too long; return the seconds until then."""
-        first = self._current or self._reads[0]
-        num_tokens = first.num_positions * self._block_size
-        allowed_s = longest_wait_s(num_tokens, self.prefill_rate)
-        remaining_s = self._begun_at + allowed_s - monotonic()
-        if remaining_s <= 0:
-            _LOG.warning("%s: too slow, computing the rest", self.store)
-            late = {first, *self._reads}
-            self.num_late += len(late)
-            for read in late:
-                read.is_over = True
-            self._reads.clear()
-        return remaining_s
+    def progress(self, read: FileRead) -> NDArray[np.int64]:
+        """Return whether a read is over, then for each position and table whether its block is there, in one axis."""
+        with self._changed:
+            present = np.zeros((len(read.positions), len(self._is_needed)), np.int64)
+            for place in read.blocks:
+                present[place] = 1
+            return np.append(int(read.is_over), present)
+
+    def _share(self, read: FileRead) -> None:
+        """Ask all ranks how far a read is. If no further position can come on all of them, keep the common blocks."""
+        assert self.compare is not None
+        try:
+            progress = np.stack(self.compare(read))
+        except Exception as error:  # a rank has failed; the next step tells
+            self._count_fault(error)
+            read.blocks, read.is_over, read.is_shared = {}, True, True
+            return
+        present = progress[:, 1:].reshape(len(progress), len(read.positions), -1)
+        counts = present[:, :, 0].sum(1)
+        with self._changed:
+            read.num_positions = int(counts.min())
+            ends_here = (progress[:, 0] == 1) & (counts == read.num_positions)
+            if read.is_late or ends_here.any():
+                common = set(map(tuple, np.argwhere(present.min(0)).tolist()))
+                read.blocks = {place: read.blocks[place] for place in read.blocks if place in common}
+                read.is_over = read.is_shared = True
+
+    def _late_at(self, read: FileRead) -> float:
+        """Return when a read is given up: if it has not begun, with the one that runs."""
+        if self._current is not None and read in self._reads:
+            read = self._current
+        return read.begun_at + longest_wait_s(read.num_positions * self._block_size, self.prefill_rate)
 
     def write(self, writes: Sequence[Write]) -> None:
-        """Write blocks later; those that are too many are dropped."""
+        """Write blocks later, on every rank; those that are too many are dropped."""
         if not writes or not self._is_running():
             return
+        if self.tell is not None:
+            rows = [(write.host, write.key.column, *HASH_WORDS.unpack(write.key.hash)) for write in writes]
+            self.tell("write_files", (rows,))
         with self._changed:
             room = max(0, _MOST_WAITING - len(self._writes))
             self._writes += writes[:room]
@@ -216,36 +279,37 @@ class FileTier:
     def _read_files(self) -> None:
         while True:
             with self._changed:
+                self._current = None
+                self._changed.notify_all()
                 self._changed.wait_for(lambda: self._reads or self._is_closed)
                 if not self._reads:
                     return
-                read = self._current = self._reads.popleft()
-                self._begun_at = monotonic()
+                self._current = self._reads.popleft()
+                self._current.begun_at = monotonic()
             try:
-                self._run(read)
+                self._run(self._current)
             except Exception as error:  # also of others' code
                 self._count_fault(error)
-            finally:
-                with self._changed:
-                    read.is_over = True
-                    self._current = None
-                    self._changed.notify_all()
+            self._current.is_over = True
 
     def _run(self, read: FileRead) -> None:
         """Read position by position, until one lacks a block that it needs."""
-        for position in read.positions:
-            row: list[StoredBlock] = []
+        for index, position in enumerate(read.positions):
+            if read.is_over:
+                return
+            row: dict[tuple[int, int], StoredBlock] = {}
             for column, is_needed in enumerate(self._is_needed):
                 block = self._read_block(BlockKey(read.digest, position.hash, column), position)
                 if block is not None:
-                    row.append(block)
+                    row[index, column] = block
                 elif is_needed or column == 0:
                     return
             with self._changed:
                 if read.is_over:
                     return
-                read.blocks += row
-                read.num_positions += 1
+                read.blocks |= row
+                if self.compare is None:
+                    read.num_positions += 1
                 self.num_read += len(row)
 
     def _read_block(self, key: BlockKey, position: Position) -> StoredBlock | None:
@@ -276,8 +340,8 @@ class FileTier:
             try:
                 if self.store.lookup([write.key.name]):
                     continue
-                block = write.make()
-                if block is not None and self.store.store(write.key.name, block.encode()):
+                block = StoredBlock(write.key, write.token_ids, write.read())
+                if write.is_there() and self.store.store(write.key.name, block.encode()):
                     self.num_written += 1
                 else:
                     self.num_dropped += 1
@@ -288,8 +352,3 @@ class FileTier:
         with self._changed:
             self.num_faults += 1
         _LOG.warning("%s: %s", self.store, error)
-
-
-def layout_text(**parts: object) -> str:
-    """Return all that decides what the bytes of a block mean, as one text that is the same in every process."""
-    return "\n".join(f"{name}={parts[name]!r}" for name in sorted(parts))

@@ -84,7 +84,7 @@ class HostTier:
                 continue
             sources.append(block)
             entries.append(HostEntry(hash_, column, self._index.ids_of(first)))
-        self.pin(present)
+        self.pool.share(present)
         self.pool.release(present)  # most recently used now
         num_stored = min(len(sources), self.pool.num_free)
         self._rollback.keep_fields(self, _COUNTS)
@@ -135,12 +135,8 @@ class HostTier:
         self.num_misses += not is_hit
         self.num_query_tokens += num_tokens
 
-    def pin(self, hosts: Sequence[int]) -> None:
-        """Keep entries until `load`, or a release, however much is stored meanwhile."""
-        self.pool.share(hosts)
-
     def load(self, hosts: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy pinned entries to blocks of the device, and unpin them."""
+        """Copy entries to blocks of the device, and release them: `pool.share` has kept them for this call."""
         self._tensors.swap_in(list(zip(hosts, blocks, strict=True)))
         self.pool.release(hosts)
         self._rollback.keep_fields(self, _COUNTS)
@@ -165,18 +161,26 @@ class HostTier:
     def keep(self, read: FileRead, held: Sequence[int]) -> None:
         """Copy blocks that have come from files to the host, in place of any entries but `held`."""
         assert self.files is not None
-        blocks: list[StoredBlock] = []
-        for block in self.files.take(read):
+        blocks: list[tuple[tuple[int, int], StoredBlock]] = []
+        places: list[tuple[int, int, int]] = []
+        for place, block in self.files.take(read).items():
             if self.states is not None and block.key.column == self.states.column:
-                self.states.keep(block)
+                slot = self.states.keep(block)
+                if slot:
+                    places.append((*place, slot))
             elif (block.key.hash, block.key.column) not in self._hosts:
-                blocks.append(block)
-        self.pin(held)
+                blocks.append((place, block))
+        self.pool.share(held)
         del blocks[self.pool.num_free :]
         hosts = self.pool.allocate(len(blocks))
-        for host, block in zip(hosts, blocks, strict=True):
+        entries: list[HostEntry] = []
+        for host, (place, block) in zip(hosts, blocks, strict=True):
             self._tensors.write_host(host, block.data)
-        self._enter(hosts, [HostEntry(block.key.hash, block.key.column, block.token_ids) for block in blocks])
+            entries.append(HostEntry(block.key.hash, block.key.column, block.token_ids))
+            places.append((*place, host))
+        if self.files.tell is not None and places:
+            self.files.tell("keep_files", (read.number, places))
+        self._enter(hosts, entries)
         self.pool.release(held)
 
     def close(self, timeout_s: float) -> None:
@@ -241,18 +245,8 @@ class HostTier:
         entry = self.entries[host]
         assert isinstance(entry.hash, bytes)
         key = BlockKey(digest, entry.hash, entry.column)
-        return Write(key, partial(self._stored_block, host, entry, key))
-
-    def _stored_block(self, host: int, entry: HostEntry, key: BlockKey) -> StoredBlock | None:
-        """Return an entry as a file holds it; None if its memory has been used again. Another thread calls this.
-
-        Whoever writes to a host block has dropped its entry before. So what has been read is whole if the entry is
-        still there afterwards.
-        """
-        data = self._tensors.read_host(host)
-        if self.entries.get(host) is not entry:
-            return None
-        return StoredBlock(key, entry.token_ids, data)
+        read = partial(self._tensors.read_host, host)
+        return Write(host, key, entry.token_ids, read, lambda: self.entries.get(host) is entry)
 
     def _host_of(self, hash_: Hash, column: int, ids: list[int]) -> int:
         host = self._hosts.get((hash_, column), 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 _COUNTS = ("num_stored", "num_loaded")
 # In a file before the state: the position that it is kept for, and the first and last that it holds.
-_POSITIONS = struct.Struct("<QQQ")
+POSITIONS = struct.Struct("<QQQ")
 
 
 class HostState(NamedTuple):
@@ -58,7 +57,7 @@ class StateTier:
     @property
     def num_file_bytes(self) -> int:
         """Bytes of a state in a file."""
-        return _POSITIONS.size + sum(memory.num_block_bytes for memory in self._tensors.host_slots)
+        return POSITIONS.size + sum(memory.num_block_bytes for memory in self._tensors.host_slots)
 
     def store(self, hash_: Hash, token_ids: list[int], slot: int, position: int, start: int, end: int) -> None:
         """Copy the state in a device slot to the host, unless it is there."""
@@ -71,13 +70,14 @@ class StateTier:
             if self.files is not None:
                 self.files.write([self._write_of(hash_, self.files.digest)])
 
-    def keep(self, block: StoredBlock) -> None:
-        """Copy a state that has come from a file to the host, unless it is there."""
+    def keep(self, block: StoredBlock) -> int:
+        """Copy a state that has come from a file to the host, unless it is there; return its host slot, or 0."""
         host = self._take(block.key.hash)
         if host:
-            self._tensors.write_host(host, block.data[_POSITIONS.size :])
-            position, start, end = _POSITIONS.unpack_from(block.data)
+            self._tensors.write_host(host, block.data[POSITIONS.size :])
+            position, start, end = POSITIONS.unpack_from(block.data)
             self.entries[block.key.hash] = HostState(host, position, start, end, block.token_ids)
+        return host
 
     def load(self, hash_: Hash, slot: int) -> HostState:
         """Copy a state to a device slot."""
@@ -117,12 +117,9 @@ class StateTier:
 
     def _write_of(self, hash_: Hash, digest: bytes) -> Write:
         assert isinstance(hash_, bytes)
-        key = BlockKey(digest, hash_, self.column)
-        return Write(key, partial(self._stored_block, self.entries[hash_], key))
+        key, state = BlockKey(digest, hash_, self.column), self.entries[hash_]
 
-    def _stored_block(self, state: HostState, key: BlockKey) -> StoredBlock | None:
-        """Return a state as a file holds it; None if its slot has been used again; see `HostTier`."""
-        data = self._tensors.read_host(state.slot)
-        if self.entries.get(key.hash) is not state:
-            return None
-        return StoredBlock(key, state.token_ids, _POSITIONS.pack(state.position, state.start, state.end) + data)
+        def read() -> bytes:
+            return POSITIONS.pack(state.position, state.start, state.end) + self._tensors.read_host(state.slot)
+
+        return Write(state.slot, key, state.token_ids, read, lambda: self.entries.get(hash_) is state)

@@ -5,14 +5,13 @@ SOAK=1 makes 100,000 calls in place of 600."""
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import paged.cache.manager
 import paged.cache.tiers.host
@@ -23,7 +22,8 @@ from paged.cache.tiers import files
 from paged.cache.tiers.folder import CacheFolder
 from paged.cache.tiers.host_events import HostBlockRemoved, HostBlockStored
 from paged.errors import OutOfBlocksError
-from tests.cache.prefix_cache import BLOCK, Cache
+from tests.cache.prefix_cache import BLOCK
+from tests.cache.tiers.ranked_cache import RankedCache, WeightedCache
 from tests.deadline import HANG_S
 from tests.failure import CACHE_GUARD, Failure
 
@@ -31,15 +31,6 @@ NUM_CALLS = 50_000 if "SOAK" in os.environ else 300
 MOST_SEQUENCES = 5
 MOST_TOKENS = 40
 SOURCES = {Path(module.__file__).parent for module in (paged.cache.manager, paged.cache.tiers.host)}
-
-
-class WeightedCache(Cache):
-    """K and V depend on a number that stands for the model's weights, too."""
-
-    weights = 0
-
-    def expected(self, namespace: Hashable, layer: int, tokens: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
-        return Cache.expected((self.weights, namespace), layer, tokens)
 
 
 class FaultyFolder(CacheFolder):
@@ -79,7 +70,15 @@ class FaultyFolder(CacheFolder):
 class RandomCalls:
     """A cache, whose process ends and starts anew on one folder, and what has been seen."""
 
-    def __init__(self, folder: Path, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        cache_type: type[WeightedCache],
+        folder: Path,
+        seed: int,
+        options: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.cache_type = cache_type
         self.random = random.Random(seed)
         self.folder, self.options, self.monkeypatch = folder, options, monkeypatch
         self.seen: Counter[str] = Counter()
@@ -89,10 +88,10 @@ class RandomCalls:
         self.cache = self.start()
 
     def start(self) -> WeightedCache:
-        cache = WeightedCache(device="cpu", **self.options)
-        cache.weights = self.random.randrange(2)
-        cache.manager.attach_store(FaultyFolder(self.folder, self.random.randrange(1 << 30)))
-        cache.manager.set_fingerprint(b"%d" % cache.weights)
+        cache = self.cache_type(device="cpu", **self.options)
+        weights = self.random.randrange(2)
+        cache.attach(lambda: FaultyFolder(self.folder, self.random.randrange(1 << 30)))
+        cache.set_weights(weights)
         self.on_host.clear()
         cache.manager.subscribe(self.hear, with_host=True)
         return cache
@@ -181,8 +180,7 @@ class RandomCalls:
     def update_weights(self) -> None:
         for handle in list(self.cache.tokens):
             self.cache.free(handle)
-        self.cache.weights = self.random.randrange(2)
-        self.cache.manager.set_fingerprint(b"%d" % self.cache.weights)
+        self.cache.set_weights(self.random.randrange(2))
 
     def restart(self) -> None:
         self.stop()
@@ -190,7 +188,7 @@ class RandomCalls:
 
     def stop(self) -> None:
         """End the process, perhaps before all is written."""
-        self.cache.manager.close_tiers(self.random.choice([0.0, HANG_S]))
+        self.cache.close(self.random.choice([0.0, HANG_S]))
         self.seen.update(self.cache.manager.stats().of_tiers())
 
     def run(self, count: int) -> None:
@@ -213,6 +211,7 @@ class RandomCalls:
         self.stop()
 
 
+@pytest.mark.parametrize("cache_type", [WeightedCache, RankedCache], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -227,9 +226,9 @@ class RandomCalls:
     ids=["plain", "windows"],
 )
 def test_no_prompt_gets_the_data_of_another(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], cache_type: type[WeightedCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = RandomCalls(tmp_path, 0, options, monkeypatch)
+    calls = RandomCalls(cache_type, tmp_path, 0, options, monkeypatch)
     calls.run(NUM_CALLS)
     for event in ("host_loaded_blocks", "folder_read_blocks", "folder_written_blocks", "folder_faults", "failed calls"):
         assert calls.seen[event] > NUM_CALLS // 1000, calls.seen
