@@ -31,7 +31,8 @@ from paged.kernels.sampling import reference as sampling_reference
 Arguments = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 """Results by name; a call may give fewer than are expected, as without return_lse."""
-_HOW = ("plan", "prefix_plan", "shared_prefix_len", "max_seqlen_q", "deterministic", "return_lse", "out", "aligned")
+HOW = "plan prefix_plan shared_prefix_len max_seqlen_q deterministic return_lse out aligned ticket".split()
+"""Arguments that say how to compute, and do not change the result."""
 _STATE = ("conv", "state", "ring_k", "ring_u", "ring_g")
 
 
@@ -125,8 +126,8 @@ def on_cpu(arguments: Arguments) -> Arguments:
 
 
 def _without_how(arguments: Arguments) -> Arguments:
-    """Return the arguments that decide the results: without those that only say how they are computed."""
-    return {name: value for name, value in arguments.items() if name not in _HOW}
+    """Return the arguments that decide the results."""
+    return {name: value for name, value in arguments.items() if name not in HOW}
 
 
 def _returned(*names: str) -> Callable[[Arguments, Any], Tensors]:

@@ -18,7 +18,7 @@ import platform
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +33,7 @@ from paged.kernels.common.numba_ops.recording import recording
 from paged.kernels.common.operation import Call, watch_calls
 
 Json = Any
-_FORMAT = 1
+_FORMAT = 2  # of the file; others are refused
 # Arguments whose first dimension counts the blocks of a cache.
 _CACHES = ("k_cache", "v_cache", "kv_cache", "key_cache", "caches")
 _ROW_SCALES = ("k_scale", "v_scale")
@@ -123,10 +123,10 @@ def read_call(path: str | os.PathLike[str], device: torch.device) -> RecordedCal
         raise CheckpointError(f"{path}: holds no recorded call: {error}") from error
     if about["format"] != _FORMAT:
         raise CheckpointError(f"{path}: format {about['format']}, expected {_FORMAT}")
-    num_bytes = sum(last - first for first, last in _extents(about["arguments"]).values())
     parts = {}
     for part in ("arguments", "returned", "written"):
-        parts[part] = _Decoder(tensors, device, num_bytes <= _MAX_FILLED).decode(about.pop(part))
+        content = about.pop(part)
+        parts[part] = _Decoder(tensors, content["storages"], device).decode(content["value"])
     return RecordedCall(about.pop("operation"), about=about, **parts)
 
 
@@ -156,11 +156,9 @@ class _Recorder:
         if number is None or _is_hidden():
             return run()
         arguments = dict(call.signature.bind(*call.args, **call.kwargs).arguments)
-        block_ids = _reached(arguments)
-        encoder = _Encoder(block_ids)
-        about = {**self._about, "operation": call.operation, "number": number}
-        about["arguments"] = encoder.encode(arguments)
-        about |= {"returned": None, "written": encoder.encode({}), "error": None}
+        encoder = _Encoder(_reached(arguments))
+        about = {**self._about, "operation": call.operation, "number": number, "error": None}
+        about |= {"arguments": encoder.part(arguments), "returned": encoder.part(None), "written": encoder.part({})}
         try:
             returned = run()
         except Exception as error:
@@ -169,9 +167,9 @@ class _Recorder:
             raise
         if self._failed and _is_finite(returned):
             return returned
-        about["returned"] = encoder.encode(returned)
+        about["returned"] = encoder.part(returned)
         written = {name: value for name, value in arguments.items() if _is_written(name, value, call.mutates)}
-        about["written"] = encoder.encode(written)
+        about["written"] = encoder.part(written)
         self._write(about, encoder, number)
         return returned
 
@@ -249,15 +247,21 @@ def _reached(arguments: dict[str, Any]) -> torch.Tensor | None:
 
 
 class _Encoder:
-    """Turns arguments into JSON, with copies of their tensors beside it. block_ids: blocks of caches to keep."""
+    """Turns values into JSON, with copies of their tensors beside it. block_ids: blocks of caches to keep."""
 
     def __init__(self, block_ids: torch.Tensor | None) -> None:
         self._block_ids = block_ids
-        self._storages: dict[int, int] = {}
+        self._extents: dict[int, tuple[int, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.device = "cpu"
 
-    def encode(self, value: Any, name: str = "") -> Json:
+    def part(self, value: Any) -> Json:
+        """Return the value, and of each storage that it lies in the first and the last byte that it takes."""
+        self._extents = {}
+        encoded = self._encode(value)
+        return {"value": encoded, "storages": list(self._extents.values())}
+
+    def _encode(self, value: Any, name: str = "") -> Json:
         """name: of the argument that the value belongs to."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -274,18 +278,17 @@ class _Encoder:
         if isinstance(value, dict):
             return {"dict": self._named(value)}
         if isinstance(value, tuple | list):
-            return {type(value).__name__: [self.encode(item, name) for item in value]}
+            return {type(value).__name__: [self._encode(item, name) for item in value]}
         if hasattr(value, "item"):  # a number of NumPy's
             return value.item()
         return {"unknown": repr(value)[:200]}
 
     def _named(self, values: dict[str, Any]) -> dict[str, Json]:
-        return {key: self.encode(value, key) for key, value in values.items()}
+        return {key: self._encode(value, key) for key, value in values.items()}
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Json:
         """The blocks that are reached, of a cache and of scales a row; otherwise each element once."""
         key = str(len(self.tensors))
-        storage = self._storages.setdefault(tensor.untyped_storage().data_ptr(), len(self._storages))
         if tensor.device.type != "cpu":
             self.device = f"{tensor.device}, {torch.cuda.get_device_name(tensor.device)}"
         about = {
@@ -293,7 +296,7 @@ class _Encoder:
             "shape": list(tensor.shape),
             "stride": list(tensor.stride()),
             "dtype": str(tensor.dtype).removeprefix("torch."),
-            "storage": storage,
+            "storage": self._take(tensor),
             "offset": tensor.storage_offset() * tensor.element_size(),
         }
         values = _each_once(tensor.detach())
@@ -304,24 +307,35 @@ class _Encoder:
         self.tensors[key] = values.to("cpu", copy=True).contiguous()
         return about
 
+    def _take(self, tensor: torch.Tensor) -> int:
+        """Extend the bytes of the tensor's storage, from the first, or up to 15 before it; return its number."""
+        first = last = int(tensor.storage_offset()) * tensor.element_size()
+        if tensor.numel():
+            reach = 1
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+                reach += (size - 1) * int(stride)
+            last += reach * tensor.element_size()
+        address = tensor.untyped_storage().data_ptr()
+        before, after = self._extents.get(address, (first, last))
+        self._extents[address] = min(first // 16 * 16, before), max(last, after)
+        return list(self._extents).index(address)
+
 
 class _Decoder:
     """Makes the values again that an `_Encoder` has written: tensors of one storage share one, NaN between them."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device, fills: bool) -> None:
-        self._tensors, self._device, self._fills = tensors, device, fills
-        self._storages: dict[int, tuple[int, torch.Tensor]] = {}
+    def __init__(self, tensors: dict[str, torch.Tensor], storages: list[tuple[int, int]], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self._storages = []
+        num_bytes = sum(last - first for first, last in storages)
+        for first, last in storages:
+            content = torch.zeros(last - first, dtype=torch.uint8, device=device)
+            if num_bytes <= _MAX_FILLED:
+                content.fill_(255)
+            self._storages.append((first, content))
 
     def decode(self, value: Json) -> Any:
         """Raise CheckpointError for a value that could not be recorded, or a class that is none of ours."""
-        for storage, (first, last) in _extents(value).items():
-            content = torch.zeros(last - first, dtype=torch.uint8, device=self._device)
-            if self._fills:
-                content.fill_(255)
-            self._storages[storage] = first, content
-        return self._decode(value)
-
-    def _decode(self, value: Json) -> Any:
         if not isinstance(value, dict):
             return value
         if "tensor" in value:
@@ -330,44 +344,28 @@ class _Decoder:
             module, _, name = value["object"].partition(":")
             if not module.startswith("paged."):
                 raise CheckpointError(f"a recorded {value['object']}, expected a class of paged")
-            fields = {key: self._decode(item) for key, item in value["fields"].items()}
+            fields = {key: self.decode(item) for key, item in value["fields"].items()}
             return getattr(importlib.import_module(module), name)(**fields)
         if "dict" in value:
-            return {key: self._decode(item) for key, item in value["dict"].items()}
+            return {key: self.decode(item) for key, item in value["dict"].items()}
         for kind in (tuple, list):
             if kind.__name__ in value:
-                return kind(self._decode(item) for item in value[kind.__name__])
+                return kind(self.decode(item) for item in value[kind.__name__])
         raise CheckpointError(f"an argument that was not recorded: {value.get('unknown')}")
 
     def _tensor(self, about: dict[str, Any]) -> torch.Tensor:
         first, content = self._storages[about["storage"]]
-        dtype = _dtype(about)
+        dtype: torch.dtype = getattr(torch, about["dtype"])
         flat = content[: len(content) // dtype.itemsize * dtype.itemsize].view(dtype)
         offset = (about["offset"] - first) // dtype.itemsize
-        tensor = flat.as_strided(about["shape"], about["stride"], offset)
+        tensor: torch.Tensor = flat.as_strided(about["shape"], about["stride"], offset)
         values = self._tensors[about["tensor"]].to(self._device)
         if "blocks" in about:
-            ids = torch.tensor(about["blocks"], dtype=torch.int64, device=self._device)
-            for index, block in enumerate(ids.tolist()):  # float8 has no index_copy_
+            for index, block in enumerate(about["blocks"]):  # float8 has no index_copy_
                 tensor[block].copy_(values[index])
         else:
             _each_once(tensor).copy_(values)
         return tensor
-
-
-def _extents(value: Json) -> dict[int, tuple[int, int]]:
-    """Return the bytes of each storage that tensors take, from the first, or up to 15 before it, to the last."""
-    extents: dict[int, tuple[int, int]] = {}
-    for about in _tensors_in(value):
-        first = last = about["offset"]
-        if math.prod(about["shape"]):
-            reach = 1
-            for size, stride in zip(about["shape"], about["stride"], strict=True):
-                reach += (size - 1) * stride
-            last += reach * _dtype(about).itemsize
-        before, after = extents.get(about["storage"], (first, last))
-        extents[about["storage"]] = min(first // 16 * 16, before), max(last, after)
-    return extents
 
 
 def _each_once(tensor: torch.Tensor) -> torch.Tensor:
@@ -378,22 +376,6 @@ def _each_once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _tensors_in(value: Json) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict) and "tensor" in value:
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _dtype(about: dict[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, about["dtype"])
-    return dtype
-
-
 def _path(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
@@ -401,10 +383,8 @@ def _path(value: Any) -> str:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in ("paged", "torch", "triton", "numba", "numpy"):
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

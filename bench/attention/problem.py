@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-import paged
-from paged.bench.operations import on_cpu
-from paged.kernels.attention import reference
+from paged.bench.operations import Arguments
 
 
 @dataclass(frozen=True)
@@ -152,37 +150,14 @@ def options(problem: Problem, device: torch.device) -> dict[str, Any]:
     return chosen
 
 
-@dataclass(frozen=True)
-class Solved:
-    """The result of an operation and the expected one; `arguments` are the reference's.
-
-    lse: None if not requested.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    expected_out: torch.Tensor
-    expected_lse: torch.Tensor
-    arguments: dict[str, Any]
-
-
-def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) -> Solved:
-    """Run the problem into an output that holds NaN, and the float64 reference."""
+def call_of(problem: Problem, device: torch.device) -> Arguments:
+    """Make all arguments of `paged_attention`, with an output that holds NaN."""
     tensors = make(problem, device)
-    chosen = options(problem, device)
-    out = tensors.q.new_full((*tensors.q.shape[:2], tensors.v_cache.shape[3]), math.nan)
-    max_seqlen_q = max((q_len for q_len, _ in problem.lengths), default=0)
-    result = paged.paged_attention(
+    return {
         **vars(tensors),
-        max_seqlen_q=max_seqlen_q,
-        out=out,
-        return_lse=return_lse,
-        deterministic=problem.deterministic,
-        **chosen,
-    )
-    lse = None
-    if return_lse:
-        result, lse = result
-    assert result is out
-    cpu = on_cpu({**chosen, **vars(tensors)})
-    return Solved(out, lse, *reference.paged_attention(**cpu), cpu)
+        **options(problem, device),
+        "out": tensors.q.new_full((*tensors.q.shape[:2], tensors.v_cache.shape[3]), math.nan),
+        "max_seqlen_q": max((q_len for q_len, _ in problem.lengths), default=0),
+        "return_lse": True,
+        "deterministic": problem.deterministic,
+    }

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-import paged
 from paged.bench.attention import problem as attention_problem
-from paged.bench.operations import on_cpu
-from paged.kernels.mla import reference
+from paged.bench.operations import Arguments
 
 
 @dataclass(frozen=True)
@@ -121,15 +119,14 @@ def index_problem(
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def solve(problem: Problem, device: torch.device) -> attention_problem.Solved:
-    """Run the problem into an output that holds NaN, and the float64 reference."""
+def call_of(problem: Problem, device: torch.device) -> Arguments:
+    """Make all arguments of `paged_mla_attention`, with an output that holds NaN."""
     arguments = make(problem, device)
     q = arguments["q"]
-    out = q.new_full((*q.shape[:2], problem.sizes[0]), math.nan)
-    longest = max(q_len for q_len, _ in problem.lengths)
-    result, lse = paged.paged_mla_attention(
-        **arguments, max_seqlen_q=longest, out=out, return_lse=True, deterministic=problem.deterministic
-    )
-    assert result is out
-    cpu = on_cpu(arguments)
-    return attention_problem.Solved(out, lse, *reference.paged_mla_attention(**cpu), cpu)
+    return {
+        **arguments,
+        "out": q.new_full((*q.shape[:2], problem.sizes[0]), math.nan),
+        "max_seqlen_q": max(q_len for q_len, _ in problem.lengths),
+        "return_lse": True,
+        "deterministic": problem.deterministic,
+    }

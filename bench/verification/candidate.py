@@ -14,11 +14,8 @@ from unittest import mock
 import torch
 
 from paged.bench.check import TOLERANCE, WrongResultError
-from paged.bench.operations import DEFINITIONS, Arguments, Definition, dtype_of
+from paged.bench.operations import DEFINITIONS, HOW, Arguments, Definition, dtype_of
 from paged.errors import InvalidInputError, PagedError
-
-# Arguments that say how to compute, which a candidate may do without.
-_OPTIONAL = ("plan", "prefix_plan", "aligned", "ticket", "deterministic", "max_seqlen_q", "return_lse", "out")
 
 
 class NotTakenError(PagedError):
@@ -53,7 +50,7 @@ class Candidate:
             elif parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
                 self._names.add(parameter.name)
         for name, argument in self.definition.signature.parameters.items():
-            is_needed = argument.default is argument.empty and name not in _OPTIONAL
+            is_needed = argument.default is argument.empty and name not in HOW
             if is_needed and not self._takes_all and name not in self._names:
                 raise InvalidInputError(
                     f"--candidate {path}: takes no {name} by name, expected arguments of {operation}"
@@ -75,13 +72,15 @@ class Candidate:
             elif name in needed(self.definition, self.arguments):
                 raise NotTakenError(f"{self.path} takes no {name}")
         result = self.function(**taken)
-        _check_dtype(result, dtype_of(self.arguments))
+        first, others = result, []
+        if isinstance(result, tuple | list) and result:
+            first, *others = result
+        _check_dtype(first, dtype_of(self.arguments))
         out = self.arguments.get("out")
-        if self.definition.name != "add_lora" and out is not None:
-            result = _into(out, result)
-        if self.arguments.get("return_lse") and isinstance(result, torch.Tensor):
-            return result, None
-        return result
+        if out is None or self.definition.name == "add_lora":
+            return result
+        _copy(first, out)
+        return (out, *others)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -116,29 +115,23 @@ def needed(definition: Definition, arguments: Arguments) -> list[str]:
             default = arguments["q"].shape[2] ** -0.5
             if math.isclose(value, default, rel_tol=1e-6):
                 value = default
-        if name not in _OPTIONAL and (isinstance(value, torch.Tensor) or value != default):
+        if name not in HOW and (isinstance(value, torch.Tensor) or value != default):
             names.append(name)
     return names
 
 
 def _check_dtype(result: Any, expected: torch.dtype) -> None:
-    """Refuse a first result that is narrower than expected: it would be judged by the budget of its own dtype."""
-    if isinstance(result, tuple | list) and result:
-        result = result[0]
+    """Refuse a result that is narrower than expected: it would be judged by the budget of its own dtype."""
     if isinstance(result, torch.Tensor) and TOLERANCE.get(result.dtype, 0) > TOLERANCE.get(expected, 1):
         raise WrongResultError(f"dtype {result.dtype}, expected {expected}")
 
 
-def _into(out: torch.Tensor, result: Any) -> Any:
-    """Write a function's first result to `out`, which it may not have taken, and return it in its place."""
-    first = result
-    if isinstance(result, tuple | list):
-        first = result[0]
-    if not isinstance(first, torch.Tensor) or first.shape != out.shape:
-        shape = list(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__
+def _copy(result: Any, out: torch.Tensor) -> None:
+    """Write a result to `out`, which the function may not have taken."""
+    shape: Any = type(result).__name__
+    if isinstance(result, torch.Tensor):
+        shape = list(result.shape)
+    if shape != list(out.shape):
         raise WrongResultError(f"shape {shape}, expected {list(out.shape)}")
-    if first is not out:
-        out.copy_(first)
-    if isinstance(result, tuple | list):
-        return (out, *result[1:])
-    return out
+    if result is not out:
+        out.copy_(result)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from paged.batch import DecodeInput, UnifiedBatch, UnifiedBatchItem
-from paged.bench.attention.problem import Problem, Solved, solve
+from paged.bench.attention import problem as attention_problem
+from paged.bench.attention.problem import Problem
 from paged.bench.attention.problems import PROBLEMS
 from paged.bench.check import Result
 from paged.bench.kernels.cases import CASES, Case
@@ -67,10 +68,10 @@ def _benchmarked(case: Case, device: torch.device, dtype: torch.dtype) -> Result
 
 def _attention(problem: Problem, device: torch.device, dtype: torch.dtype) -> Results:
     problem = replace(problem, dtype=dtype)
-    yield from _solved(solve(problem, device))
+    yield from _both("paged_attention", **attention_problem.call_of(problem, device))
     if not use_triton(torch.empty(0, device=device)):
         # Without the log-sum-exp the PyTorch implementation takes another path.
-        yield from _solved(solve(problem, device, return_lse=False))
+        yield from _both("paged_attention", **attention_problem.call_of(problem, device) | {"return_lse": False})
 
 
 def _far_blocks(device: torch.device, dtype: torch.dtype) -> Results:
@@ -95,14 +96,7 @@ def _far_blocks(device: torch.device, dtype: torch.dtype) -> Results:
 
 
 def _latent_attention(problem: mla_problem.Problem, device: torch.device, dtype: torch.dtype) -> Results:
-    solved = mla_problem.solve(replace(problem, dtype=dtype), device)
-    return _solved(solved, DEFINITIONS["paged_mla_attention"].judge(solved.arguments).dtype)
-
-
-def _solved(solved: Solved, judged_as: torch.dtype | None = None) -> Results:
-    yield Result(solved.out, solved.expected_out, judged_as, name="out")
-    if solved.lse is not None:
-        yield Result(solved.lse, solved.expected_lse, judged_as, name="lse")
+    yield from _both("paged_mla_attention", **mla_problem.call_of(replace(problem, dtype=dtype), device))
 
 
 def _chosen_keys(is_packed: bool, device: torch.device, dtype: torch.dtype) -> Results:
