@@ -289,28 +289,6 @@ def _fused_add_norm_expected(arguments: Arguments) -> Tensors:
     return {"x": layers_reference.rms_norm(total, arguments["weight"], arguments.get("eps", 1e-6)), "residual": total}
 
 
-def _rms_norm_expected(arguments: Arguments) -> Tensors:
-    return {"out": layers_reference.rms_norm(arguments["x"], arguments["weight"], arguments.get("eps", 1e-6))}
-
-
-def _lora_expected(arguments: Arguments) -> Tensors:
-    weights, batch = arguments["weights"], arguments["batch"]
-    adapters = []
-    for slot, ranks in enumerate(weights.ranks.tolist()):
-        parts = {}
-        for part, rank in enumerate(ranks):
-            if rank:
-                up = weights.b[slot, :rank].split(weights.part_sizes, dim=-1)[part].T
-                parts[part] = weights.a[slot, part, :rank], up, float(weights.scales[slot, part])
-        adapters.append(parts)
-    row_slots = [-1] * len(arguments["x"])
-    for rows, slot in zip(batch.rows.tolist(), batch.slots.tolist(), strict=True):
-        for row in rows:
-            if row >= 0 and slot >= 0:
-                row_slots[row] = slot
-    return {"out": lora_reference.add_lora(arguments["out"], arguments["x"], adapters, weights.part_sizes, row_slots)}
-
-
 def _judge_product(arguments: Arguments) -> Judgement:
     """What e4m3 or int8 weights multiply may be rounded either way in float32, by a step of 1 / 16 in e4m3."""
     x, weight = arguments["x"], arguments["weight"]
@@ -322,22 +300,13 @@ def _judge_product(arguments: Arguments) -> Judgement:
 # Experts
 
 
-def _local_ids(ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int) -> torch.Tensor:
-    """Return the expert that each id names, -1 for none."""
-    if expert_map is not None:
-        is_mapped = (ids >= 0) & (ids < len(expert_map))
-        ids = torch.where(is_mapped, expert_map[torch.where(is_mapped, ids, 0).long()], -1)
-    return torch.where((ids >= 0) & (ids < num_experts), ids, -1)
-
-
 def _alignment(topk_ids: torch.Tensor, block_size: int, num_experts: int, expert_map: Any = None) -> Tensors:
     """The reference's alignment as the operation returns it."""
-    ids = _local_ids(topk_ids, expert_map, num_experts)
-    blocks, experts, num_padded = moe_reference.moe_align_block_size(ids, block_size, num_experts)
-    unused = max_num_blocks(ids.numel(), block_size, num_experts) - len(experts)
+    blocks, experts, num_padded = moe_reference.moe_align_block_size(topk_ids, block_size, num_experts, expert_map)
+    unused = max_num_blocks(topk_ids.numel(), block_size, num_experts) - len(experts)
     entries = torch.tensor(blocks, dtype=torch.int64).flatten()
     return {
-        "sorted_token_ids": functional.pad(entries, (0, unused * block_size), value=ids.numel()),
+        "sorted_token_ids": functional.pad(entries, (0, unused * block_size), value=topk_ids.numel()),
         "expert_ids": functional.pad(torch.tensor(experts, dtype=torch.int64), (0, unused), value=-1),
         "num_tokens_post_padded": torch.tensor([num_padded]),
     }
@@ -361,14 +330,6 @@ def _routed_and_aligned_results(arguments: Arguments, returned: Any) -> Tensors:
     if arguments.get("expert_map") is not None:
         del results["sorted_token_ids"], results["expert_ids"]
     return results
-
-
-def _experts_expected(arguments: Arguments) -> Tensors:
-    """Ids that name no expert contribute nothing."""
-    num_experts, local = len(arguments["w1"]), _without_how(arguments)
-    expert_map = local.pop("expert_map", None)
-    local["topk_ids"] = _local_ids(arguments["topk_ids"], expert_map, num_experts)
-    return {"out": moe_reference.fused_moe(**local)}
 
 
 def _judge_experts(arguments: Arguments) -> Judgement:
@@ -469,11 +430,11 @@ DEFINITIONS = {
             lambda arguments, q: {"q_rope": q, **_latent_parts(arguments["kv_cache"])},
         ),
         Definition("copy_blocks", _copied, lambda arguments, _: _named_caches(arguments["caches"])),
-        Definition("rms_norm", _rms_norm_expected, _returned("out")),
+        _simple("rms_norm", layers_reference),
         Definition("fused_add_rms_norm", _fused_add_norm_expected, _returned("x", "residual")),
         Definition("rotary_embedding", _rotary_expected, _returned("query", "key")),
         _simple("silu_and_mul", layers_reference),
-        Definition("add_lora", _lora_expected, _returned("out")),
+        Definition("add_lora", lambda arguments: {"out": lora_reference.add_lora(**arguments)}, _returned("out")),
         _simple("quantized_linear", quantization_reference, judge=_judge_product),
         _simple("route_tokens", moe_reference, "topk_weights", "topk_ids"),
         Definition(
@@ -482,7 +443,7 @@ DEFINITIONS = {
             lambda _, aligned: dict(aligned._asdict()),
         ),
         Definition("route_and_align", _routed_and_aligned, _routed_and_aligned_results),
-        Definition("fused_moe", _experts_expected, _returned("out"), _judge_experts),
+        _simple("fused_moe", moe_reference, judge=_judge_experts),
         _recurrent("causal_conv1d", lambda _: Judgement()),
         _recurrent("gated_delta_rule"),
         _recurrent("mamba2_scan"),

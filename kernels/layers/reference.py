@@ -7,7 +7,7 @@ import torch
 from ..common.reference import f64, gated_activation
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis."""
     x, weight = f64(x), f64(weight)
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)

@@ -5,25 +5,20 @@ from __future__ import annotations
 import torch
 
 from ..common.reference import f64
+from .batch import LoraBatch
+from .weights import LoraWeights
 
 
-def add_lora(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    adapters: list[dict[int, tuple[torch.Tensor, torch.Tensor, float]]],
-    part_sizes: tuple[int, ...],
-    row_slots: list[int],
-) -> torch.Tensor:
-    """out[row] + scale * B (A x[row]), where row_slots[row] is an index into `adapters`, or -1 for out[row] alone.
-
-    An adapter maps the parts that it changes (runs of columns of out, part_sizes wide) to A [rank, in_features],
-    B [part size, rank] and scale.
-    """
-    total, x = f64(out).clone(), f64(x)
-    for row, slot in enumerate(row_slots):
-        if slot < 0:
-            continue
-        for part, (a, b, scale) in adapters[slot].items():
-            first = sum(part_sizes[:part])
-            total[row, first : first + part_sizes[part]] += scale * (f64(b) @ (f64(a) @ x[row]))
+def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:
+    """out[row] + scale * B (A x[row]) in the parts that the row's adapter changes, out[row] elsewhere."""
+    total, x, a, b, scales = f64(out).clone(), f64(x), f64(weights.a), f64(weights.b), f64(weights.scales)
+    for rows, slot in zip(batch.rows.tolist(), batch.slots.tolist(), strict=True):
+        last = 0
+        for part, size in enumerate(weights.part_sizes):
+            first, last = last, last + size
+            rank = int(weights.ranks[slot, part])
+            for row in rows:
+                if row >= 0 and slot >= 0 and rank > 0:
+                    shrunk = a[slot, part, :rank] @ x[row]
+                    total[row, first:last] += scales[slot, part] * (shrunk @ b[slot, :rank, first:last])
     return total

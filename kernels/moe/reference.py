@@ -46,14 +46,25 @@ def route_tokens(router_logits: torch.Tensor, top_k: int, **options: Any) -> tup
     return weights, ids
 
 
+def local_expert(chosen: int, num_experts: int, expert_map: torch.Tensor | None) -> int:
+    """Return the expert that an id names, -1 for none."""
+    if expert_map is not None:
+        if not 0 <= chosen < len(expert_map):
+            return -1
+        chosen = int(expert_map[chosen])
+    if not 0 <= chosen < num_experts:
+        return -1
+    return chosen
+
+
 def moe_align_block_size(
-    topk_ids: torch.Tensor, block_size: int, num_experts: int
+    topk_ids: torch.Tensor, block_size: int, num_experts: int, expert_map: torch.Tensor | None = None
 ) -> tuple[list[list[int]], list[int], int]:
     """Return `moe_align_block_size` as (blocks, expert_ids, num_tokens_post_padded).
 
     That is the entries of each block in use, its expert, and block_size times the number of blocks.
     """
-    flat = topk_ids.flatten().tolist()
+    flat = [local_expert(chosen, num_experts, expert_map) for chosen in topk_ids.flatten().tolist()]
     blocks: list[list[int]] = []
     expert_ids: list[int] = []
     for expert in range(num_experts):
@@ -77,7 +88,10 @@ def fused_moe(
     interleaved: bool = False,
     **options: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`fused_moe`, one entry at a time; options: its biases, scales and zero points."""
+    """`fused_moe`, one entry at a time; ids that name no expert contribute nothing.
+
+    options: its biases, scales and zero points.
+    """
     x, weights = f64(hidden_states), f64(topk_weights)
     rows = torch.arange(w1.shape[1])
     gate_rows, up_rows = rows.chunk(2)
@@ -110,9 +124,7 @@ def fused_moe(
             if torch.isnan(weight):
                 out[token] = math.nan
                 continue
-            local = chosen
-            if expert_map is not None and chosen >= 0:
-                local = int(expert_map[chosen])
+            local = local_expert(chosen, len(w1), expert_map)
             if local >= 0:
                 (first, first_bias), (second, second_bias) = expert(local)
                 row = x[token]
