@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -40,11 +41,8 @@ def explain(arguments: Arguments, result: Result, index: tuple[int, ...]) -> str
         return None
     row, head = index[:2]
     offsets = arguments["cu_seqlens_q"].tolist()
-    seq = -1
-    for candidate in range(len(offsets) - 1):
-        if offsets[candidate] <= row < offsets[candidate + 1]:
-            seq = candidate
-    if seq < 0:
+    seq = bisect_right(offsets, row) - 1
+    if row >= offsets[-1]:
         return "as if a row of padding had a sequence"
     alone = _alone(arguments, seq, head)
     got = result.got[row, head].double().cpu()
@@ -123,32 +121,29 @@ def _mistakes(alone: Arguments) -> Iterator[tuple[str, Arguments]]:
 
 def _stale_blocks(arguments: Arguments, seq: int, head: int, query: int) -> Iterator[tuple[str, Arguments]]:
     """Yield the sequence with one block of its table replaced by another: of its table, 0, or a neighbour's number."""
-    table = arguments["block_table"][seq].tolist()
+    table = arguments["block_table"]
+    block_ids = table[seq].tolist()
     cache: Any = arguments["k_cache"]
     block_size, pool = cache.shape[1], cache.shape[0]
     num_blocks = -(-int(arguments["seq_lens"][seq]) // block_size)
     if num_blocks > _MAX_REPLACED or arguments.get("causal", True) is not True or arguments.get("mask") is not None:
         return
     for column in range(num_blocks):
-        block = table[column]
+        block = block_ids[column]
         place = f"block {block}, column {column} of block_table"
         if block * cache.stride(0) >= _INT32:
             place += f", whose offset, {block * cache.stride(0):,} elements, does not fit 32 bits"
-        for other in sorted({0, block - 1, block + 1, *table[:num_blocks]} - {block}):
+        for other in sorted({0, block - 1, block + 1, *block_ids[:num_blocks]} - {block}):
             if 0 <= other < pool:
-                changed = _alone(_with_block(arguments, seq, column, other), seq, head)
+                wrong_table = table.clone()
+                wrong_table[seq, column] = other
+                changed = _alone({**arguments, "block_table": wrong_table}, seq, head)
                 # The row becomes the last of its sequence, so that only this row is computed.
                 num_later = len(changed["q"]) - query - 1
                 changed["q"] = changed["q"][query : query + 1]
                 changed["seq_lens"] = changed["seq_lens"] - num_later
                 changed["cu_seqlens_q"] = torch.tensor([0, 1])
                 yield f"block {other} were read in place of {place}", changed
-
-
-def _with_block(arguments: Arguments, seq: int, column: int, block: int) -> Arguments:
-    table = arguments["block_table"].clone()
-    table[seq, column] = block
-    return {**arguments, "block_table": table}
 
 
 def _wrapped(arguments: Arguments, seq: int) -> str | None:

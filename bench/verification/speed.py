@@ -97,16 +97,11 @@ def _attention(arguments: Arguments) -> Entrants | None:
     groups = tuple((1, q_len, seq_len) for q_len, seq_len in zip(q_lens, seq_lens, strict=True))
     if len(set(groups)) == 1:
         groups = ((len(groups), *groups[0][1:]),)
-    kind = "mixed"
-    if max(q_lens) == 1:
-        kind = "decode"
-    elif q_lens == seq_lens:
-        kind = "prefill"
     v_head_dim = v_cache.shape[3]
     if v_head_dim == q.shape[2]:
         v_head_dim = 0
     heads = q.shape[1], k_cache.shape[2]
-    case = AttentionCase(kind, "recorded", groups, heads, k_cache.shape[1], q.shape[2], v_head_dim)
+    case = AttentionCase("mixed", "recorded", groups, heads, k_cache.shape[1], q.shape[2], v_head_dim)
     table, offsets, lengths = (arguments[name] for name in ("block_table", "cu_seqlens_q", "seq_lens"))
     step = Step(case, table, offsets, lengths, max(q_lens), max(seq_lens))
     layer = Layer(q, k_cache, v_cache)
