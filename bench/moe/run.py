@@ -28,8 +28,8 @@ from paged.bench.contest import OURS, Contest
 from paged.bench.limits import Ceilings, Goal, at_least
 from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL, MoeCase
 from paged.bench.moe.peers import PEERS
+from paged.bench.operations import DEFINITIONS
 from paged.bench.timing import num_sets
-from paged.kernels.moe import reference
 
 # A case takes no more samples than fit in so many seconds, beyond the least.
 MAX_SECONDS, MIN_REPEATS = 1.0, 5
@@ -66,18 +66,19 @@ def contest(case: MoeCase, setting: Setting) -> Contest:
         "matmul_dtype": str(dtype).removeprefix("torch."),
     }
     entries = Contest(about, setting, cost, is_cold, MAX_SECONDS, MIN_REPEATS)
-    judged_as, budgets = _tolerance(case)
+    definition = DEFINITIONS["fused_moe"]
     # One token is compared with the reference, which takes an expert of Mixtral a second.
     token = slice(case.num_tokens // 2, case.num_tokens // 2 + 1)
-    expected = reference.fused_moe(*layer.arguments(batches[0].rows(token)), **layer.options)
+    arguments = definition.by_name(*layer.arguments(batches[0].rows(token)), **layer.options)
+    expected, judgement = definition.want(arguments)["out"], definition.judge(arguments)
     calls = [layer.call(batch) for batch in batches]
-    entries.add(OURS, calls, lambda out: Result(out[token], expected, judged_as, budgets).check())
+    entries.add(OURS, calls, lambda out: Result(out[token], expected, *judgement).check())
     our_out = calls[0]()
     entries.add_peers(
         PEERS,
         case,
         lambda peer: [peer.make(case, layer, batch) for batch in batches],
-        lambda out: Result(out, our_out, judged_as, budgets).check(),
+        lambda out: Result(out, our_out, *judgement).check(),
     )
 
     def complete(row: Json) -> None:
@@ -86,19 +87,6 @@ def contest(case: MoeCase, setting: Setting) -> Contest:
 
     entries.complete = complete
     return entries
-
-
-def _tolerance(case: MoeCase) -> tuple[torch.dtype | None, float]:
-    """Return the dtype as which an error is judged, None for its own, and the number of budgets.
-
-    Inputs of e4m3 weights are rounded, first the hidden states and then the activation, and either may be rounded up or
-    down; vLLM rounds what int8 and int4 weights stand for.
-    """
-    if case.format is None:
-        return None, 1
-    if case.format.kind == "e4m3":
-        return torch.float8_e4m3fn, 2
-    return None, 2
 
 
 def goals(row: Json, limits: Ceilings) -> list[Goal]:
