@@ -381,8 +381,11 @@ def _path(value: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("paged", "torch", "triton", "numba", "numpy"):
+    import paged
+
+    # paged may not be installed; torch's metadata may not name the build
+    versions = {"python": platform.python_version(), "paged": paged.__version__, "torch": torch.__version__}
+    for package in ("triton", "numba", "numpy"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions

@@ -130,6 +130,9 @@ class GrammarCompiler:
             if process not in self._compiling:
                 raise GrammarLimitError(f"{kind}: not compiled before {_MAX_COMPILING} others had begun") from None
             raise InvalidInputError(f"{kind}: not compiled within {seconds} s and {MAX_MEGABYTES} MB") from None
+        except BaseException:
+            process.close()  # the traceback keeps it: on Python 3.13 a cancelled task's lives until a collection
+            raise
         finally:
             if process in self._compiling:
                 self._compiling.remove(process)
