@@ -19,7 +19,6 @@ def _folder(filename: str) -> Path:
     return Path(filename).resolve().parent
 
 
-@cache
 def _ends_of_with(code: CodeType) -> frozenset[int]:
     """Offsets where a `with` statement calls the context's `__exit__`: nothing is allocated before it, so nothing
     fails there, and Python runs no signal handler.
@@ -31,6 +30,15 @@ def _ends_of_with(code: CodeType) -> frozenset[int]:
         if step.opname == "PUSH_EXC_INFO" or (is_call and steps[i + 3].opname in ("PRECALL", "CALL")):
             offsets |= {step.offset, steps[i - 1].offset if steps[i - 1].opname == "SWAP" else step.offset}
     return frozenset(offsets)
+
+
+@cache
+def _places(code: CodeType) -> frozenset[int]:
+    """Offsets where a line begins that may fail.
+
+    Python also traces jumps back within a line, as in a comprehension: from 3.12 on, no handler sees an error there.
+    """
+    return frozenset(offset for offset, _ in dis.findlinestarts(code)) - _ends_of_with(code)
 
 
 class Failure:
@@ -51,7 +59,7 @@ class Failure:
         return self._come
 
     def _come(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and frame.f_lasti not in _ends_of_with(frame.f_code):
+        if event == "line" and frame.f_lasti in _places(frame.f_code):
             self.count -= 1
             if self.count < 0:
                 self.is_raised = True
