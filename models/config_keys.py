@@ -139,7 +139,7 @@ _INERT = re.compile(
     r"_.*|.*(_dropout|_pdrop|dropout_p|dropout|_token_id|_token_index|_loss_coef|jitter_noise|initializer\w*)"
     r"|architectures|auto_map|cache_implementation|id2label|label2id|model_max_length|output_\w+|pretraining_tp"
     r"|problem_type|return_dict|task_specific_params|tokenizer_class|torch_dtype|transformers_version|use_cache"
-    r"|\w+_config"
+    r"|[\w.]+_config"
 )
 
 # Unread keys of published models of our families that change nothing in transformers: of initialisation, training,
@@ -148,7 +148,7 @@ _WITHOUT_EFFECT = frozenset(
     """attn_type_list aux_loss_alpha block_dim block_ffn_dim_multiplier block_mlp_init_scale block_multiple_of
     block_norm_eps block_use_swiglu chunk_size conv_dim conv_dim_out conv_use_xavier_init diversity_penalty
     dtype ep_size expand full_attn_mod head_dim init_method initial_context_length intermediate_size
-    interpolate_factor is_composition is_decoder layer_switch layernorm_full_attention_beta
+    interpolate_factor is_composition is_decoder layer_norm_epsilon layer_switch layernorm_full_attention_beta
     layernorm_linear_attention_beta layernorm_mlp_beta length_penalty linear_a_log_max linear_a_log_min
     linear_dt_init_floor linear_dt_max linear_dt_min mamba_chunk_size mamba_conv_bias mamba_d_conv
     mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_ssm_cache_dtype mamba_use_mlp

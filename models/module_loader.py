@@ -72,6 +72,7 @@ def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype) -> Any:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := report.get(kind):
             raise CheckpointError(f"{folder}: {kind.replace('_keys', '')} tensors {shown(sorted(map(str, names))[:4])}")
+    module = module.get_submodule(config.text_module)
     drop_unused(module, config.unused)
     return module.eval().requires_grad_(False)
 

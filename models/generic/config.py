@@ -16,6 +16,7 @@ class ModuleConfig(DecoderConfig):
     Attributes:
         architecture: name of the class in transformers.
         model_class, config: transformers' class and its configuration.
+        text_module: name of the module inside that makes logits of text; "" for the whole model.
         places: names of the attention modules, in the order of their calls.
         decoder: name of the module that makes final hidden states of token ids.
         layers: name of the list of layers.
@@ -27,6 +28,7 @@ class ModuleConfig(DecoderConfig):
     architecture: str
     model_class: Any = field(compare=False)
     config: Any = field(compare=False)
+    text_module: str
     places: tuple[str, ...]
     decoder: str
     layers: str

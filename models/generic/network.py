@@ -50,7 +50,7 @@ class ModuleNetwork(Llama):
         share = share or Share()
         has_weights = module is not None
         if module is None:
-            module = build(config.model_class, config.config, PAGED)
+            module = build(config.model_class, config.config, PAGED, config.text_module)
             drop_unused(module, config.unused)
         num_weights = sum(parameter.numel() for parameter in module.parameters())
         split(module, config, share)
@@ -66,13 +66,13 @@ class ModuleNetwork(Llama):
         self._packed_embedding = None
         # Never None: then `pack` would pack the embedding.
         self.lm_head: Any = module.get_output_embeddings() or nn.Identity()
-        module.set_attn_implementation(attention_of_text(config.config, PAGED))
+        module.set_attn_implementation(attention_of_text(module.config, PAGED))
         self._attentions = [module.get_submodule(name) for name in config.places]
         self._summed = [module.get_submodule(name) for name in summed(config)]
         self.decoder = module.get_submodule(config.decoder)
         self._decoder_layers = module.get_submodule(config.layers)
         self.module = module
-        self._given = GivenHidden()
+        self._given = GivenHidden(self.decoder)
         module.set_submodule(config.decoder, self._given)
         self._step = Step()
         self._layers: list[PagedLayer] = []
@@ -183,9 +183,16 @@ def drop_unused(module: nn.Module, names: Sequence[str]) -> None:
 
 
 class GivenHidden(nn.Module):
-    """Stands in for a decoder: returns the hidden states that it holds."""
+    """Stands in for a decoder: returns the hidden states that it holds, and has the decoder's attributes."""
 
     hidden: torch.Tensor | None = None
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["decoder"] = decoder  # not as a part, because its weights have another place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["decoder"], name)
 
     def forward(self, *_: Any, **__: Any) -> HiddenOutput:
         return HiddenOutput(last_hidden_state=self.hidden)

@@ -88,8 +88,11 @@ def _model_class(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[A
     return None, None
 
 
-def build(model_class: Any, config: Any, attention: str) -> nn.Module:
-    """Return a module without memory that runs the attention function of this name."""
+def build(model_class: Any, config: Any, attention: str, text_module: str = "") -> nn.Module:
+    """Return a module without memory that runs the attention function of this name.
+
+    text_module: name of a module inside, which is returned alone.
+    """
     if hasattr(model_class, "_from_config"):
         with torch.device("meta"):
             module: nn.Module = model_class._from_config(
@@ -98,21 +101,23 @@ def build(model_class: Any, config: Any, attention: str) -> nn.Module:
                 experts_implementation=EXPERTS,
                 dtype=torch.float32,
             )
-            return module.eval()
+            return module.eval().get_submodule(text_module)
     raise UnsupportedError("not a model of transformers")
 
 
 class _Probe:
     """One recorded forward of a module without memory."""
 
-    def __init__(self, hf: HfConfig, model_class: Any, config: Any) -> None:
+    def __init__(self, hf: HfConfig, model_class: Any, config: Any, text_module: str = "") -> None:
         register()
-        self.hf, self.model_class, self.hf_config = hf, model_class, config
+        self.hf, self.model_class, self.hf_config, self.text_module = hf, model_class, config, text_module
         self.text: Any = config.get_text_config(decoder=True)
         self.text.use_cache = config.use_cache = False
         if hf.values.get("quantization_config") is not None:
             raise UnsupportedError("quantization_config: packed weights need a family")
-        self.module: Any = build(model_class, config, RECORDING)
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedError("is_encoder_decoder: an encoder reads the prompt")
+        self.module: Any = build(model_class, config, RECORDING, text_module)
         self.names = {id(module): name for name, module in self.module.named_modules()}
         self.hidden: torch.Tensor | None = None
         self.decoder = ""
@@ -122,8 +127,14 @@ class _Probe:
         self.num_tokens = min(_NUM_TOKENS, self.max_positions)
 
     def config(self) -> ModuleConfig:
-        """Return what the forward shows."""
-        logits, calls = self._run()
+        """Return what the forward shows: of the whole model, or of its text module if the whole needs an image."""
+        try:
+            logits, calls = self._run()
+        except (TypeError, ValueError):  # for a missing image
+            text_module = self._text_module()
+            if not text_module:
+                raise
+            return _Probe(self.hf, self.model_class, self.hf_config, text_module).config()
         if not calls:
             raise UnsupportedError("no layer calls attention through transformers' interface")
         if self.hidden is None:
@@ -152,6 +163,7 @@ class _Probe:
             architecture=self.model_class.__name__,
             model_class=self.model_class,
             config=self.hf_config,
+            text_module=self.text_module,
             places=tuple(places),
             decoder=self.decoder,
             layers=layers,
@@ -203,13 +215,21 @@ class _Probe:
             for hook in hooks:
                 hook.remove()
 
+    def _text_module(self) -> str:
+        """Return the name of the module inside that has the text model's configuration and a head; "" for none."""
+        for name, part in self.module.named_modules():
+            is_model = isinstance(part, transformers.PreTrainedModel)
+            if name and is_model and part.config is self.text and part.get_output_embeddings() is not None:
+                return str(name)
+        return ""
+
     def _unused(self, layers: str) -> list[str]:
         """Return the names of the largest modules with weights outside of `layers` that were not called.
 
-        Of a multimodal model only. `check_module` runs without them: code that reads their attributes fails there.
+        Of a model with parts of their own configurations only. `check_module` runs without them: code that reads their attributes fails there.
         """
         unused: list[str] = []
-        if self.text is self.hf_config:
+        if not self.hf_config.sub_configs:
             return unused
         for name, part in self.module.named_modules():
             inside = name.startswith((f"{layers}.", *(f"{other}." for other in unused)))

@@ -55,6 +55,7 @@ def find_text_prefix(
     """
     names = [name for name in stored_names if not _LATER_LAYER.search(name)]
     modules = {_module(name) for name in expected_names if not _LATER_LAYER.search(name)}
+    modules.add("lm_head")  # also of a head that the configuration ties
     counts: dict[TextPrefix, int] = {}
     prefixes = _with_embedding(names, rename)
     if len(prefixes) > _MOST_EMBEDDINGS:

@@ -33,22 +33,43 @@ _SIZES = options(
     mamba_d_state=16 mamba_n_heads=8 mamba_d_head=16 mamba_n_groups=1 linear_num_key_heads=2 linear_num_value_heads=4
     linear_key_head_dim=16 linear_value_head_dim=16 shared_intermediate_size=48 shared_expert_intermediate_size=48
     moe_shared_expert_intermediate_size=48 global_head_dim=16 index_topk=5 index_head_dim=32 index_n_heads=16
-    encoder_hash_byte_group_vocab=64 out_hidden_size=64 text_hidden_size=64"""
+    adapter_in_dim=64 adapter_input_size=64 adapter_out_dim=64 encoder_hash_byte_group_vocab=64 out_hidden_size=64 text_hidden_size=64"""
 )
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SECTIONS = _ROPE | {"mrope_section": [2, 3, 3]}
+# In the place of towers of the library timm.
+_TOWER = options("model_type='siglip_vision_model' hidden_size=64 num_hidden_layers=2 num_attention_heads=4")
 # Options that a configuration of a multimodal model needs beside small sizes: by its class without `Config`.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "Chameleon": {"vocabulary_map": {"<image>": 127, "IMGIMGA": 126}},
     "DeepseekOcr2Text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+    "DiffusionGemmaText": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "Dots3NoteVision": {"per_layer_config": {}},
     "Emu3": {"vocabulary_map": {"<image>": 127, "<|extra_200|>": 126, "<|visual token 000000|>": 125}},
     "Emu3VQVAE": {"base_channels": 32},
+    "Ernie4_5_VLMoeText": {
+        "moe_intermediate_size": [32, 16],
+        "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]},
+    },
+    "FastVlm": {"vision_config": _TOWER},
     "FunAsrNanoAdaptor": {"intermediate_size": 16},
+    "Glm5NextText": {"index_topk": 16, "qk_rope_head_dim": 0},
+    "Granite4Vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [0]},
     "HunYuanVLText": {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}},
     "JanusVQVAE": {"base_channels": 32},
+    "KyutaiSpeechToText": {"audio_pad_token_id": 128},
+    "Mimi": {"upsample_groups": 64},
+    "MuseSparkAudio": {"patch_sizes": [16, 6], "hidden_sizes": [16, 16], "depths": [1, 1]},
     "Molmo2Adapter": {"vision_feature_layer": [1, 0]},
+    "Nemotron3Diarization": {"head_config": {"audio_hidden_size": 64}},
+    "Nemotron3_5TranscribeWordTimestamp": {"blank_token_id": 127},
     "PaddleOCRText": {"rope_parameters": _SECTIONS},
+    "PerceptionLM": {"vision_config": _TOWER | {"model_args": {"embed_dim": 64}}},
     "Qwen2_5OmniText": {"rope_parameters": _SECTIONS},
+    "Qwen3OmniMoeTalker": {"spatial_merge_size": 2},
+    "Qwen3OmniMoeTalkerText": {"shared_expert_intermediate_size": 48},
+    "Radio": {"video_temporal_patch_size": 2},
+    "Step3p7Text": {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
     "VibeVoiceAcousticTokenizerEncoder": {"num_filters": 2},
 }
 # Sizes of configurations that are not valid with those above. Two assistants of Gemma 4 remain, which transformers 5.23
@@ -147,6 +168,9 @@ def run(name: str) -> str:
         prompt = tokens(20)
         (logits,) = model.unified_forward([UnifiedBatchItem("a", prompt, logits_policy=VerifyLogits())])
     assert logits is not None
+    theirs = getattr(theirs, "thinker", theirs)  # the whole model also speaks
+    if isinstance(model.network, ModuleNetwork):
+        theirs = theirs.get_submodule(model.network.config.text_module)  # if the whole model needs an image
     expected = logits_of(theirs, prompt)[:, : logits.shape[1]]
     try:
         assert_within(logits, expected, 1e-3 * expected.abs().max())

@@ -1,7 +1,7 @@
-"""The list of transformers' decoders in docs/families.md.
+"""The lists of transformers' decoders and multimodal models in docs/families.md.
 
 python -m tests.models.generic.table          # writes the page again, after a change of the families
-python -m tests.models.generic.table --run    # first runs every decoder, in four minutes, and writes `RESULTS`
+python -m tests.models.generic.table --run    # first runs every model, in six minutes, and writes `RESULTS`
 """
 
 import sys
@@ -11,11 +11,13 @@ from pathlib import Path
 
 from paged.models.registry import ARCHITECTURES
 from paged.printable import one_line
-from tests.models.generic.every_decoder import decoders, result_of
+from tests.models.generic.every_decoder import decoders, multimodal_models, result_of
 
-RESULTS = Path(__file__).with_name("decoders.txt")
+# Files of results by kind of models.
+RESULTS = {kind: Path(__file__).with_name(f"{kind}.txt") for kind in ("decoders", "multimodal")}
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 _TITLE = "## Every decoder of transformers\n"
+_MULTIMODAL_TITLE = "## Every multimodal model of transformers\n"
 # Characters of a reason.
 _LONGEST = 110
 
@@ -26,35 +28,44 @@ def results(names: list[str]) -> dict[str, str]:
         return dict(zip(names, map(_short, pool.map(result_of, names)), strict=True))
 
 
-def saved_results() -> dict[str, str]:
-    """Return the saved `results`; families that are newer count."""
+def saved_results(kind: str) -> dict[str, str]:
+    """Return the saved `results` of "decoders" or "multimodal"; families that are newer count."""
     saved: dict[str, str] = {}
-    for line in RESULTS.read_text().splitlines():
+    for line in RESULTS[kind].read_text().splitlines():
         name, result = line.split(" ", 1)
         saved[name] = "native" if name in ARCHITECTURES else result
     return saved
 
 
 def page() -> str:
-    """Return the page of families with the list of `saved_results`."""
+    """Return the page of families with the lists of `saved_results`."""
     before = PAGE.read_text().partition(_TITLE)[0].rstrip()
-    saved = saved_results()
+    lines = [
+        f"{before}\n\n{_TITLE}",
+        *_list_of("decoders", "classes that `AutoModelForCausalLM` of transformers 5.23 knows"),
+        "\nTests compare logits with transformers', on tiny random checkpoints. Other classes, such as those of trusted",
+        "code, run if they pass the check at load.",
+        f"\n{_MULTIMODAL_TITLE}",
+        *_list_of("multimodal", "other classes that transformers has for images and text, or for several inputs"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _list_of(kind: str, classes: str) -> list[str]:
+    """Return the lines of the page that say how the classes of `saved_results` run."""
+    saved = saved_results(kind)
     kinds: dict[str, list[str]] = {"native": [], "generic": [], "refused": [], "unbuilt": []}
     for name, result in saved.items():
         kinds[result.partition(":")[0]].append(name)
     native, generic, refused, unbuilt = (len(names) for names in kinds.values())
     lines = [
-        f"{before}\n\n{_TITLE}",
-        f"Of {len(saved)} classes that `AutoModelForCausalLM` of transformers 5.23 knows, {native} run by a family.",
+        f"Of {len(saved)} {classes}, {native} run by a family.",
         f"These {generic} run by transformers' module:\n",
         *textwrap.wrap(", ".join(f"`{name}`" for name in kinds["generic"]), 120),
-        "",
-        "Tests compare their logits with transformers', on tiny random checkpoints. Other classes, such as those of",
-        "trusted code, run if they pass the check at load.",
-        f"{refused} are refused, and {unbuilt} could not be built for the tests:\n",
+        f"\n{refused} are refused, and {unbuilt} could not be built for the tests:\n",
     ]
     lines += [f"- `{name}`: {saved[name]}" for name in kinds["refused"] + kinds["unbuilt"]]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _short(result: str) -> str:
@@ -69,7 +80,8 @@ def _short(result: str) -> str:
 
 def main(arguments: list[str]) -> None:
     if arguments == ["--run"]:
-        RESULTS.write_text("".join(f"{name} {result}\n" for name, result in results(decoders()).items()))
+        for kind, names in {"decoders": decoders(), "multimodal": multimodal_models()}.items():
+            RESULTS[kind].write_text("".join(f"{name} {result}\n" for name, result in results(names).items()))
     PAGE.write_text(page())
 
 

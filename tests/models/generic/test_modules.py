@@ -152,15 +152,34 @@ def test_refusals_begin_with_the_cause(words: str, tmp_path: Path) -> None:
     assert (summary["supported"], summary["backend"]) == (False, None)
 
 
-def test_a_multimodal_model_frees_what_text_does_not_need(tmp_path: Path) -> None:
+# Names of the text model's modules. The first two run whole, the second of which reads an attribute of its body; the
+# third needs an image, and so its text module runs alone.
+MULTIMODAL = {
+    "PaddleOCRVLForConditionalGeneration": ("model.language_model", "lm_head"),
+    "ChameleonForConditionalGeneration": ("model.embed_tokens", "model.layers", "model.norm", "lm_head"),
+    "Blip2ForConditionalGeneration": ("language_model",),
+}
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_a_multimodal_model_frees_what_text_does_not_need(name: str, tmp_path: Path) -> None:
     import transformers
 
-    theirs = save(transformers.PaddleOCRVLForConditionalGeneration, tmp_path)
+    theirs = save(getattr(transformers, name), tmp_path)
     model = load_model(tmp_path, num_blocks=16)
-    text = {*theirs.model.language_model.parameters(), *theirs.lm_head.parameters()}
+    text = {parameter for part in MULTIMODAL[name] for parameter in theirs.get_submodule(part).parameters()}
     assert model.network.num_weights == sum(parameter.numel() for parameter in text)
+    if len(MULTIMODAL[name]) == 1:
+        theirs = theirs.get_submodule(MULTIMODAL[name][0])
     prompt = tokens(20)
     assert_logits_of(all_logits(model, prompt, (12, 8)), theirs, prompt)
+
+
+def test_encoders_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(ACCEPTED["opt"], tmp_path)
+    edit_config(tmp_path, is_encoder_decoder=True)
+    with pytest.raises(UnsupportedError, match="is_encoder_decoder: an encoder reads the prompt"):
+        load_model(tmp_path, num_blocks=16)
 
 
 def test_a_wrong_window_fails_the_check(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from paged.errors import UnsupportedError
 from paged.models.loading.hf_config import HfConfig
 from paged.models.parallel.share import Share
 from paged.models.registry import load_model, model_config
-from tests.models.edits import WEIGHTS, Tensors, assert_refused, edit_tensors
+from tests.models.edits import WEIGHTS, Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import (
     FAMILIES,
     PARTS,
@@ -189,6 +189,21 @@ def test_text_models_are_found_by_their_names(body: str, head: str, tmp_path: Pa
     assert_refused(tmp_path, message)
     edit_tensors(tmp_path, lambda t: t.update({norm: t.pop("put.away")}))
     assert_unexpected(tmp_path, f"{body}taste.weight", f"{body}layers.1.taste.weight")
+
+
+def test_of_two_bodies_that_with_a_head_is_the_text_model(tmp_path: Path) -> None:
+    """Qwen2.5-Omni, whose configuration does not say that the head has weights."""
+    theirs = _wrap(tmp_path, "thinker.model.", "thinker.")
+    edit_config(tmp_path, tie_word_embeddings=True)
+
+    def add_talker(tensors: Tensors) -> None:
+        del tensors["talker.lm_head.weight"]
+        for name in list(tensors):
+            if name.startswith("thinker.model."):
+                tensors[name.replace("thinker.", "talker.")] = tensors[name] + 1
+
+    edit_tensors(tmp_path, add_talker)
+    assert_same_logits(load_model(tmp_path, num_blocks=8).forward_verify("a", PROMPT), logits_of(theirs, PROMPT))
 
 
 def test_two_text_models_are_refused(tmp_path: Path) -> None:

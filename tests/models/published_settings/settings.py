@@ -40,7 +40,7 @@ _ROWS = {
         v=49152""",
     "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": """SmolVLM:llama silu h=960 i=2560 l=32 q=15 kv=5 d=64 max=8192
         eps=1e-5 is_llama_config=True rope_interleaved=False theta=100000 neftune_noise_alpha=0.0 pixel_shuffle_factor=4
-        qk_layer_norms=False use_resampler=False untied v=49280""",
+        qk_layer_norms=False use_resampler=False transformers.js_config={'kv_cache_dtype':{'q4':'float16'}} untied v=49280""",
     "01-ai/Yi-1.5-9B-Chat": """Llama silu no_bias h=4096 i=11008 l=48 q=32 kv=4 max=4096 eps=1e-6 untied
         pretraining_tp=1 no_rope_scaling theta=5000000.0 v=64000""",
     "lmsys/vicuna-7b-v1.5-16k": """Llama silu h=4096 i=11008 l=32 q=32 kv=32 max=4096 max_sequence_length=16384
@@ -329,8 +329,8 @@ _ROWS = {
     "swiss-ai/Apertus-8B-Instruct-2509": """Apertus no_bias h=4096 i=21504 l=32 q=32 kv=8 max=65536 eps=1e-5 llama3_8
         hidden_act='xielu' mlp_bias=False post_norm=False qk_norm=True theta=12000000 untied v=131072""",
     "bigcode/starcoder2-7b": """Starcoder2 h=4608 i=18432 l=32 q=36 kv=4 max=16384 hidden_act='gelu_pytorch_tanh'
-        embedding_dropout=0.0 residual_dropout=0.0 mlp_type='default' norm_epsilon=1e-5 norm_type='layer_norm'
-        scale_attn_weights=True theta=1000000 window=4096 use_bias=True v=49152""",
+        embedding_dropout=0.0 residual_dropout=0.0 mlp_type='default' layer_norm_epsilon=1e-5 norm_epsilon=1e-5
+        norm_type='layer_norm' scale_attn_weights=True theta=1000000 window=4096 use_bias=True v=49152""",
     "nvidia/Minitron-4B-Base": """Nemotron no_bias h=3072 i=9216 l=32 q=24 kv=8 d=128 max=4096 hidden_act='relu2'
         mlp_bias=False norm_eps=1e-5 partial_rotary_factor=0.5 theta=10000.0 untied v=256000""",
     "arcee-ai/AFM-4.5B": """Arcee no_bias h=2560 i=18432 l=36 q=20 kv=4 d=128 max=65536 hidden_act='relu2' eps=1e-5
