@@ -15,9 +15,10 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import CheckpointError
 from paged.kernels.common.scalars import shown
 from paged.models.generic.config import ModuleConfig
-from paged.models.generic.interface import EXPERTS, PAGED, attention_of_text
+from paged.models.generic.interface import EXPERTS, PAGED
 from paged.models.generic.network import ModuleNetwork, drop_unused
-from paged.models.loading.weights import read_headers
+from paged.models.generic.own_attention import attention_of_text
+from paged.models.loading.weights import StoredTensors, read_headers
 from paged.models.module_check import check_module
 from paged.models.parallel.ranks import Ranks
 from paged.printable import one_line
@@ -53,7 +54,7 @@ def load_module_network(
 
 def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype) -> Any:
     """Return transformers' module with the weights of a folder, in host memory."""
-    read_headers(folder)  # an index may not point outside of the folder
+    stored = read_headers(folder)  # refuses an index that points outside of the folder
     with _quiet():
         try:
             module, report = config.model_class.from_pretrained(
@@ -69,12 +70,27 @@ def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype) -> Any:
         except Exception as error:  # from transformers' code, of any type
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise CheckpointError(f"{folder}: transformers cannot load it: {reason}") from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := report.get(kind):
-            raise CheckpointError(f"{folder}: {kind.replace('_keys', '')} tensors {shown(sorted(map(str, names))[:4])}")
+    for kind in ("missing", "unexpected", "mismatched"):
+        names = sorted(map(str, report.get(f"{kind}_keys") or ()))
+        if kind == "unexpected":
+            names = [name for name in names if not _is_mask(name, stored)]
+        if names:
+            raise CheckpointError(f"{folder}: {kind} tensors {shown(names[:4])}")
     module = module.get_submodule(config.text_module)
     drop_unused(module, config.unused)
     return module.eval().requires_grad_(False)
+
+
+def _is_mask(name: str, stored: StoredTensors) -> bool:
+    """Return whether an unexpected tensor is a causal mask or its number, which older versions stored as buffers.
+
+    GPT-Neo, GPT-J, CodeGen and GPTBigCode were published with them.
+    """
+    if name not in stored:
+        return False
+    shape = stored[name].shape
+    is_square = len(shape) == 4 and shape[:2] == [1, 1] and shape[2] == shape[3]
+    return is_square or not shape
 
 
 @contextmanager

@@ -36,22 +36,6 @@ def register() -> None:
     AttentionMaskInterface.register(RECORDING, _recorded_mask)
 
 
-def attention_of_text(config: Any, name: str) -> str | dict[str, str]:
-    """Return an attention function's name for a model's text part, and transformers' own for its other parts.
-
-    config: transformers' configuration. Some vision towers choose a class by the name, and know only transformers' own.
-    """
-    text = config.get_text_config(decoder=True)
-    if text is config:
-        return name
-    names = {"": name}
-    for key in config.sub_configs:
-        section = getattr(config, key, None)
-        if section is not None:
-            names[key] = name if section is text else "eager"
-    return names
-
-
 @dataclass
 class Step:
     """The step that runs, shared by a network's attention layers."""
@@ -154,6 +138,7 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     *,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write keys and values of the step to the cache and attend to it.
@@ -201,6 +186,7 @@ def _attend(
         window_size=(-1, -1) if config.window is None else (config.window - 1, -1),
         softcap=config.softcap,
         sinks=s_aux,
+        alibi_slopes=alibi_slopes,
         k_scale=layer.k_scale,
         v_scale=layer.v_scale,
         plan=metadata.plan,
@@ -222,9 +208,19 @@ def _run_experts(
     return out
 
 
+def placed_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Record a call of attention, or attend, whichever the module was attached for; arguments as `_attend`'s."""
+    attend = _attend
+    if isinstance(getattr(module, _PLACE, None), Calls):
+        attend = _record
+    return attend(module, query, key, value, **options)
+
+
 def unexpected_options(call: AttentionCall) -> list[str]:
     """Return the names of a call's arguments that `_attend` would ignore although they may matter."""
-    known = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout"}
+    known = {"scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "is_causal", "dropout"}
     names = []
     for name, option in call.options.items():
         if isinstance(option, torch.Tensor) and name not in known | _HARMLESS:

@@ -16,8 +16,9 @@ from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.llama import Llama
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.experts import ModuleExperts
-from paged.models.generic.interface import PAGED, PagedLayer, Step, attention_of_text
+from paged.models.generic.interface import PAGED, PagedLayer, Step
 from paged.models.generic.layers import ModuleLinear, use_our_layers
+from paged.models.generic.own_attention import use_paged_attention
 from paged.models.generic.probe import build
 from paged.models.generic.split import split, summed
 from paged.models.layers.attention import HeldCaches
@@ -66,7 +67,7 @@ class ModuleNetwork(Llama):
         self._packed_embedding = None
         # Never None: then `pack` would pack the embedding.
         self.lm_head: Any = module.get_output_embeddings() or nn.Identity()
-        module.set_attn_implementation(attention_of_text(module.config, PAGED))
+        use_paged_attention(module)
         self._attentions = [module.get_submodule(name) for name in config.places]
         self._summed = [module.get_submodule(name) for name in summed(config)]
         self.decoder = module.get_submodule(config.decoder)

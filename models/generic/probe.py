@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.attention.plan import MAX_HEAD_DIM
@@ -20,11 +22,11 @@ from paged.models.generic.interface import (
     RECORDING,
     AttentionCall,
     Calls,
-    attention_of_text,
     register,
     unexpected_options,
 )
 from paged.models.generic.layers import WATCHED
+from paged.models.generic.own_attention import LENGTHS, attention_of_text, replace_attention
 from paged.models.generic.split import plan_of
 from paged.models.layers.config import AttentionConfig, NormConfig
 from paged.models.loading.hf_config import HfConfig
@@ -38,6 +40,8 @@ _CHANGING_ROPES = ("dynamic", "longrope")
 # Tokens of the recorded forward, or the longest sequence: DeepSeek-V4 compresses groups of 128 tokens to one key, and
 # sparse attention begins at some thousand. Without memory, the number costs nothing.
 _NUM_TOKENS = 1 << 16
+# The same if the longest sequence is unknown: some recurrent layers, which are refused, loop over the tokens.
+_FEW_TOKENS = 64
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
 
 
@@ -75,7 +79,11 @@ def _model_class(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[A
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         reference = auto_map.text("AutoModelForCausalLM")
         return get_class_from_dynamic_module(reference, folder, local_files_only=True), config
+    # MPT was published as MPTForCausalLM, which is MptForCausalLM in transformers.
+    decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf.text("model_type", ""), "")
     for name in hf.items("architectures", str):
+        if name.casefold() == str(decoder).casefold():
+            name = decoder
         model_class: Any = getattr(transformers, name, None)
         if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
             continue
@@ -118,13 +126,14 @@ class _Probe:
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedError("is_encoder_decoder: an encoder reads the prompt")
         self.module: Any = build(model_class, config, RECORDING, text_module)
+        replace_attention(self.module)
         self.names = {id(module): name for name, module in self.module.named_modules()}
         self.hidden: torch.Tensor | None = None
         self.decoder = ""
         self.linears: list[str] = []
         self.called: set[str] = set()
         self.max_positions = self._max_positions()
-        self.num_tokens = min(_NUM_TOKENS, self.max_positions)
+        self.num_tokens = min(_NUM_TOKENS, self.max_positions or _FEW_TOKENS)
 
     def config(self) -> ModuleConfig:
         """Return what the forward shows: of the whole model, or of its text module if the whole needs an image."""
@@ -137,6 +146,8 @@ class _Probe:
             return _Probe(self.hf, self.model_class, self.hf_config, text_module).config()
         if not calls:
             raise UnsupportedError("no layer calls attention through transformers' interface")
+        if not self.max_positions:
+            raise UnsupportedError("max_position_embeddings is missing: the longest sequence is unknown")
         if self.hidden is None:
             raise UnsupportedError("no module below the model returns hidden states")
         places = [self.names[id(call.module)] for call in calls]
@@ -179,7 +190,7 @@ class _Probe:
         for part in linears.values():
             part.__class__ = WATCHED[type(part)]
         ids = torch.zeros(1, self.num_tokens, dtype=torch.int64, device="meta")
-        with self._watched(calls), torch.no_grad():
+        with self._watched(calls), _NothingFound(), torch.no_grad():
             # Without a mask of tokens transformers would read positions, which have no values here.
             mask = torch.ones_like(ids)
             result = self.module(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
@@ -226,7 +237,8 @@ class _Probe:
     def _unused(self, layers: str) -> list[str]:
         """Return the names of the largest modules with weights outside of `layers` that were not called.
 
-        Of a model with parts of their own configurations only. `check_module` runs without them: code that reads their attributes fails there.
+        Of a model with parts of their own configurations only. `check_module` runs without them: code that reads
+        their attributes fails there.
         """
         unused: list[str] = []
         if not self.hf_config.sub_configs:
@@ -258,11 +270,12 @@ class _Probe:
         return name
 
     def _max_positions(self) -> int:
+        """Return the longest sequence; 0 if it is unknown."""
         for name in _LENGTHS:
             value = getattr(self.text, name, None)
             if isinstance(value, int) and value > 0:
                 return value
-        raise UnsupportedError("max_position_embeddings is missing: the longest sequence is unknown")
+        return LENGTHS.get(self.text.model_type, 0)
 
     def _check_ropes(self) -> None:
         for name, module in self.module.named_modules():
@@ -332,6 +345,15 @@ class _Probe:
             if torch.equal(visible, shown_by_mask.expand_as(visible)):
                 return None if window is None or window >= self.max_positions else window
         raise UnsupportedError(f"{name}: a mask that is neither causal nor a causal window")
+
+
+class _NothingFound(TorchDispatchMode):
+    """Without memory, let `nonzero` find nothing: then code that loops over the experts with tokens calls none."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten.nonzero.default:
+            return torch.empty(0, args[0].dim(), dtype=torch.int64, device=args[0].device)
+        return operation(*args, **(kwargs or {}))
 
 
 def _positions(window: int | None, max_positions: int) -> torch.Tensor:

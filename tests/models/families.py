@@ -138,7 +138,11 @@ class Families(UserDict[str, str]):
         import transformers
 
         config, _, words = self.data[name].partition(" ")
-        return getattr(transformers, f"{config}Config")(**options(_SIZES) | options(words))
+        config_class = getattr(transformers, f"{config}Config")
+        values = options(_SIZES) | options(words)
+        if isinstance(getattr(config_class, "head_dim", None), property):  # follows from other sizes
+            del values["head_dim"]
+        return config_class(**values)
 
 
 # These run in all ways that there are.

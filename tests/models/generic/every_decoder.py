@@ -33,7 +33,8 @@ _SIZES = options(
     mamba_d_state=16 mamba_n_heads=8 mamba_d_head=16 mamba_n_groups=1 linear_num_key_heads=2 linear_num_value_heads=4
     linear_key_head_dim=16 linear_value_head_dim=16 shared_intermediate_size=48 shared_expert_intermediate_size=48
     moe_shared_expert_intermediate_size=48 global_head_dim=16 index_topk=5 index_head_dim=32 index_n_heads=16
-    adapter_in_dim=64 adapter_input_size=64 adapter_out_dim=64 encoder_hash_byte_group_vocab=64 out_hidden_size=64 text_hidden_size=64"""
+    adapter_in_dim=64 adapter_input_size=64 adapter_out_dim=64 encoder_hash_byte_group_vocab=64 out_hidden_size=64
+    text_hidden_size=64"""
 )
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SECTIONS = _ROPE | {"mrope_section": [2, 3, 3]}

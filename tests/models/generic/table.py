@@ -43,8 +43,8 @@ def page() -> str:
     lines = [
         f"{before}\n\n{_TITLE}",
         *_list_of("decoders", "classes that `AutoModelForCausalLM` of transformers 5.23 knows"),
-        "\nTests compare logits with transformers', on tiny random checkpoints. Other classes, such as those of trusted",
-        "code, run if they pass the check at load.",
+        "\nTests compare logits with transformers', on tiny random checkpoints. Other classes, such as those of",
+        "trusted code, run if they pass the check at load.",
         f"\n{_MULTIMODAL_TITLE}",
         *_list_of("multimodal", "other classes that transformers has for images and text, or for several inputs"),
     ]

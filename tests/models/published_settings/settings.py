@@ -40,7 +40,8 @@ _ROWS = {
         v=49152""",
     "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": """SmolVLM:llama silu h=960 i=2560 l=32 q=15 kv=5 d=64 max=8192
         eps=1e-5 is_llama_config=True rope_interleaved=False theta=100000 neftune_noise_alpha=0.0 pixel_shuffle_factor=4
-        qk_layer_norms=False use_resampler=False transformers.js_config={'kv_cache_dtype':{'q4':'float16'}} untied v=49280""",
+        qk_layer_norms=False use_resampler=False transformers.js_config={'kv_cache_dtype':{'q4':'float16'}} untied
+        v=49280""",
     "01-ai/Yi-1.5-9B-Chat": """Llama silu no_bias h=4096 i=11008 l=48 q=32 kv=4 max=4096 eps=1e-6 untied
         pretraining_tp=1 no_rope_scaling theta=5000000.0 v=64000""",
     "lmsys/vicuna-7b-v1.5-16k": """Llama silu h=4096 i=11008 l=32 q=32 kv=32 max=4096 max_sequence_length=16384
