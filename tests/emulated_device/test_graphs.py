@@ -19,7 +19,7 @@ from paged.models.parallel.share import Share
 from paged.models.registry import _load, load_model
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
-from tests.models.generic.test_modules import ACCEPTED
+from tests.models.generic.test_modules import ALL
 from tests.models.lora.folders import Adapter
 from tests.tolerance import assert_within
 
@@ -46,8 +46,9 @@ REPLAYED = (
     *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "phimoe", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "starcoder2"),
 )
 
-# Classes that modules of transformers run: RMS norms and experts of ours, `Conv1D` and LayerNorms of theirs.
-MODULES = ("mixtral", "gpt2")
+# Classes that modules of transformers run: RMS norms and experts of ours, `Conv1D` and LayerNorms of theirs; and
+# attention in the place of their own, with ALiBi and without.
+MODULES = ("mixtral", "gpt2", "bloom", "gptj")
 
 
 def prefill(model: PagedCausalLM, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -107,7 +108,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transformers_modules_replay(
     family: str, unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = save_checkpoint(FAMILIES[family] if family in FAMILIES else ACCEPTED[family], tmp_path)
+    theirs = save_checkpoint(FAMILIES[family] if family in FAMILIES else ALL[family], tmp_path)
     check_replay(tmp_path, theirs, monkeypatch, model_impl="transformers")
 
 
@@ -120,7 +121,7 @@ def test_a_module_that_cannot_be_captured_is_refused(
     def read_value(_module: Any, _inputs: Any, output: Any) -> None:
         output.last_hidden_state.sum().item()
 
-    save_checkpoint(ACCEPTED["opt"], tmp_path)
+    save_checkpoint(ALL["opt"], tmp_path)
     with EmulatedCuda(num_sms=2) as cuda:
         ours = load_model(tmp_path, **SIZES, cuda_graphs=[2])
         hook = ours.network.decoder.register_forward_hook(read_value)
