@@ -53,6 +53,7 @@ class ModuleNetwork(Llama):
         if module is None:
             module = build(config.model_class, config.config, PAGED, config.text_module)
             drop_unused(module, config.unused)
+        use_paged_attention(module)
         num_weights = sum(parameter.numel() for parameter in module.parameters())
         split(module, config, share)
         if has_weights:
@@ -67,7 +68,6 @@ class ModuleNetwork(Llama):
         self._packed_embedding = None
         # Never None: then `pack` would pack the embedding.
         self.lm_head: Any = module.get_output_embeddings() or nn.Identity()
-        use_paged_attention(module)
         self._attentions = [module.get_submodule(name) for name in config.places]
         self._summed = [module.get_submodule(name) for name in summed(config)]
         self.decoder = module.get_submodule(config.decoder)

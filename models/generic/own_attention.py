@@ -55,6 +55,8 @@ def replace_attention(module: Any) -> None:
     for part in module.modules():
         if type(part).__name__ == class_name:
             setattr(part, method, partial(function, part))
+        elif type(part).__name__ == _LINEAR:
+            part.__class__ = torch.nn.Linear  # the same product, which `ModuleLinear` takes
 
 
 def _of_heads(
@@ -137,6 +139,8 @@ _PLACES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "openai-gpt": ("Attention", "_attn", _openai_gpt),
     "xglm": ("XGLMAttention", "forward", _xglm),
 }
+# Falcon's linear layer.
+_LINEAR = "FalconLinear"
 # It converts its mask, which may not be None.
 _NEEDS_MASK = "mpt"
 # Longest sequences of models whose config.json may not say them: those of the training.

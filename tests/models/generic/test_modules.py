@@ -150,10 +150,12 @@ def test_a_cache_of_8_bits_is_that_of_a_family(kv_cache_dtype: str, llama_folder
     assert_same_logits(all_logits(module, prompt, counts), all_logits(family, prompt, counts))
 
 
-@pytest.mark.parametrize(("name", "expected"), [("llama", (15, 5, 0)), ("mixtral", (9, 5, 2))])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("llama", (15, 5, 0)), ("mixtral", (9, 5, 2)), ("falcon", (9, 0, 0)), ("gpt2", (9, 0, 0))]
+)
 @pytest.mark.parametrize("form", [None, "int8"])
 def test_layers_are_replaced(name: str, expected: tuple[int, int, int], form: str | None, tmp_path: Path) -> None:
-    save_checkpoint(FAMILIES[name], tmp_path)
+    save_checkpoint(Families(FAMILIES.data | ALL.data)[name], tmp_path)
     model = load_model(tmp_path, num_blocks=16, model_impl="transformers", quantization=form)
     counts = Counter(type(part) for part in model.network.modules())
     assert (counts[ModuleLinear], counts[ModuleNorm], counts[ModuleExperts]) == expected
