@@ -24,7 +24,7 @@ from ...common.numba_ops.vectors import (
     sum_of,
 )
 from ..config import AttentionCall
-from .many_queries import visible
+from .many_queries import clear_rows, visible
 
 # Keys whose scores a thread holds at once: with 16 rows, scores and accumulators of head_dim 128 are 12 KB.
 _KEYS = 64
@@ -35,7 +35,8 @@ _SCRATCH_BYTES = 24 << 10
 
 @nb.device_function
 def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
-    """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order."""
+    """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order. The first
+    thread sets the rows of empty and of no sequences to 0."""
     block_table, cu_seqlens_q, seq_lens = ids
     (
         num_seqs,
@@ -43,6 +44,7 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
         num_kv_heads,
         max_rows,
         group,
+        num_tokens,
         size,
         v_size,
         block_size,
@@ -55,13 +57,19 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
         if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
             total += seq_lens[seq] * num_kv_heads
     first, end = nb.share(total)
+    is_first = nb.thread_index() == 0
+    if is_first:
+        last = np.int64(cu_seqlens_q[num_seqs])
+        clear_rows(out, last, num_tokens, num_kv_heads * group, v_size, strides[8], strides[9])
     first_of_seq = np.int64(0)
     for seq in range(num_seqs):
         row = np.int64(cu_seqlens_q[seq])
         num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
         if num_queries > max_queries:
             continue
-        if num_queries > 0:
+        if length == 0 and is_first:
+            clear_rows(out, row, row + num_queries, num_kv_heads * group, v_size, strides[8], strides[9])
+        if num_queries > 0 and length > 0:
             head = min(max(first - first_of_seq + length - 1, 0) // length, num_kv_heads)
             end_head = min(max(end - first_of_seq + length - 1, 0) // length, num_kv_heads)
             at_once = max(1, max_rows // (num_queries * group))
@@ -257,11 +265,11 @@ def _attend_heads(
 
 @nb.Kernel
 def _paged_attention(arguments):
-    values = nb.unpack(arguments, 34)
+    values = nb.unpack(arguments, 35)
     is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens, scratch, scratch_size = values[1:11]
     ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
     at, scale = nb.thread_index() * scratch_size, nb.as_float(values[11])
-    sizes, strides = values[12:23], values[23:]
+    sizes, strides = values[12:24], values[24:]
     if is_bf16:
         tensors = nb.bfloats(q), nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(out)
         _attend(*tensors, ids, nb.floats(scratch), sizes, strides, scale, at)
@@ -277,6 +285,7 @@ TENSORS = "q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_
 def sizes_of(call: AttentionCall) -> tuple[int, ...]:
     """Return the last arguments of both kernels: sizes, visibility and strides."""
     return (
+        call.q.shape[0],
         call.q.shape[2],
         call.v_cache.shape[3],
         call.k_cache.shape[1],

@@ -42,6 +42,16 @@ def visible(position, length, window_left, window_right, chunk_size):
 
 
 @nb.device_function
+def clear_rows(out, first, end, num_heads, size, stride_token, stride_head):
+    """Set the rows of tokens from `first` to before `end` to 0."""
+    for token in range(first, end):
+        for head in range(num_heads):
+            start = token * stride_token + head * stride_head
+            for i in range(size):
+                nb.store(out, start + i, 0.0)
+
+
+@nb.device_function
 def place(index, half):
     """Return the offset of 16 rows in a matrix: keys, or elements of a head, are in tiles of 16, rows in two halves."""
     return index // LANES * (LANES * ROWS) + half * (LANES * LANES) + index % LANES * LANES
@@ -113,7 +123,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         head, begin_row, end_row,
     ):  # fmt: skip
         """Attend with rows of one KV head of a sequence."""
-        _, _, _, group, _, size, v_size, block_size, window_left, window_right, chunk_size = sizes
+        _, _, _, group, _, _, size, v_size, block_size, window_left, window_right, chunk_size = sizes
         q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, _ = strides
         queries, sums, state, bounds, keys, values, _, _, rows, slots = areas
         floats, _, ints, longs = memory
@@ -166,8 +176,12 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         block_table, cu_seqlens_q, seq_lens = nb.int32s(values[5]), nb.int32s(values[6]), nb.int32s(values[7])
         scratch = values[8] + nb.thread_index() * values[9] * 4  # in bytes
         memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
-        scale, areas, sizes, strides = nb.as_float(values[10]), values[11:21], values[21:32], values[32:]
-        num_seqs, min_queries, num_kv_heads, group, num_rows, _, _, _, window_left, window_right, chunk_size = sizes
+        scale, areas, sizes, strides = nb.as_float(values[10]), values[11:21], values[21:33], values[33:]
+        num_seqs, min_queries, num_kv_heads, group, num_rows, num_tokens, _, v_size = sizes[:8]
+        window_left, window_right, chunk_size = sizes[9:]
+        if nb.thread_index() == 0:  # rows of no sequence
+            last = np.int64(cu_seqlens_q[num_seqs])
+            clear_rows(out, last, num_tokens, num_kv_heads * group, v_size, strides[8], strides[9])
         first, end = np.int64(0), np.int64(0)
         for is_counted in range(2):
             num_before = np.int64(0)

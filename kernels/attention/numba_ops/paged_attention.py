@@ -32,7 +32,7 @@ def _bfloat16_tensors(values):
 
 @nb.Kernel
 def _tiles(arguments):
-    values = nb.unpack(arguments, 43)
+    values = nb.unpack(arguments, 44)
     configure()
     _attend_by_tiles(_bfloat16_tensors(values), values)
     release()
@@ -40,13 +40,13 @@ def _tiles(arguments):
 
 @nb.Kernel
 def _bfloat16(arguments):
-    values = nb.unpack(arguments, 43)
+    values = nb.unpack(arguments, 44)
     _attend_by_vectors(_bfloat16_tensors(values), values)
 
 
 @nb.Kernel
 def _float32(arguments):
-    values = nb.unpack(arguments, 43)
+    values = nb.unpack(arguments, 44)
     _attend_by_vectors((nb.floats(values[1]), nb.floats(values[2]), nb.floats(values[3]), nb.floats(values[4])), values)
 
 

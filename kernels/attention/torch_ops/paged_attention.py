@@ -65,7 +65,7 @@ def _bind_loops(loops: Any, call: AttentionCall, _: AttentionPlan | None) -> Cal
     def compute(call: AttentionCall) -> None:
         launch(
             {
-                "q": _queries_beside_cleared_out(call),
+                "q": _queries_apart(call),
                 "k_cache": call.k_cache,
                 "v_cache": call.v_cache,
                 "out": call.out,
@@ -78,13 +78,11 @@ def _bind_loops(loops: Any, call: AttentionCall, _: AttentionPlan | None) -> Cal
     return compute
 
 
-def _queries_beside_cleared_out(call: AttentionCall) -> torch.Tensor:
-    """Set `out` to 0; return the queries, a copy of them if `out` is `q`."""
-    q = call.q
-    if q.data_ptr() == call.out.data_ptr():
-        q = q.clone()
-    call.out.zero_()
-    return q
+def _queries_apart(call: AttentionCall) -> torch.Tensor:
+    """Return the queries, a copy of them if `out` is `q`."""
+    if call.q.data_ptr() == call.out.data_ptr():
+        return call.q.clone()
+    return call.q
 
 
 def _compute(layout: BatchLayout, shared: SharedBatches, is_plain: bool, call: AttentionCall) -> None:
@@ -98,7 +96,8 @@ def _compute(layout: BatchLayout, shared: SharedBatches, is_plain: bool, call: A
         check_step(call)
         shared[key] = make_batches(call, layout), tensors
     batches, _ = shared[key]
-    q, out, lse = _queries_beside_cleared_out(call), call.out, call.lse
+    q, out, lse = _queries_apart(call), call.out, call.lse
+    out.zero_()
     num_kv_heads, k_scale, v_scale = call.k_cache.shape[2], call.k_scale, call.v_scale
     if call.k_cache.dtype == torch.int8:  # these scale rows, see `GatheredProducts`
         k_scale = v_scale = None

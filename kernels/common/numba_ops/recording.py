@@ -51,6 +51,11 @@ class Recording:
         """Add a call to every repetition; it returns True to end the repetition."""
         self._calls.append(call)
 
+    @property
+    def last(self) -> Callable[[], object] | None:
+        """The call that was added last."""
+        return self._calls[-1] if self._calls else None
+
     def repeat(self) -> bool:
         """Repeat all calls with the tensors' current values; return False if a call ended the repetition."""
         for call in self._calls:

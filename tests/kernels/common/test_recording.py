@@ -101,10 +101,12 @@ class TestAttention:
         slots = table[torch.arange(4), self.positions // 8] * 8 + self.positions % 8
         self.slots.copy_(slots.masked_fill(own == 0, -1))
 
-    def test_a_step_of_any_lengths_is_repeated(self) -> None:
+    def test_a_step_of_any_lengths_is_repeated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By any number of threads."""
         recording = Recording(self.run)  # over padding alone
         assert recording.obstacle == ""
-        for lengths in ([5, 9, 16, 1], [3, 0, 0, 0], [16, 16, 0, 0]):
+        for num_threads, lengths in enumerate(([5, 9, 16, 1], [3, 0, 0, 0], [16, 16, 0, 0]), 1):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
             self.fill(lengths)
             before = [cache.clone() for cache in self.caches]
             self.run()
@@ -126,6 +128,8 @@ class TestAttention:
         assert all(map(torch.equal, self.caches, before))
         with pytest.raises(InvalidInputError):
             self.run()
+        self.fill([5, 9, 16, 1])
+        assert recording.repeat()
 
     def test_what_pytorch_computes_is_an_obstacle(self) -> None:
         """It looks at the lengths in every call."""
