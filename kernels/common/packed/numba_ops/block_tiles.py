@@ -26,6 +26,7 @@ from ...numba_ops.vectors import (
     prefetch,
     splat,
     steps,
+    sum_from_zero,
 )
 
 BLOCK, _VECTORS = 64, 64 // LANES
@@ -35,7 +36,6 @@ _QUAD = 4
 _AHEAD = 2048
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _BYTES, _SHORTS = ir.VectorType(_BYTE, 64), ir.VectorType(ir.IntType(16), 32)
-_ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 _HAS_VNNI = cpu_features().get("avx512vnni", False)
 # Whether this CPU has the instructions for these tiles.
 HAS_TILES = _HAS_VNNI or cpu_features().get("avx2", False)
@@ -92,23 +92,21 @@ def _add_int8_products(builder: ir.IRBuilder, word: ir.Value, weights: Sequence[
         builder.store(value, total)
 
 
-def _add_code_products(
+def _plus_code_products(
     builder: ir.IRBuilder, weights: Sequence[ir.Value], factors: Sequence[ir.Value], total: ir.Value
-) -> None:
-    """Add weights of 0 to 24 times signed bytes, each vector of weights with the factor beside it. Four such products
-    are at most 12,288, which 16 bits hold."""
-    value = builder.load(total)
+) -> ir.Value:
+    """Return a total plus weights of 0 to 24 times signed bytes, each vector of weights with the factor beside it. Four
+    such products are at most 12,288, which 16 bits hold."""
     if _HAS_VNNI:
         for weight, factor in zip(weights, factors, strict=True):
-            value = call(builder, "x86.avx512.vpdpbusd.512", WORDS, value, weight, factor)
-    else:
-        shorts = ir.Constant(_SHORTS, [0] * 32)
-        for weight, factor in zip(weights, factors, strict=True):
-            operands = builder.bitcast(weight, _BYTES), builder.bitcast(factor, _BYTES)
-            shorts = builder.add(shorts, _avx2(builder, "pmadd.ub.sw", _SHORTS, *operands))
-        ones = ir.Constant(_SHORTS, [1] * 32)
-        value = builder.add(value, _avx2(builder, "pmadd.wd", WORDS, shorts, ones))
-    builder.store(value, total)
+            total = call(builder, "x86.avx512.vpdpbusd.512", WORDS, total, weight, factor)
+        return total
+    shorts = ir.Constant(_SHORTS, [0] * 32)
+    for weight, factor in zip(weights, factors, strict=True):
+        operands = builder.bitcast(weight, _BYTES), builder.bitcast(factor, _BYTES)
+        shorts = builder.add(shorts, _avx2(builder, "pmadd.ub.sw", _SHORTS, *operands))
+    ones = ir.Constant(_SHORTS, [1] * 32)
+    return builder.add(total, _avx2(builder, "pmadd.wd", WORDS, shorts, ones))
 
 
 def int8_tile(num_rows: int) -> Any:
@@ -141,26 +139,22 @@ def int8_tile(num_rows: int) -> Any:
     return tile
 
 
-def code_tile(num_rows: int, numbers: Sequence[int]) -> Any:
+def code_tile(num_rows: int, numbers: Sequence[int], step: int) -> Any:
     """Return an intrinsic: `num_rows` rows of signed codes times a block of 4-bit weights, as float32 in `sums`.
 
     numbers: what the codes 0 to 15 stand for, from 0 to 255. A row has `row_bytes`: its codes, then for every `step`
     columns a float32 scale and the int32 that its sums begin with. w: 64 bytes for 16 outputs and 8 columns, the first
-    four in the low bits. scales: bfloat16, `num_outputs` for every `group` columns. zeros: in the same shape, times
-    what the sums begin with and the row's scale, is added; a null pointer for 0.
+    four in the low bits. scales: bfloat16, `num_outputs` for every `group` columns, a multiple of `step`. zeros: in the
+    same shape, times what the sums begin with and the row's scale, is added; a null pointer for 0.
     """
     is_plain = list(numbers) == list(range(16))
     table = ir.Constant(_BYTES, [ir.Constant(_BYTE, numbers[i % 16]) for i in range(64)])
 
     @emitted()
-    def tile(builder, codes, row_bytes, width, step, group, w, scales, zeros, num_outputs, sums):
+    def tile(builder, codes, row_bytes, width, group, w, scales, zeros, num_outputs, sums):
         rows = _pointers(builder, builder.bitcast(codes, _BYTE.as_pointer()), row_bytes, num_rows)
-        places = [
-            [at(builder, sums, ir.Constant(_INT, row * BLOCK + i * LANES), _FLOAT) for i in range(_VECTORS)]
-            for row in range(num_rows)
-        ]
-        for place in chain(*places):
-            builder.store(_ZERO, place, align=4)
+        # Variables, which LLVM keeps in registers or on the stack; in `sums` it would keep them twice.
+        row_sums = [[sum_from_zero(builder) for _ in range(_VECTORS)] for _ in rows]
         four, mask = (ir.Constant(WORDS, [number] * LANES) for number in (4, 0x0F0F0F0F))
 
         def as_bytes(nibbles: ir.Value) -> ir.Value:
@@ -174,25 +168,14 @@ def code_tile(num_rows: int, numbers: Sequence[int]) -> Any:
                 looked_up = _avx2(builder, "pshuf.b", _BYTES, *operands)
             return builder.bitcast(looked_up, WORDS)
 
-        with steps(builder, builder.sdiv(width, step), 1) as number:
-            begin = builder.mul(number, step)
-            at_numbers = builder.add(width, builder.mul(number, ir.Constant(number.type, 8)))
-            row_scales, firsts, row_totals = [], [], []
-            for row in rows:
-                pair = builder.bitcast(builder.gep(row, [at_numbers]), _INT.as_pointer())
-                row_scales.append(splat(builder, builder.bitcast(builder.load(pair, align=1), _FLOAT)))
-                first = splat(builder, builder.load(_at(builder, pair, 1), align=1), WORDS)
-                firsts.append(first)
-                totals = [cgutils.alloca_once(builder, WORDS) for _ in range(_VECTORS)]
-                for total in totals:
-                    builder.store(first, total)
-                row_totals.append(totals)
-            with steps(builder, step, 2 * _QUAD) as i:
-                column = builder.add(begin, i)
-                source = builder.gep(w, [builder.mul(column, ir.Constant(i.type, BLOCK // 2))])
+        def multiply(begin: ir.Value, firsts: Sequence[ir.Value]) -> list[list[ir.Value]]:
+            """Return the totals of `step` columns, which begin with the rows' firsts."""
+            row_totals = [[first] * _VECTORS for first in firsts]
+            for i in range(0, step, 2 * _QUAD):
+                column = builder.add(begin, ir.Constant(begin.type, i))
+                source = builder.gep(w, [builder.mul(column, ir.Constant(begin.type, BLOCK // 2))])
                 for line in range(0, _QUAD * BLOCK, 64):
                     prefetch(builder, _at(builder, source, _AHEAD + line))
-                packed = _vectors(builder, builder.bitcast(source, _INT.as_pointer()), _INT)
                 row_factors = []
                 for row in rows:
                     factors = []
@@ -201,25 +184,40 @@ def code_tile(num_rows: int, numbers: Sequence[int]) -> Any:
                         word = builder.load(builder.bitcast(place, _INT.as_pointer()), align=1)
                         factors.append(splat(builder, word, WORDS))
                     row_factors.append(factors)
-                for index, words in enumerate(packed):
+                for index, words in enumerate(_vectors(builder, builder.bitcast(source, _INT.as_pointer()), _INT)):
                     weights = as_bytes(words), as_bytes(builder.lshr(words, four))
                     for factors, totals in zip(row_factors, row_totals, strict=True):
-                        _add_code_products(builder, weights, factors, totals[index])
-            of_group = builder.mul(builder.sdiv(begin, group), num_outputs)
+                        totals[index] = _plus_code_products(builder, weights, factors, totals[index])
+            return row_totals
+
+        def add(weight: ir.Value, factor: ir.Value, total: ir.Value) -> None:
+            builder.store(multiply_add.emit(builder, weight, factor, builder.load(total)), total)
+
+        with steps(builder, builder.sdiv(width, group), 1) as group_number:
+            of_group = builder.mul(group_number, num_outputs)
             indices = [builder.add(of_group, ir.Constant(of_group.type, i * LANES)) for i in range(_VECTORS)]
             w_scales = [load_vector.emit(builder, scales, index) for index in indices]
-            for row_scale, totals, to in zip(row_scales, row_totals, places, strict=True):
-                for w_scale, total, place in zip(w_scales, totals, to, strict=True):
-                    factor = builder.fmul(row_scale, w_scale)
-                    wide = builder.sitofp(builder.load(total), VECTOR)
-                    value = multiply_add.emit(builder, factor, wide, builder.load(place, align=4))
-                    builder.store(value, place, align=4)
-            with builder.if_then(builder.icmp_unsigned("!=", zeros, ir.Constant(zeros.type, None))):
-                w_zeros = [load_vector.emit(builder, zeros, index) for index in indices]
-                for row_scale, first, to in zip(row_scales, firsts, places, strict=True):
-                    of_x = builder.fmul(row_scale, builder.sitofp(first, VECTOR))
-                    for w_zero, place in zip(w_zeros, to, strict=True):
-                        value = multiply_add.emit(builder, w_zero, of_x, builder.load(place, align=4))
-                        builder.store(value, place, align=4)
+            with steps(builder, group, step) as column_of_group:
+                begin = builder.add(builder.mul(group_number, group), column_of_group)
+                # Eight bytes for each step.
+                at_numbers = builder.add(width, builder.sdiv(begin, ir.Constant(begin.type, step // 8)))
+                row_scales, firsts = [], []
+                for row in rows:
+                    pair = builder.bitcast(builder.gep(row, [at_numbers]), _INT.as_pointer())
+                    row_scales.append(splat(builder, builder.bitcast(builder.load(pair, align=1), _FLOAT)))
+                    firsts.append(splat(builder, builder.load(_at(builder, pair, 1), align=1), WORDS))
+                row_totals = multiply(begin, firsts)
+                for row_scale, totals, to in zip(row_scales, row_totals, row_sums, strict=True):
+                    for w_scale, total, place in zip(w_scales, totals, to, strict=True):
+                        add(builder.fmul(row_scale, w_scale), builder.sitofp(total, VECTOR), place)
+                with builder.if_then(builder.icmp_unsigned("!=", zeros, ir.Constant(zeros.type, None))):
+                    w_zeros = [load_vector.emit(builder, zeros, index) for index in indices]
+                    for row_scale, first, to in zip(row_scales, firsts, row_sums, strict=True):
+                        of_x = builder.fmul(row_scale, builder.sitofp(first, VECTOR))
+                        for w_zero, place in zip(w_zeros, to, strict=True):
+                            add(w_zero, of_x, place)
+        for number, total in enumerate(chain(*row_sums)):
+            to = at(builder, sums, ir.Constant(_INT, number * LANES), _FLOAT)
+            builder.store(builder.load(total), to, align=4)
 
     return tile
