@@ -264,12 +264,14 @@ class FileTier:
         if self._is_closed:
             return False
         if not self._pid:
-            self._pid = os.getpid()
             try:
                 for target in (self._read_files, self._write_blocks):
                     Thread(target=target, name="paged-cache-folder", daemon=True).start()
+                self._pid = os.getpid()
             except BaseException as error:
-                self._is_closed = True  # one of them would wait for ever for the other's work
+                with self._changed:
+                    self._is_closed = True  # one of them would wait for ever for the other's work
+                    self._changed.notify_all()
                 if not isinstance(error, RuntimeError):  # which tells that the system has no more threads
                     raise
                 self._count_fault(error)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -22,6 +23,7 @@ from paged.cache.tiers.files import FileTier
 from paged.cache.tiers.folder import CacheFolder
 from tests.cache.prefix_cache import BLOCK, Cache
 from tests.deadline import HANG_S
+from tests.failure import Failure
 
 PATIENCE_S = files.PATIENCE_S
 TOKENS = range(41)
@@ -218,6 +220,24 @@ def test_a_system_without_threads_uses_no_files(tmp_path: Path, monkeypatch: pyt
     assert files_of(cache).num_faults == 1
     cache.manager.close_tiers(HANG_S)
     cache.check()
+
+
+def test_a_first_read_that_fails_anywhere_leaves_no_prompt_waiting(tmp_path: Path) -> None:
+    fill(tmp_path)
+    source = {Path(files.__file__).parent}
+    num_cached = set()
+    num_lines = 0
+    is_hit = True
+    while is_hit:
+        cache = make(tmp_path)
+        failure = Failure(num_lines, source, MemoryError())
+        is_hit = failure.hits(partial(cache.manager.read_files, TOKENS))
+        num_cached.add(cache.run("a", TOKENS).num_cached_tokens)
+        cache.check()
+        assert files_of(cache).num_late == 0
+        cache.manager.close_tiers(HANG_S)
+        num_lines += 1
+    assert num_cached == {0, 40}
 
 
 def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
