@@ -65,7 +65,7 @@ def read_module_config(hf: HfConfig, folder: Path, *, trust_remote_code: bool = 
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         if isinstance(error, KeyError) and error.args == (RECORDING,):
             reason = "no layer calls attention through transformers' interface"
-        if "meta tensors" in reason:  # PyTorch's words for a read that has no value
+        if "meta tensor" in reason:  # PyTorch's words for a read that has no value
             reason = f"its forward reads tensors on the host ({reason})"
         raise UnsupportedError(f"{hf.source}: transformers' {name} cannot be built or run: {reason}") from error
 

@@ -72,7 +72,7 @@ def _short(result: str) -> str:
     kind, _, reason = result.partition(": ")
     for beginning in ("cannot run with a paged cache: ", "cannot be built or run: ", "/config.json: "):
         reason = reason.partition(beginning)[2] or reason
-    for detail in (", by ", " (RuntimeError", ". "):
+    for detail in (", by ", " (RuntimeError", " (NotImplementedError", ". "):
         reason = reason.partition(detail)[0]
     reason = one_line(" ".join(reason.split()), _LONGEST)
     return f"{kind}: {reason}" if reason else kind
