@@ -47,15 +47,18 @@ def attention_of_text(config: Any, name: str) -> str | dict[str, str]:
 
 
 def replace_attention(module: Any) -> None:
-    """Let attention modules that do not use transformers' interface call our functions; others stay."""
+    """Let transformers' attention modules that do not use its interface call our functions; others stay."""
     place = _PLACES.get(module.config.get_text_config(decoder=True).model_type)
     if place is None:
         return
     class_name, method, function = place
     for part in module.modules():
-        if type(part).__name__ == class_name:
+        theirs = type(part)
+        if not theirs.__module__.startswith("transformers.models."):  # a checkpoint's code may differ
+            continue
+        if theirs.__name__ == class_name:
             setattr(part, method, partial(function, part))
-        elif type(part).__name__ == _LINEAR:
+        elif theirs.__name__ == _LINEAR:
             part.__class__ = torch.nn.Linear  # the same product, which `ModuleLinear` takes
 
 
