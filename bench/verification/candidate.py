@@ -72,15 +72,15 @@ class Candidate:
             elif name in needed(self.definition, self.arguments):
                 raise NotTakenError(f"{self.path} takes no {name}")
         result = self.function(**taken)
-        first, others = result, []
+        values = [result]
         if isinstance(result, tuple | list) and result:
-            first, *others = result
-        _check_dtype(first, dtype_of(self.arguments))
+            values = list(result)
+        _check_dtype(values[0], dtype_of(self.arguments))
         out = self.arguments.get("out")
         if out is None or self.definition.name == "add_lora":
             return result
-        _copy(first, out)
-        return (out, *others)
+        _copy(values[0], out)
+        return (out, *values[1:])
 
     @contextmanager
     def installed(self) -> Iterator[None]:
