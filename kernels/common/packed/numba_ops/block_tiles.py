@@ -32,8 +32,9 @@ from ...numba_ops.vectors import (
 BLOCK, _VECTORS = 64, 64 // LANES
 # Columns that one instruction multiplies.
 _QUAD = 4
-# Bytes by which weights are read ahead.
-_AHEAD = 2048
+# Bytes by which weights are read ahead. In turns on an EPYC with VNNI, int4 and int8 weights of 8192 x 1024 arrive for
+# 1 row at 79 and 105 GB/s with 2,048, at 81 and 112 with 4,096, and at 71 and 114 with 8,192.
+_AHEAD = 4096
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _BYTES, _SHORTS = ir.VectorType(_BYTE, 64), ir.VectorType(ir.IntType(16), 32)
 _HAS_VNNI = cpu_features().get("avx512vnni", False)
