@@ -1,6 +1,7 @@
 """Changes to saved checkpoints."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,15 @@ def assert_refused(folder: Path, message: str, error: type[Exception] = Checkpoi
     with pytest.raises(error, match=message) as caught:
         load_model(folder, **options)
     return str(caught.value)
+
+
+def copy_with_rolled_weights(folder: Path, target: Path) -> Path:
+    """Copy a checkpoint's folder, with the rows of its weights in another order; return the copy."""
+    shutil.copytree(folder, target)
+
+    def roll(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.roll(1, 0)
+
+    edit_tensors(target, roll)
+    return target

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from paged import InvalidInputError, UnsupportedError
+from paged import InvalidInputError, PagedKvCacheManager, UnsupportedError
 from paged.cache.groups import CacheGroup
 from paged.cache.tiers import files
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
@@ -276,17 +276,23 @@ def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypa
     cache.check()
 
 
-def test_writes_that_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a reset, or when the time of a shutdown is over, they are dropped."""
-    cache = make(tmp_path)
-    begun, go_on, read = Event(), Event(), cache.manager.tensors.read_host
+def hold_reads_of_host(manager: PagedKvCacheManager, monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
+    """Let reads of host memory wait for the second event; the first is set when one has begun."""
+    begun, go_on, read = Event(), Event(), manager.tensors.read_host
 
     def read_late(block: int) -> bytes:
         begun.set()
         assert go_on.wait(HANG_S)
         return read(block)
 
-    monkeypatch.setattr(cache.manager.tensors, "read_host", read_late)
+    monkeypatch.setattr(manager.tensors, "read_host", read_late)
+    return begun, go_on
+
+
+def test_writes_that_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reset, or when the time of a shutdown is over, they are dropped."""
+    cache = make(tmp_path)
+    begun, go_on = hold_reads_of_host(cache.manager, monkeypatch)
     cache.free(cache.run("a", TOKENS))
     cache.manager.evict(30)
     assert begun.wait(HANG_S)

@@ -1,6 +1,5 @@
 """Models whose prompts take turns in a small pool, with a tier: the tokens of a model without one."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.executors.engine.metrics import prometheus_text
-from tests.models.edits import Tensors, edit_tensors
+from tests.models.edits import copy_with_rolled_weights
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
@@ -46,15 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other_folder(folder: Path) -> Path:
     """The same model with the rows of its weights in another order."""
-    path = folder.parent / "new"
-    shutil.copytree(folder, path)
-
-    def roll(tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.roll(1, 0)
-
-    edit_tensors(path, roll)
-    return path
+    return copy_with_rolled_weights(folder, folder.parent / "new")
 
 
 def test_new_weights_find_nothing_old(folder: Path, other_folder: Path) -> None:

@@ -1,13 +1,12 @@
 """Files of a rank other than 0, which holds other data in the same blocks."""
 
-from threading import Event
 from unittest.mock import Mock
 
 import pytest
 
 from paged.errors import RankFailedError
 from tests.cache.tiers.ranked_cache import RankedCache
-from tests.cache.tiers.test_files import TOKENS, DictStore
+from tests.cache.tiers.test_files import TOKENS, DictStore, hold_reads_of_host
 from tests.deadline import HANG_S
 
 
@@ -24,14 +23,7 @@ def test_memory_that_is_used_again_is_not_written_as_what_it_held(monkeypatch: p
     """A swapped sequence takes it before the other rank's writes begin."""
     stores = [DictStore(), DictStore()]
     cache = start(stores)
-    begun, go_on, read = Event(), Event(), cache.other.tensors.read_host
-
-    def read_late(block: int) -> bytes:
-        begun.set()
-        assert go_on.wait(HANG_S)
-        return read(block)
-
-    monkeypatch.setattr(cache.other.tensors, "read_host", read_late)
+    begun, go_on = hold_reads_of_host(cache.other, monkeypatch)
     cache.free(cache.run("a", TOKENS))
     cache.manager.evict(30)
     cache.send()

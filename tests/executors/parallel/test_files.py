@@ -13,7 +13,7 @@ from paged.cache.tiers import files
 from paged.cache.tiers.files import FileTier
 from tests.deadline import HANG_S
 from tests.executors.parallel.followers import Followers
-from tests.models.edits import Tensors, edit_tensors
+from tests.models.edits import copy_with_rolled_weights
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.processes import wait_until
 
@@ -38,15 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other_checkpoint(checkpoint: Path) -> Path:
     """The same model with the rows of its weights in another order."""
-    path = checkpoint.parent / "new"
-    shutil.copytree(checkpoint, path)
-
-    def roll(tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.roll(1, 0)
-
-    edit_tensors(path, roll)
-    return path
+    return copy_with_rolled_weights(checkpoint, checkpoint.parent / "new")
 
 
 def answers(executor: LlmExecutor, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:

@@ -155,7 +155,7 @@ def run_schedule(
         others = manager.get_handle("another's")
         if others is not None:
             manager.free(others)
-        elif events and draw.random() < 0.04:
+        elif draw.random() < 0.04:
             draw.choice(events)()
         elif draw.random() < 0.2 and manager.can_allocate(16):
             manager.allocate("another's", 16)
