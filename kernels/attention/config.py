@@ -151,70 +151,101 @@ def decode_tile(
     of 32 rows take 164 registers with boxes, of 64 rows 254: two programs.
     """
     width = padded_head_dim(max(head_dim, v_head_dim)) * element_size
-    if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
-        block_n = 32 if width <= 512 else 16
-        if arch.startswith("gfx"):  # at head_dim 512 416 of 512 registers; 8 warps of 256 spill 137
-            num_warps = 8 if width <= 1024 else 4
-            return AttentionTile(16, block_n, num_warps, 1)
-        if kind == "int8":  # 16 x 32 spills 170; 183 registers
-            return AttentionTile(16, 16, 8, 2)
-        programs = 1
-        if arch in SMALL_SHARED_MEMORY:
-            programs = max(1, min(3, 1024 // width))
-        elif width <= 1024:
-            programs = 3
-        elif arch in LARGE_SHARED_MEMORY:  # 97 KB at head_dim 512
-            programs = 2
-        return AttentionTile(16, block_n, 8, 2, programs)
-    block_n = min(128, 16384 // width)
-    if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
-        is_large = (kind and width > 512) or (kind == "int8" and more_scores)  # 278 and 296 registers of 512
-        programs = 1 if is_large else 2
-        block_n = min(block_n, 64)
-        if kind == "int8":  # 64 keys take 342 registers at head_dim 128, 32 take 203
-            block_n //= 2
-        return AttentionTile(16, max(block_n, 16), 4, 1, programs)
-    padded = width > head_dim * element_size
+    is_padded = width > head_dim * element_size
+    if element_size == 4:
+        return _float32_decode_tile(width, arch, kind)
+    if arch.startswith("gfx"):
+        return _gfx_decode_tile(width, kind, more_scores=more_scores)
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
         block_m = 32 if rows <= 32 or width > 256 or more_scores else 64
-    if arch in SMALL_SHARED_MEMORY and block_m == 16:
-        # 8 warps spill 4 registers at head_dim 128, at 3 stages and head_dim 256, too; with all options 2 at 2 stages.
-        # Over e5m2 3 stages spill 6 on sm_89.
-        # Over 16-bit caches and int8 of head_dim 512, 8 warps spill 9 and 6 on sm_120.
-        num_stages = 3 if width <= 256 and kind in ("e4m3", "int8") else 2
-        few_warps = width <= 256 or (width <= 512 and (more_scores or not kind)) or (width > 512 and kind == "int8")
-        num_warps = 4 if few_warps else 8
-        is_large = more_scores or (kind == "int8" and width > 256)
-        programs = 1 if is_large else 2
-        return AttentionTile(block_m, block_n, num_warps, num_stages, programs)
-    if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
-        num_warps = 4 if more_scores and width <= 256 else 8
-        is_large = (
-            block_m == 64
-            or kind == "int8"
-            or (block_m == 32 and arch in SMALL_SHARED_MEMORY)
-            or (width > 256 and (more_scores or block_m == 32))
-        )
-        # At head_dim 192, whose columns are padded to 256, 3 stages spill 15 registers with all options.
-        is_short = (padded and more_scores and num_warps == 8) or (arch in SMALL_SHARED_MEMORY and block_m == 32)
-        num_stages = 2 if is_short else 3  # 32 rows spill 6 at 3 stages on sm_120
-        programs = 1 if is_large else 2
-        return AttentionTile(block_m, block_n, num_warps, num_stages, programs)
+    if arch in LARGE_SHARED_MEMORY:
+        return _large_decode_tile(width, block_m, box, kind, is_padded=is_padded, more_scores=more_scores)
+    if arch in SMALL_SHARED_MEMORY:
+        return _small_decode_tile(width, block_m, kind, is_padded=is_padded, more_scores=more_scores)
+    return _middle_decode_tile(width, block_m, kind, is_padded=is_padded, more_scores=more_scores)
+
+
+def _decode_keys(width: int) -> int:
+    """Return BLOCK_N for rows of `width` bytes."""
+    return min(128, 16384 // width)
+
+
+def _float32_decode_tile(width: int, arch: str, kind: str) -> AttentionTile:
+    """Return the tile of float32, which runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128."""
+    block_n = 32 if width <= 512 else 16
+    if arch.startswith("gfx"):  # at head_dim 512 416 of 512 registers; 8 warps of 256 spill 137
+        num_warps = 8 if width <= 1024 else 4
+        return AttentionTile(16, block_n, num_warps, 1)
+    if kind == "int8":  # 16 x 32 spills 170; 183 registers
+        return AttentionTile(16, 16, 8, 2)
+    programs = 1
+    if arch in SMALL_SHARED_MEMORY:
+        programs = max(1, min(3, 1024 // width))
+    elif width <= 1024:
+        programs = 3
+    elif arch in LARGE_SHARED_MEMORY:  # 97 KB at head_dim 512
+        programs = 2
+    return AttentionTile(16, block_n, 8, 2, programs)
+
+
+def _gfx_decode_tile(width: int, kind: str, *, more_scores: bool) -> AttentionTile:
+    """Return the tile of AMD's GPUs: 64 KB of LDS a compute unit hold one stage, and registers prefetch the next."""
+    block_n = min(_decode_keys(width), 64)
+    if kind == "int8":  # 64 keys take 342 registers at head_dim 128, 32 take 203
+        block_n //= 2
+    is_large = (kind and width > 512) or (kind == "int8" and more_scores)  # 278 and 296 registers of 512
+    programs = 1 if is_large else 2
+    return AttentionTile(16, max(block_n, 16), 4, 1, programs)
+
+
+def _large_decode_tile(
+    width: int, block_m: int, box: int, kind: str, *, is_padded: bool, more_scores: bool
+) -> AttentionTile:
+    """Return the tile of server GPUs from sm_90 on."""
+    block_n = _decode_keys(width)
     by_tma = box >= block_n
-    # The others take 192 to 254 registers; int8 in boxes 168 by Triton 3.7.1 and 187 by 3.6.0.
-    lean = width <= 256 and not more_scores and (not kind or (by_tma and kind != "int8"))
-    num_stages = 3
-    if (width > 512 and block_m == 32) or (width > 256 and more_scores and padded):
+    if (width > 512 and block_m == 32) or (width > 256 and more_scores and is_padded):
         # 4 warps spill 16 registers beside the 128 of 32 x 512 sums, and 12 at head_dim 192 with all options; 8 warps
         # take 188 and 154.
-        return AttentionTile(block_m, block_n, 8, num_stages, 1, by_tma)
+        return AttentionTile(block_m, block_n, 8, 3, 1, by_tma)
     # Boxes at head_dim 256: ptxas keeps 4 warps to 168 registers, for a third program, and spills 10; 8 warps take 124.
     num_warps = 4
     if by_tma and block_m == 16 and 256 < width <= 512 and not kind:
         num_warps = 8
-    programs = 3 if lean and block_m == 16 else 2
-    return AttentionTile(block_m, block_n, num_warps, num_stages, programs, by_tma)
+    # The others take 192 to 254 registers; int8 in boxes 168 by Triton 3.7.1 and 187 by 3.6.0.
+    is_lean = width <= 256 and not more_scores and (not kind or (by_tma and kind != "int8"))
+    programs = 3 if is_lean and block_m == 16 else 2
+    return AttentionTile(block_m, block_n, num_warps, 3, programs, by_tma)
+
+
+def _middle_decode_tile(width: int, block_m: int, kind: str, *, is_padded: bool, more_scores: bool) -> AttentionTile:
+    """Return the tile of sm_80: 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options."""
+    num_warps = 4 if more_scores and width <= 256 else 8
+    # At head_dim 192, whose columns are padded to 256, 3 stages spill 15 registers with all options.
+    num_stages = 2 if is_padded and more_scores and num_warps == 8 else 3
+    is_large = block_m == 64 or kind == "int8" or (width > 256 and (more_scores or block_m == 32))
+    programs = 1 if is_large else 2
+    return AttentionTile(block_m, _decode_keys(width), num_warps, num_stages, programs)
+
+
+def _small_decode_tile(width: int, block_m: int, kind: str, *, is_padded: bool, more_scores: bool) -> AttentionTile:
+    """Return the tile of consumer GPUs, whose programs have 99 KB."""
+    block_n = _decode_keys(width)
+    if block_m > 16:
+        num_warps = 4 if more_scores and width <= 256 else 8
+        # 32 rows spill 6 registers at 3 stages on sm_120.
+        num_stages = 2 if block_m == 32 or (is_padded and more_scores and num_warps == 8) else 3
+        return AttentionTile(block_m, block_n, num_warps, num_stages)
+    # 8 warps spill 4 registers at head_dim 128, at 3 stages and head_dim 256, too; with all options 2 at 2 stages.
+    # Over e5m2 3 stages spill 6 on sm_89.
+    num_stages = 3 if width <= 256 and kind in ("e4m3", "int8") else 2
+    # Over 16-bit caches and int8 of head_dim 512, 8 warps spill 9 and 6 on sm_120.
+    has_few_warps = width <= 256 or (width <= 512 and (more_scores or not kind)) or (width > 512 and kind == "int8")
+    num_warps = 4 if has_few_warps else 8
+    is_large = more_scores or (kind == "int8" and width > 256)
+    programs = 1 if is_large else 2
+    return AttentionTile(16, block_n, num_warps, num_stages, programs)
 
 
 def prefill_tile(
