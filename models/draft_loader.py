@@ -9,7 +9,7 @@ import torch
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
-from paged.models.config_keys import refuse_unread
+from paged.models.families.config_keys import refuse_unread
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, MultiTokenHead
 from paged.models.families.llama import Llama, set_dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from paged.batch import UnifiedBatchItem, VerifyLogits
-from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError, UnsupportedError
+from paged.models.cache_sizes import cache_config
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.network import ModuleNetwork
 from paged.models.generic.split import plan_of
@@ -31,16 +31,8 @@ _TOLERANCE = 2e-4
 _COPIED_BYTES = 256 << 20
 
 
-def check_module(
-    config: ModuleConfig,
-    module: Any,
-    cache_config: Callable[..., PagedKvCacheConfig],
-    device: torch.device,
-    ranks: Ranks,
-) -> None:
+def check_module(config: ModuleConfig, module: Any, device: torch.device, ranks: Ranks) -> None:
     """Run two prompts on a copy in float32, and compare; all ranks call it, and rank 0 compares.
-
-    cache_config: makes the configuration of a cache, as `registry.cache_config` does.
 
     Raises:
         UnsupportedError: logits differ; the message says whether whole prompts do or only chunks.
@@ -55,7 +47,7 @@ def check_module(
             expected = [copy(input_ids=prompt[None], use_cache=False).logits[0].float() for prompt in prompts]
             network = ModuleNetwork(config, ranks.share, copy, device)
             network.join(ranks)
-            model = _paged_model(network, cache_config)
+            model = _paged_model(network)
             model.network.pack()  # no code may need weights in their order
             unchunked = _run(model, prompts, [_LENGTHS])
             chunked = _run(model, prompts, _CHUNKS)
@@ -78,7 +70,7 @@ def check_module(
                 )
 
 
-def _paged_model(network: ModuleNetwork, cache_config: Callable[..., PagedKvCacheConfig]) -> PagedCausalLM:
+def _paged_model(network: ModuleNetwork) -> PagedCausalLM:
     cache = cache_config(
         network.own_config,
         block_size=_BLOCK_SIZE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 
-from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import CheckpointError
 from paged.kernels.common.scalars import shown
 from paged.models.generic.config import ModuleConfig
@@ -32,7 +31,6 @@ def load_module_network(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    cache_config: Callable[..., PagedKvCacheConfig],
     ranks: Ranks,
 ) -> ModuleNetwork:
     """Return a network over transformers' module with the weights of a folder, after it has passed `check_module`.
@@ -45,7 +43,7 @@ def load_module_network(
     """
     with ranks.apart():
         module = _load(config, folder, dtype)
-    check_module(config, module, cache_config, device, ranks)
+    check_module(config, module, device, ranks)
     _LOG.warning("%s: no family here; transformers' own %s runs over the paged cache", folder, config.architecture)
     network = ModuleNetwork(config, ranks.share, module, device)
     network.join(ranks)

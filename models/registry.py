@@ -12,18 +12,16 @@ from typing import Any
 
 import torch
 
-from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
-from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.folder_path import as_folder
-from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.checks import NARROW_DTYPES
-from paged.kernels.common.device import device_of, use_triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.scalars import shown
-from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
+from paged.models.cache_sizes import sized_cache_config
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.cohere import COHERE
+from paged.models.families.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.families.deepseek import DEEPSEEK, DEEPSEEK_PARTS
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
@@ -72,20 +70,8 @@ ALIASES = {
 # Families that are only text parts of multimodal models, by model_type.
 TEXT_PARTS = {family.model_type: family for family in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS)}
 
-# On a CPU, the cache's default size: this many sequences of full length, but at most this many bytes.
-_CPU_SEQUENCES = 4
-_CPU_BYTES = 1 << 30
 # Limit of config.json keys in a message.
 _MAX_KEYS = 8
-# On a GPU, fraction of the memory for weights and cache; the rest is for activations.
-GPU_FRACTION = 0.9
-# Of the cache's memory, the largest part for states of recurrent layers. A state of Qwen3.5-35B-A3B takes the memory of
-# 4,100 tokens of K/V, so that sequences and snapshots every 4,000 tokens fill both halves.
-_STATE_FRACTION = 0.5
-# Two slots for each of 256 sequences, and as many snapshots.
-_MOST_SLOTS = 768
-# On a CPU: two slots for each of 8 sequences, and 16 snapshots.
-_CPU_SLOTS = 32
 
 
 def load_model(
@@ -145,32 +131,18 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
     if config.unknown_keys and not ranks.rank:
         text = "%s: nothing reads %s; if the model's own code does, the answers are wrong"
         _LOG.warning(text, one_line(folder / "config.json"), one_line(", ".join(config.unknown_keys), 500))
-    known_positions = config.max_position_embeddings
-    max_seq_len = known_positions if load_options.max_seq_len is None else load_options.max_seq_len
-    if not 1 <= max_seq_len <= known_positions:
-        raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
     dtype = load_options.dtype or config.dtype
     kv_cache_dtype = load_options.kv_cache_dtype or dtype
-    has_latents = any(layer.latent is not None for layer in config.attention)
-    allowed = dtype, *((torch.float8_e4m3fn,) if has_latents else NARROW_DTYPES)
-    if kv_cache_dtype not in allowed:
-        expected = " or ".join(map(str, allowed))
-        if has_latents:
-            expected += " for latents"
-        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}")
-
-    if load_options.draft is not None and ranks.size > 1:
-        raise UnsupportedError(f"draft: {load_options.draft}, expected None with several ranks")
-
-    if load_options.quantization is not None and (config.quantization is not None or use_triton(load_options.device)):
-        on = (
-            "a quantised checkpoint" if config.quantization is not None else f"device {load_options.device} with Triton"
-        )
-        raise UnsupportedError(f"quantization: {load_options.quantization} on {on}, expected plain weights on a CPU")
-
-    has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    max_seq_len = load_options.max_seq_len
+    if max_seq_len is None:
+        max_seq_len = config.max_position_embeddings
+    _check_options(load_options, config, kv_cache_dtype, max_seq_len, ranks)
+    device = load_options.device
     if isinstance(config, ModuleConfig):
-        network = _load_module(config, folder, dtype, load_options, ranks)
+        # Its imports take seconds.
+        from paged.models.module_loader import load_module_network
+
+        network: Llama = load_module_network(config, folder, dtype=dtype, device=device, ranks=ranks)
     else:
         with ranks.apart():
             network = load_network(
@@ -178,37 +150,15 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
                 config,
                 folder,
                 dtype=dtype,
-                device=load_options.device,
-                has_fp8_cache=has_fp8_cache,
+                device=device,
+                has_fp8_cache=kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2),
                 ranks=ranks,
                 track=track,
                 draft_prefix=multi_token_prefix(config) if load_options.draft == MTP else None,
             )
     if load_options.draft is not None:
-        network.draft_head = load_draft_head(load_options.draft, network, folder, dtype, load_options.device, track)
-    block_size = load_options.block_size or default_block_size(device_of(load_options.device).arch)
-    kv_config = cache_config(
-        with_draft_layer(network),
-        block_size=block_size,
-        enable_prefix_cache=load_options.enable_prefix_cache,
-        dtype=kv_cache_dtype,
-        device=load_options.device,
-        max_seq_len=max_seq_len,
-        host_cache_bytes=load_options.host_cache_bytes,
-        cache_folder=load_options.cache_folder,
-        cache_folder_bytes=load_options.cache_folder_bytes,
-    )
-    num_tables = len(kv_config.tables)
-    state_bytes = 0
-    if kv_config.recurrent is not None:
-        recurrent = _with_slots(replace(kv_config.recurrent, conv_dtype=dtype), load_options, dtype)
-        kv_config = replace(kv_config, recurrent=recurrent)
-        state_bytes = (recurrent.num_slots + 1) * recurrent.slot_bytes(dtype)
-    num_blocks = (load_options.num_blocks or 0) * num_tables
-    num_blocks = num_blocks or ranks.least(
-        _num_blocks(kv_config, kv_cache_dtype, load_options.device, max_seq_len, state_bytes)
-    )
-    kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=load_options.num_swap_blocks * num_tables)
+        network.draft_head = load_draft_head(load_options.draft, network, folder, dtype, device, track)
+    kv_config = sized_cache_config(_with_draft_layer(network), dtype, kv_cache_dtype, max_seq_len, load_options, ranks)
     ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
     with ranks.apart():
         model = PagedCausalLM(
@@ -221,16 +171,42 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
         if load_options.quantization is not None:
             network.quantize(load_options.quantization, track)
         if load_options.cache_folder is not None:
-            folders = [folder] if load_options.draft in (None, MTP) else [folder, load_options.draft]
-            options = {name: getattr(load_options, name) for name in ("quantization", "model_impl", "draft")}
-            options["dtype"] = dtype
-            if ranks.size > 1:
-                options |= {"rank": f"{ranks.rank} of {ranks.size}", "expert_parallel": ranks.share.expert_parallel}
-            model.kv_manager.set_fingerprint(model_digest(folders, options, ranks.tick))
+            model.kv_manager.set_fingerprint(_fingerprint(folder, dtype, load_options, ranks))
         return model
 
 
-def with_draft_layer(network: Llama) -> DecoderConfig:
+def _check_options(
+    load_options: LoadOptions, config: DecoderConfig, kv_cache_dtype: torch.dtype, max_seq_len: int, ranks: Ranks
+) -> None:
+    """Refuse options that do not fit the model, before its weights are read."""
+    known_positions = config.max_position_embeddings
+    if not 1 <= max_seq_len <= known_positions:
+        raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
+    allowed = [load_options.dtype or config.dtype, *NARROW_DTYPES]
+    note = ""
+    if any(layer.latent is not None for layer in config.attention):
+        allowed[1:] = [torch.float8_e4m3fn]
+        note = " for latents"
+    if kv_cache_dtype not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}{note}")
+    if load_options.draft is not None and ranks.size > 1:
+        raise UnsupportedError(f"draft: {load_options.draft}, expected None with several ranks")
+    if load_options.draft is not None and isinstance(config, ModuleConfig):
+        raise UnsupportedError(f"draft: {load_options.draft}, expected None for transformers' own module")
+    if load_options.quantization is not None:
+        obstacle = ""
+        if config.quantization is not None:
+            obstacle = "a quantised checkpoint"
+        elif use_triton(load_options.device):
+            obstacle = f"device {load_options.device} with Triton"
+        if obstacle:
+            raise UnsupportedError(
+                f"quantization: {load_options.quantization} on {obstacle}, expected plain weights on a CPU"
+            )
+
+
+def _with_draft_layer(network: Llama) -> DecoderConfig:
     """Return the configuration of a network's caches: its draft head has one more layer."""
     config, head = network.own_config, network.draft_head
     if head is None:
@@ -239,54 +215,17 @@ def with_draft_layer(network: Llama) -> DecoderConfig:
     return replace(config, attention=attention, recurrent=recurrent, attends=(*config.attends, True))
 
 
-def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
-    """Return the cache configuration of a model; layers are grouped by K/V shape and window, recurrent ones apart.
-
-    Keys of a layer's indexer are those of one more layer, num_layers behind it.
-
-    fields: other fields of PagedKvCacheConfig; keys of indexers depend on its dtype.
-    """
-    kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
-    for index, layer in enumerate(config.attention):
-        if layer.shares_kv_with is None and config.attends[index]:
-            kinds.setdefault(layer.cache_kind, []).append(index)
-    sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0], False)
-    if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
-        fields["sliding_window"] = config.windows[0]
-    else:
-        fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
-    num_layers = config.num_layers
-    key_layers: list[int] = []
-    for index, layer in enumerate(config.attention):
-        if layer.latent is not None and layer.latent.index is not None:
-            key_layers.append(num_layers + index)
-            key_size = layer.latent.index.key_size(fields.get("dtype") or torch.get_default_dtype())
-    if key_layers:
-        fields["groups"].append(CacheGroup(tuple(key_layers), 1, key_size, key_size, latent=True))
-        num_layers *= 2
-    recurrent = {index: states for index, states in enumerate(config.recurrent) if states is not None}
-    if recurrent:
-        (state,) = set(recurrent.values())
-        shape = state.channels, state.conv_width, state.num_heads, state.head_dim, state.num_key_heads, state.key_dim
-        fields["recurrent"] = RecurrentSpec(tuple(recurrent), *shape)
-    return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
-
-
-def _load_module(
-    config: ModuleConfig,
-    folder: Path,
-    dtype: torch.dtype,
-    load_options: LoadOptions,
-    ranks: Ranks,
-) -> Llama:
-    """Load transformers' own module; refuse options that need a family."""
-    from paged.models.module_loader import load_module_network
-
-    if load_options.draft is not None:
-        raise UnsupportedError(f"{folder}: draft is not supported for transformers' own module")
-    return load_module_network(
-        config, folder, dtype=dtype, device=load_options.device, cache_config=cache_config, ranks=ranks
-    )
+def _fingerprint(folder: Path, dtype: torch.dtype, load_options: LoadOptions, ranks: Ranks) -> bytes:
+    """Return the digest of all that this rank's keys and values depend on, by which its files are found again."""
+    folders = [folder]
+    if load_options.draft is not None and load_options.draft != MTP:
+        folders.append(load_options.draft)
+    options: dict[str, Any] = {name: getattr(load_options, name) for name in ("quantization", "model_impl", "draft")}
+    options["dtype"] = dtype
+    if ranks.size > 1:
+        options["rank"] = f"{ranks.rank} of {ranks.size}"
+        options["expert_parallel"] = ranks.share.expert_parallel
+    return model_digest(folders, options, ranks.tick)
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
@@ -416,31 +355,3 @@ def _lacking(hf: HfConfig) -> str:
             values = [f"{shown(key)[1:-1]} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS]]
             text += f"; {kind}: {', '.join(values)}"
     return text or "; its keys are a Llama's: only the architecture's code differs"
-
-
-def _with_slots(recurrent: RecurrentSpec, load_options: LoadOptions, dtype: torch.dtype) -> RecurrentSpec:
-    """Return the states' sizes with the number of slots, from the options or from the device's memory."""
-    append = load_options.max_drafts + 1
-    recurrent = replace(recurrent, max_append=append, ring=max(DEFAULT_RING, append))
-    slot_bytes, num_slots = recurrent.slot_bytes(dtype), load_options.num_state_slots
-    if num_slots is None and load_options.device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(load_options.device)
-        num_slots = min(int(free_bytes * GPU_FRACTION * _STATE_FRACTION) // slot_bytes, _MOST_SLOTS)
-    elif num_slots is None:
-        num_slots = min(_CPU_SLOTS, _CPU_BYTES // slot_bytes)
-    num_slots = max(num_slots, 2)
-    num_swap_slots = min(num_slots, load_options.num_swap_blocks)
-    interval = load_options.snapshot_interval
-    return replace(recurrent, num_slots=num_slots, num_swap_slots=num_swap_slots, snapshot_interval=interval)
-
-
-def _num_blocks(
-    cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int, state_bytes: int = 0
-) -> int:
-    """state_bytes: memory that the states of recurrent layers will take."""
-    block_bytes = cache.block_bytes(dtype)
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return max(1, (int(free_bytes * GPU_FRACTION) - state_bytes) // block_bytes)
-    num_blocks = _CPU_SEQUENCES * cache.blocks_for(max_seq_len)
-    return max(1, min(num_blocks, _CPU_BYTES // block_bytes))

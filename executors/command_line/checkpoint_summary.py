@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, PagedError
+from paged.models.cache_sizes import GPU_FRACTION, cache_config
 from paged.models.families.llama import Llama
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
@@ -22,7 +23,7 @@ from paged.models.loading.weights import StoredTensors, num_weights, read_header
 from paged.models.network_loader import meta_network, rank_network, text_tensors, with_stored_layout
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
-from paged.models.registry import GPU_FRACTION, cache_config, chosen_config
+from paged.models.registry import chosen_config
 
 # Parameters, their bytes, KV bytes per token, and the number of tokens that fit beside the weights.
 Needs = tuple[int, int, int, int | None, int | None, int | None]

@@ -17,7 +17,7 @@ import paged
 from paged import LlmExecutor
 from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
-from paged.models import registry
+from paged.models import cache_sizes, registry
 from paged.models.registry import known_architectures
 from tests.deadline import HANG_S
 from tests.models.edits import edit_config
@@ -45,8 +45,8 @@ def test_a_checkpoint_is_described_as_it_loads(inspect: Inspect, monkeypatch: py
     free = 20_000_000 - found["weight_bytes"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 20_000_000))
     _, config = registry.read_model_config(RECALL)
-    cache = registry.cache_config(config, block_size=16)
-    num_blocks = registry._num_blocks(cache, torch.bfloat16, torch.device("cuda"), 1024)
+    cache = cache_sizes.cache_config(config, block_size=16)
+    num_blocks = cache_sizes.blocks_that_fit(cache, torch.bfloat16, torch.device("cuda"), 1024)
     assert found["kv_tokens"] == num_blocks * 16 > 1000
     int8_share = (info.head_dim + 4) / (2 * info.head_dim)
     for share, options in ((0.5, ("fp8", "--block-size", "8")), (int8_share, ("int8",))):

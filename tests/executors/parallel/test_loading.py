@@ -18,7 +18,7 @@ import torch.distributed as dist
 from paged import CheckpointError, InvalidInputError, LlmExecutor, ParallelConfig, RankFailedError
 from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.executors import llm_executor
-from paged.models import registry
+from paged.models import cache_sizes
 from paged.models.parallel import fingerprint
 from paged.models.parallel.ranks import Ranks
 from tests.deadline import HANG_S
@@ -124,7 +124,7 @@ def test_what_ranks_choose_by_themselves(followers: Followers, llama: Path, monk
         followers.order(llama, 2, {}, OPTIONS)
     followers.answers(2)
     monkeypatch.undo()
-    monkeypatch.setattr(registry, "default_block_size", lambda arch: 64)
+    monkeypatch.setattr(cache_sizes, "default_block_size", lambda arch: 64)
     with pytest.raises(InvalidInputError, match=r"^the cache's options: ranks \[1\]"):
         followers.order(llama, 2, {}, {"num_blocks": 64})
     followers.answers(2)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from paged.models.config_keys import COMPUTATION_KEYS
+from paged.models.families.config_keys import COMPUTATION_KEYS
 from tests.fuzz.files.checkpoint_folders import load_changed, with_field
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import JSON, expressions, value

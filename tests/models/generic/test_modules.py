@@ -20,7 +20,7 @@ from paged.models.module_check import check_module
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import Ranks
 from paged.models.quantization.packed_weights import CpuProducts
-from paged.models.registry import cache_config, load_model
+from paged.models.registry import load_model
 from tests.backends import needs_numba
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, Families, assert_logits_of, assert_same_logits, save_checkpoint, tokens
@@ -232,10 +232,10 @@ def test_a_wrong_window_fails_the_check(tmp_path: Path) -> None:
     network = load_model(tmp_path, num_blocks=16).network
     assert isinstance(network, ModuleNetwork)
     network.module.set_submodule(network.config.decoder, network.decoder)
-    check_module(network.config, network.module, cache_config, torch.device("cpu"), Ranks())
+    check_module(network.config, network.module, torch.device("cpu"), Ranks())
     wrong = replace(network.config, attention=tuple(replace(kind, window=12) for kind in network.config.attention))
     with pytest.raises(UnsupportedError, match="whole prompts have other logits than without a cache, by"):
-        check_module(wrong, network.module, cache_config, torch.device("cpu"), Ranks())
+        check_module(wrong, network.module, torch.device("cpu"), Ranks())
 
 
 @pytest.mark.parametrize(

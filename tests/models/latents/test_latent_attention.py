@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from paged.errors import InvalidInputError
+from paged.models.cache_sizes import cache_config
 from paged.models.layers import expanded_latents, latent_attention
 from paged.models.layers.config import LatentConfig
 from paged.models.layers.expanded_latents import expands
 from paged.models.loading.hf_config import HfConfig
-from paged.models.registry import cache_config, load_model, model_config
+from paged.models.registry import load_model, model_config
 from tests.models.families import FAMILIES, Case, assert_same_logits, forward, save_checkpoint, tokens
 
 DEEPSEEK = LatentConfig(rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_head_dim=128)

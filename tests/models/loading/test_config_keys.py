@@ -8,7 +8,7 @@ import pytest
 
 from paged.errors import UnsupportedError
 from paged.executors.command_line import cli
-from paged.models.config_keys import COMPUTATION_KEYS, refuse_unread
+from paged.models.families.config_keys import COMPUTATION_KEYS, refuse_unread
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, load_model, model_config
 from tests.models.edits import assert_refused, edit_config

@@ -11,7 +11,7 @@ import torch
 from paged.errors import InvalidInputError
 from paged.executors.llm_executor import LlmExecutor
 from paged.kernels.common.device import Device
-from paged.models import registry
+from paged.models import cache_sizes
 from paged.models.loading.load_options import LoadOptions
 from paged.models.registry import load_model
 
@@ -32,7 +32,7 @@ def test_dtypes_by_name(name: str, llama_folder: Path) -> None:
 
 def test_block_size_of_the_device(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arch, expected in {"cpu": 16, "sm_80": 16, "sm_89": 16, "sm_90": 64, "sm_103": 64, "sm_120": 16}.items():
-        monkeypatch.setattr(registry, "device_of", lambda _, arch=arch: Device(arch, 100))
+        monkeypatch.setattr(cache_sizes, "device_of", lambda _, arch=arch: Device(arch, 100))
         for given, block_size in ((None, expected), (32, 32)):
             model = load_model(llama_folder, device="cpu", num_blocks=4, block_size=given)
             assert model.kv_manager.config.block_size == block_size, arch

@@ -11,9 +11,10 @@ import torch
 from paged.cache.tensors import StateTensors
 from paged.errors import UnsupportedError
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
+from paged.models.cache_sizes import cache_config
 from paged.models.layers.recurrent import GatedDeltaNet
 from paged.models.parallel.share import Share, cut
-from paged.models.registry import cache_config, load_model, read_model_config
+from paged.models.registry import load_model, read_model_config
 from tests.models.families import FAMILIES, assert_same_logits, forward, save_checkpoint, tokens
 from tests.models.published_settings.settings import published
 

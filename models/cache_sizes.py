@@ -1,0 +1,129 @@
+"""The KV cache of a model: which layers share a block table, and how many blocks and states the memory holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.kernels.attention.config import default_block_size
+from paged.kernels.common.device import device_of
+from paged.models.layers.config import DecoderConfig
+from paged.models.loading.load_options import LoadOptions
+from paged.models.parallel.ranks import Ranks
+
+# On a CPU, the cache's default size: this many sequences of full length, but at most this many bytes.
+_CPU_SEQUENCES = 4
+_CPU_BYTES = 1 << 30
+# On a GPU, fraction of the memory for weights and cache; the rest is for activations.
+GPU_FRACTION = 0.9
+# Of the cache's memory, the largest part for states of recurrent layers. A state of Qwen3.5-35B-A3B takes the memory of
+# 4,100 tokens of K/V, so that sequences and snapshots every 4,000 tokens fill both halves.
+_STATE_FRACTION = 0.5
+# Two slots for each of 256 sequences, and as many snapshots.
+_MOST_SLOTS = 768
+# On a CPU: two slots for each of 8 sequences, and 16 snapshots.
+_CPU_SLOTS = 32
+
+
+def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
+    """Return the cache configuration of a model; layers are grouped by K/V shape and window, recurrent ones apart.
+
+    Keys of a layer's indexer are those of one more layer, num_layers behind it.
+
+    fields: other fields of PagedKvCacheConfig; keys of indexers depend on its dtype.
+    """
+    kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
+    for index, layer in enumerate(config.attention):
+        if layer.shares_kv_with is None and config.attends[index]:
+            kinds.setdefault(layer.cache_kind, []).append(index)
+    sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0], False)
+    if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
+        fields["sliding_window"] = config.windows[0]
+    else:
+        fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
+    num_layers = config.num_layers
+    key_layers: list[int] = []
+    for index, layer in enumerate(config.attention):
+        if layer.latent is not None and layer.latent.index is not None:
+            key_layers.append(num_layers + index)
+            key_size = layer.latent.index.key_size(fields.get("dtype") or torch.get_default_dtype())
+    if key_layers:
+        fields["groups"].append(CacheGroup(tuple(key_layers), 1, key_size, key_size, latent=True))
+        num_layers *= 2
+    recurrent = {index: states for index, states in enumerate(config.recurrent) if states is not None}
+    if recurrent:
+        (state,) = set(recurrent.values())
+        shape = state.channels, state.conv_width, state.num_heads, state.head_dim, state.num_key_heads, state.key_dim
+        fields["recurrent"] = RecurrentSpec(tuple(recurrent), *shape)
+    return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
+
+
+def sized_cache_config(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    max_seq_len: int,
+    load_options: LoadOptions,
+    ranks: Ranks,
+) -> PagedKvCacheConfig:
+    """Return the cache configuration of a model, with as many blocks and states as every rank has memory for.
+
+    Blocks and states that the options count are taken as they are. The weights, of `dtype`, are in memory already.
+    """
+    device = load_options.device
+    cache = cache_config(
+        config,
+        block_size=load_options.block_size or default_block_size(device_of(device).arch),
+        enable_prefix_cache=load_options.enable_prefix_cache,
+        dtype=kv_cache_dtype,
+        device=device,
+        max_seq_len=max_seq_len,
+        host_cache_bytes=load_options.host_cache_bytes,
+        cache_folder=load_options.cache_folder,
+        cache_folder_bytes=load_options.cache_folder_bytes,
+    )
+    state_bytes = 0
+    if cache.recurrent is not None:
+        states = _with_slots(replace(cache.recurrent, conv_dtype=dtype), load_options, dtype)
+        cache = replace(cache, recurrent=states)
+        state_bytes = (states.num_slots + 1) * states.slot_bytes(dtype)
+    num_tables = len(cache.tables)
+    num_blocks = (load_options.num_blocks or 0) * num_tables
+    if not num_blocks:
+        num_blocks = ranks.least(blocks_that_fit(cache, kv_cache_dtype, device, max_seq_len, state_bytes))
+    return replace(cache, num_blocks=num_blocks, num_swap_blocks=load_options.num_swap_blocks * num_tables)
+
+
+def blocks_that_fit(
+    cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int, state_bytes: int = 0
+) -> int:
+    """Return how many blocks the device's free memory holds beside `state_bytes` of recurrent states, at least 1.
+
+    On a CPU: enough for four sequences of max_seq_len tokens, but at most 1 GiB.
+    """
+    block_bytes = cache.block_bytes(dtype)
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return max(1, (int(free_bytes * GPU_FRACTION) - state_bytes) // block_bytes)
+    num_blocks = _CPU_SEQUENCES * cache.blocks_for(max_seq_len)
+    return max(1, min(num_blocks, _CPU_BYTES // block_bytes))
+
+
+def _with_slots(recurrent: RecurrentSpec, load_options: LoadOptions, dtype: torch.dtype) -> RecurrentSpec:
+    """Return the states' sizes with the number of slots, from the options or from the device's memory."""
+    append = load_options.max_drafts + 1
+    recurrent = replace(recurrent, max_append=append, ring=max(DEFAULT_RING, append))
+    slot_bytes, num_slots = recurrent.slot_bytes(dtype), load_options.num_state_slots
+    if num_slots is None and load_options.device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(load_options.device)
+        num_slots = min(int(free_bytes * GPU_FRACTION * _STATE_FRACTION) // slot_bytes, _MOST_SLOTS)
+    elif num_slots is None:
+        num_slots = min(_CPU_SLOTS, _CPU_BYTES // slot_bytes)
+    num_slots = max(num_slots, 2)
+    num_swap_slots = min(num_slots, load_options.num_swap_blocks)
+    interval = load_options.snapshot_interval
+    return replace(recurrent, num_slots=num_slots, num_swap_slots=num_swap_slots, snapshot_interval=interval)
