@@ -40,58 +40,109 @@ def search_beams(
     end_token_ids: Collection[int],
 ) -> list[BeamOutput]:
     """Return the best `width` continuations, best first, without their texts; see `Engine.beam_search`."""
-    name, release = f"beam-{secrets.token_hex(8)}", core.executor.release_cache
-    seq_ids, num_made = [f"{name}/0"], 1
-    beams: list[tuple[list[int], float]] = [([], 0.0)]  # tokens, and the sum of their log probabilities
+    sequences = _Sequences(core, manager)
+    beams = [_Beam([], 0.0, 0)]
     done: list[BeamOutput] = []
     try:
-        answers = _run_prompt(core, seq_ids[0], prompt)
+        answers = _run_prompt(core, sequences.seq_ids[0], prompt)
         for length in range(1, max_tokens + 1):
-            logits = torch.stack([row for row in answers if row is not None])
-            # As in sampling, NaN is no token to choose.
-            logprobs = logits.masked_fill(logits.isnan(), -torch.inf).log_softmax(-1)
-            if not logprobs.isfinite().any(1).all():
-                raise PagedError(f"beam_search: the logits left no token to choose as number {length}")
-            totals = torch.tensor([[total] for _, total in beams], device=logits.device) + logprobs
-            # Even if every beam's best tokens are end tokens, `width` others are among these.
-            best = totals.flatten().topk(min((1 + max(len(end_token_ids), 1)) * width, totals.numel()))
-            parents: list[int] = []
-            alive: list[tuple[list[int], float]] = []
-            for rank, (total, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-                if total == -torch.inf:
-                    break
-                parent, token = divmod(place, totals.shape[1])
-                token_ids = [*beams[parent][0], token]
-                if token in end_token_ids or length == max_tokens:
-                    if rank < width:
-                        done.append(BeamOutput(token_ids, total / length**length_penalty))
-                elif len(alive) < width:
-                    parents.append(parent)
-                    alive.append((token_ids, total))
+            totals = _totals(beams, answers, length)
+            beams, ended = _extended(beams, totals, width, end_token_ids, is_last=length == max_tokens)
+            for beam in ended:
+                done.append(BeamOutput(beam.token_ids, beam.total / length**length_penalty))
             done = sorted(done, key=lambda beam: -beam.score)[:width]
+            if not beams:
+                break
             # Sums only fall; a positive penalty divides them by the length that they may come to.
             longest = max_tokens if length_penalty > 0 else length
-            if not alive or (len(done) == width and alive[0][1] / longest**length_penalty <= done[-1].score):
+            highest_score = beams[0].total / longest**length_penalty
+            if len(done) == width and highest_score <= done[-1].score:
                 break
-            beams, places = alive, list[int]()
-            for parent in parents:
-                if parent in places:
-                    source = manager.get_handle(seq_ids[parent])
-                    assert source is not None
-                    seq_ids.append(f"{name}/{num_made}")
-                    manager.fork(source, seq_ids[-1])
-                    parent, num_made = len(seq_ids) - 1, num_made + 1
-                places.append(parent)
-            for index in set(range(len(seq_ids))).difference(places):
-                release(seq_ids[index])
-            seq_ids, position = [seq_ids[place] for place in places], len(prompt) + length - 1
-            pairs = zip(seq_ids, beams, strict=True)
-            items = [UnifiedBatchItem(seq_id, token_ids[-1:], pos_offset=position) for seq_id, (token_ids, _) in pairs]
+            sequences.follow([beam.parent for beam in beams])
+            items = []
+            for seq_id, beam in zip(sequences.seq_ids, beams, strict=True):
+                items.append(UnifiedBatchItem(seq_id, beam.token_ids[-1:], pos_offset=len(prompt) + length - 1))
             answers = core.run_now(UnifiedBatch(items))
         return done
     finally:
-        for seq_id in seq_ids:
-            release(seq_id)
+        sequences.release()
+
+
+class _Beam(NamedTuple):
+    """A continuation that goes on or ends. total: the sum of its log probabilities. parent: index of the beam that it
+    extends."""
+
+    token_ids: list[int]
+    total: float
+    parent: int
+
+
+class _Sequences:
+    """The beams' sequences in the cache, in the beams' order."""
+
+    def __init__(self, core: EngineCore, manager: PagedKvCacheManager) -> None:
+        self._core, self._manager = core, manager
+        self._name = f"beam-{secrets.token_hex(8)}"
+        self._num_names = 1
+        self.seq_ids = [f"{self._name}/0"]
+
+    def follow(self, parents: Sequence[int]) -> None:
+        """Keep a sequence for each parent's index: a fork where an earlier beam has taken it, none if nobody does."""
+        places: list[int] = []
+        for parent in parents:
+            place = parent
+            if parent in places:
+                place = len(self.seq_ids)
+                self._fork(parent)
+            places.append(place)
+        for index, seq_id in enumerate(self.seq_ids):
+            if index not in places:
+                self._core.executor.release_cache(seq_id)
+        self.seq_ids = [self.seq_ids[place] for place in places]
+
+    def _fork(self, parent: int) -> None:
+        source = self._manager.get_handle(self.seq_ids[parent])
+        assert source is not None
+        self.seq_ids.append(f"{self._name}/{self._num_names}")
+        self._num_names += 1
+        self._manager.fork(source, self.seq_ids[-1])
+
+    def release(self) -> None:
+        """Release all sequences."""
+        for seq_id in self.seq_ids:
+            self._core.executor.release_cache(seq_id)
+
+
+def _totals(beams: Sequence[_Beam], answers: Answers, length: int) -> torch.Tensor:
+    """Return the sum of log probabilities of every beam with every token, [num_beams, vocab_size]."""
+    logits = torch.stack([row for row in answers if row is not None])
+    # As in sampling, NaN is no token to choose.
+    logprobs = logits.masked_fill(logits.isnan(), -torch.inf).log_softmax(-1)
+    if not logprobs.isfinite().any(1).all():
+        raise PagedError(f"beam_search: the logits left no token to choose as number {length}")
+    return torch.tensor([[beam.total] for beam in beams], device=logits.device) + logprobs
+
+
+def _extended(
+    beams: Sequence[_Beam], totals: torch.Tensor, width: int, end_token_ids: Collection[int], *, is_last: bool
+) -> tuple[list[_Beam], list[_Beam]]:
+    """Return the best `width` beams of one token more that go on, and those that end among the best `width` of all."""
+    # Even if every beam's best tokens are end tokens, `width` others are among these.
+    num_best = min((1 + max(len(end_token_ids), 1)) * width, totals.numel())
+    best = totals.flatten().topk(num_best)
+    alive: list[_Beam] = []
+    ended: list[_Beam] = []
+    for rank, (total, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+        if total == -torch.inf:
+            break
+        parent, token = divmod(place, totals.shape[1])
+        beam = _Beam([*beams[parent].token_ids, token], total, parent)
+        if token in end_token_ids or is_last:
+            if rank < width:
+                ended.append(beam)
+        elif len(alive) < width:
+            alive.append(beam)
+    return alive, ended
 
 
 def _run_prompt(core: EngineCore, seq_id: str, prompt: Sequence[int]) -> Answers:
