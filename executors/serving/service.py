@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -247,22 +247,13 @@ class Service:
         """
         record: Record = request.state.record
         record.prompt_tokens = sum(map(len, prompts))
+        if constraint is None:
+            constraint = self._changed_constraint(params)
+        options["timeout_s"] = self.seconds_left(request)
+        runs = self._runs(record.id, prompts, params, **options)
         ended: dict[int, str] = {}
         last: dict[int, RequestOutput] = {}
         times: dict[int, float] = {}  # of the last tokens of a prompt
-        mask = options.pop("token_mask", None)
-        if "adapter" in options:
-            options["adapter"] = self.adapters.engine_name(options["adapter"])
-        options["timeout_s"] = self.seconds_left(request)
-        if constraint is None:
-            changed = (name for name in _LEAVES_NONE if getattr(params, name) != getattr(self.defaults, name))
-            constraint = next(changed, None)
-        runs: list[Any] = []
-        for number, prompt in enumerate(prompts):
-            options["request_id"] = record.id  # that of the answer's header and of the log
-            if len(prompts) > 1:
-                options["request_id"] = f"{record.id}-{number}"
-            runs.append(self.engine.generate(prompt, params, token_mask=mask and mask.fork(), **options))
         try:
             async with aclosing(_merged(runs)) as outputs:
                 async for number, output in outputs:
@@ -281,13 +272,33 @@ class Service:
                             self._check_end(reason, output, constraint)
                         yield Piece(choice, output, part)
         finally:
-            lengths = [part.mark.token_ids for output in last.values() for part in output.outputs]
-            record.new_tokens, record.most_tokens = sum(lengths), max(lengths, default=0)
-            record.cached_tokens = sum(output.num_cached_tokens for output in last.values())
-            record.loaded_tokens = sum(output.num_loaded_tokens for output in last.values())
-            for known in (output.metrics for output in last.values() if output.finished):
-                record.queued_s, record.first_token_s = known.queued_s, record.first_token_s or known.first_token_s
-            record.end = record.end or ",".join(dict.fromkeys(ended.values()))
+            _note(record, last.values(), ended.values())
+
+    def _changed_constraint(self, params: SamplingParams) -> str | None:
+        """Return the first argument besides a grammar that a request uses to say which tokens are allowed."""
+        for name in _LEAVES_NONE:
+            if getattr(params, name) != getattr(self.defaults, name):
+                return name
+        return None
+
+    def _runs(
+        self,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        token_mask: Any = None,
+        **options: Any,
+    ) -> list[Any]:
+        """Return a generator of outputs for each prompt; the ids are those of the answer's header and of the log."""
+        if "adapter" in options:
+            options["adapter"] = self.adapters.engine_name(options["adapter"])
+        runs: list[Any] = []
+        for number, prompt in enumerate(prompts):
+            prompt_id = request_id if len(prompts) == 1 else f"{request_id}-{number}"
+            mask = None if token_mask is None else token_mask.fork()
+            runs.append(self.engine.generate(prompt, params, request_id=prompt_id, token_mask=mask, **options))
+        return runs
 
     def _check_end(self, reason: str, output: RequestOutput, constraint: str | None) -> None:
         if reason == "error" and constraint is not None and "no token" in str(output.error):
@@ -301,6 +312,21 @@ class Service:
             raise self.timeout_error()
         if reason in ("error", "abort"):
             raise ApiError(500 if output.error else 503, f"the request failed: {output.error or 'it was aborted'}")
+
+
+def _note(record: Record, outputs: Iterable[RequestOutput], reasons: Iterable[str]) -> None:
+    """Note in the log's record what became of a request: its prompts' last outputs, and how its choices ended."""
+    lengths: list[int] = []
+    record.cached_tokens = record.loaded_tokens = 0
+    for output in outputs:
+        lengths += [part.mark.token_ids for part in output.outputs]
+        record.cached_tokens += output.num_cached_tokens
+        record.loaded_tokens += output.num_loaded_tokens
+        if output.finished:
+            record.queued_s = output.metrics.queued_s
+            record.first_token_s = record.first_token_s or output.metrics.first_token_s
+    record.new_tokens, record.most_tokens = sum(lengths), max(lengths, default=0)
+    record.end = record.end or ",".join(dict.fromkeys(reasons))
 
 
 async def _merged(runs: Sequence[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
