@@ -53,10 +53,60 @@ def attend(
             raise
 
 
+class _Call(NamedTuple):
+    """What a call asks for, read and checked.
+
+    Attributes:
+        rows: slopes and scales for reading, of all sequences or one for each.
+        new_scales: k_scale and v_scale for writing; None where the new keys are stored unchanged.
+        edges: of the window, None for no limit.
+        used: queries of each sequence that see keys, int32 [num_seqs]; None for all.
+        padding: keys of each sequence that nobody sees, before its first, int32 [num_seqs].
+        given_out, out: as `_outputs` returns them.
+    """
+
+    batch: Batch
+    new: _NewKeys | None
+    options: dict[str, Any]
+    rows: Rows
+    new_scales: tuple[torch.Tensor | None, torch.Tensor | None]
+    edges: tuple[int | None, int | None]
+    used: torch.Tensor | None
+    padding: torch.Tensor | None
+    given_out: torch.Tensor | None
+    out: torch.Tensor
+    has_lse: bool
+
+
 def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the call; errors name the keys of `args`."""
     unpack(args)
     # Read and check everything before writing the first key: a call that fails does not change the cache.
+    call = _read_call(args, has_negative_edges)
+    is_local = call.edges != (None, None) or call.options["attention_chunk_size"] > 0
+    batch, new = _rotate(args, call.batch, call.new, in_order=call.options["causal"] or is_local)
+    keys = batch if call.padding is None else by_token(batch, call.padding)
+    if new is not None:
+        batch = _append(batch, new, *call.new_scales)
+    if call.padding is not None:
+        batch = keys._replace(seq_lens=(batch.seq_lens - call.padding).clamp_(min=0))
+    batch = batch._replace(q=batch.q.to(call.out.dtype))
+    batch, used, window_size = _without_negative_edges(batch, call.used, *call.edges)
+    rows = call.rows
+    if used is not None:
+        batch, rows = _with_unused_queries(batch, rows, used)
+    lse = _fill(call.out, batch, rows, {**call.options, "window_size": window_size}, call.has_lse)
+    shape = args.tensor("q").shape[:-1]
+    if lse is not None and "cu_seqlens_q" not in args:
+        lse = lse.unflatten(1, shape[:2]).transpose(0, 1)
+    if call.given_out is None:
+        return call.out.view(*shape, call.out.shape[-1]), lse
+    if call.given_out.data_ptr() != call.out.data_ptr():
+        call.given_out.copy_(call.out.view(call.given_out.shape))
+    return call.given_out, lse
+
+
+def _read_call(args: Arguments, has_negative_edges: bool) -> _Call:
     batch = read_batch(args)
     for key, values in (("q_scale", batch.q), ("k_scale", batch.k_cache), ("v_scale", batch.v_cache)):
         if values.dtype != torch.float8_e4m3fn:  # FlashAttention reads scales only for e4m3 values
@@ -65,7 +115,6 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
     args.refuse_gradients()
     check_lengths(batch, 0 if new is None else new.counts)
     num_seqs, device = batch.num_seqs, batch.q.device
-    dtype = torch.bfloat16 if batch.q.dtype == torch.float8_e4m3fn else batch.q.dtype  # holds all values of e4m3
     num_q_heads, num_kv_heads = batch.q.shape[1], batch.k_cache.shape[2]
     options: dict[str, Any] = {
         "softmax_scale": args.softmax_scale(),
@@ -78,13 +127,18 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
         check_tensor("sinks", options["sinks"], (num_q_heads,), FLOAT_DTYPES, device)
         options["sinks"] = options["sinks"].contiguous()
     edges = _edges(args, has_negative_edges)
-    q_scale, k_scale, v_scale = (_row_for_all(args, f"{x}_scale", num_seqs, num_kv_heads) for x in "qkv")
+    q_scale, k_scale, v_scale = (_row_for_all(args, f"{name}_scale", num_seqs, num_kv_heads) for name in "qkv")
+    score_scale = k_scale
+    if q_scale is not None:
+        score_scale = q_scale if k_scale is None else k_scale * q_scale
     rows: Rows = {
         "alibi_slopes": _row_for_all(args, "alibi_slopes", num_seqs, num_q_heads),
-        "k_scale": k_scale if q_scale is None else q_scale if k_scale is None else k_scale * q_scale,
+        "k_scale": score_scale,
         "v_scale": v_scale,
     }
-    has_lse, has_probs = args.flag("return_lse"), args.flag("return_attn_probs")
+    has_lse = args.flag("return_lse")
+    has_probs = args.flag("return_attn_probs")
+    dtype = torch.bfloat16 if batch.q.dtype == torch.float8_e4m3fn else batch.q.dtype  # holds all values of e4m3
     given_out, out = _outputs(args, batch, dtype)
     used = lengths(args, "seqused_q", num_seqs, device)
     if used is not None:
@@ -92,26 +146,8 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
     padding = lengths(args, "cache_leftpad", num_seqs, device)
     if padding is not None:
         check_within("cache_leftpad", padding, 0, batch.seq_lens, "seq_lens")
-    in_tokens = batch if padding is None else by_token(batch, padding)
-    if new is not None and new.is_scaled:
-        k_scale = v_scale = None  # `rows` has the scales for reading
-    is_local = edges != (None, None) or options["attention_chunk_size"] > 0
-    batch, new = _rotate(args, batch, new, in_order=options["causal"] or is_local)
-    if new is not None:
-        batch = _append(batch, new, k_scale, v_scale)
-    if padding is not None:
-        batch = in_tokens._replace(q=batch.q, seq_lens=(batch.seq_lens - padding).clamp_(min=0))
-    batch = batch._replace(q=batch.q.to(dtype))
-    batch, used, options["window_size"] = _without_negative_edges(batch, used, *edges)
-    if used is not None:
-        batch, rows = _with_unused_queries(batch, rows, used)
-    lse = _fill(out, batch, rows, options, has_lse or has_probs)
-    if given_out is not None and given_out.data_ptr() != out.data_ptr():
-        given_out.copy_(out.view(given_out.shape))
-    shape = args.tensor("q").shape[:-1]
-    if lse is not None and "cu_seqlens_q" not in args:
-        lse = lse.unflatten(1, shape[:2]).transpose(0, 1)
-    return out.view(*shape, out.shape[-1]) if given_out is None else given_out, lse
+    new_scales = (None, None) if new is not None and new.is_scaled else (k_scale, v_scale)
+    return _Call(batch, new, options, rows, new_scales, edges, used, padding, given_out, out, has_lse or has_probs)
 
 
 def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
