@@ -76,24 +76,13 @@ def quantize_checkpoint(
     packed = dict.fromkeys(projections, form)
     values = dict(hf.values)
     if head:
-        tied = next((stored[name] for name in (_HEAD, "model.embed_tokens.weight") if name in stored), None)
-        if tied is None:
-            raise UnsupportedError(
-                f"{hf.source}: no tensor {_HEAD} or model.embed_tokens.weight, so head cannot be True"
-            )
-        stored, values["tie_word_embeddings"] = {**stored, _HEAD: tied}, False
+        stored = _with_head(stored, hf.source)
+        values["tie_word_embeddings"] = False
         packed[_HEAD] = "int8" if form == "int4" else form
         if form == "int4":
             config["config_groups"]["group_1"] = _group("int8", 0, "re:.*lm_head")
             config["format"] = "mixed-precision"
-    plain = set()
-    for name, tensor in stored.items():
-        module = name.removesuffix(".weight")
-        if name not in packed and len(tensor.shape) == 2 and "embed" not in module.rpartition(".")[2]:
-            plain.add(module)
-    if not head:
-        plain.add("lm_head")
-    config["ignore"] = sorted(plain)
+    config["ignore"] = _plain_modules(stored, packed)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True)
     try:
@@ -109,6 +98,24 @@ def quantize_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return sizes
+
+
+def _with_head(stored: StoredTensors, source: str) -> StoredTensors:
+    """Return the tensors with an LM head of its own, which is the embedding if they are tied."""
+    for name in (_HEAD, "model.embed_tokens.weight"):
+        if name in stored:
+            return {**stored, _HEAD: stored[name]}
+    raise UnsupportedError(f"{source}: no tensor {_HEAD} or model.embed_tokens.weight, so head cannot be True")
+
+
+def _plain_modules(stored: StoredTensors, packed: Mapping[str, str]) -> list[str]:
+    """Return the modules that readers of the checkpoint must not take for packed ones; lm_head even if it is tied."""
+    plain = {"lm_head"}
+    for name, tensor in stored.items():
+        module = name.removesuffix(".weight")
+        if len(tensor.shape) == 2 and "embed" not in module.rpartition(".")[2]:
+            plain.add(module)
+    return sorted(plain.difference(name.removesuffix(".weight") for name in packed))
 
 
 def round_weight(weight: torch.Tensor, form: str, group_size: int = 0) -> dict[str, torch.Tensor]:
