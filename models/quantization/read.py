@@ -236,55 +236,84 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
 
 def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
     """Return the format of a group of compressed-tensors."""
-    inputs = group.section("input_activations")
     group.choice("output_activations")
-    kind, num_bits = weights.choice("type", "float", "int") or "int", weights.choice("num_bits", 4, 8)
+    kind = weights.choice("type", "float", "int") or "int"
+    num_bits = weights.choice("num_bits", 4, 8)
     if form == "pack-quantized" and kind == "int":
-        group.choice("input_activations")
-        strategy = weights.choice("strategy", "group", "channel")
-        order = weights.choice("actorder", "group", "dynamic", "weight", "static", True, False)
-        return PackQuantized(
-            form=f"int{weights.integer('num_bits')}",
-            group_size=0 if strategy == "channel" else _group_size(weights),
-            has_zero_points=not weights.flag("symmetric", True),
-            has_order=order in ("group", "dynamic", True),
-        )
+        return _packed_integers(group, weights)
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") and kind == "float" and num_bits == 4:
-        if inputs is not None:
-            inputs.choice("num_bits", 4)
-            inputs.choice("type", "float")
-        form, size = form[:5], E2M1_GROUPS[form[:5]]
-        weights.choice("group_size", size)
-        if form == "mxfp4":
-            return Fp4(form=form, group_size=size)
-        ignored = None if inputs is None else "input_global_scale"
-        return Fp4(form=form, group_size=size, global_scale="weight_global_scale", ignored=ignored)
-    if form not in (f"{kind}-quantized", "naive-quantized") or num_bits != 8:
-        raise UnsupportedError(f"{group.source}: format = {shown(form)} with {shown(num_bits)} bits of type {kind}")
+        return _packed_floats(group.section("input_activations"), weights, form[:5])
+    if form in (f"{kind}-quantized", "naive-quantized") and num_bits == 8:
+        return _eight_bits(group.section("input_activations"), weights, kind)
+    raise UnsupportedError(f"{group.source}: format = {shown(form)} with {shown(num_bits)} bits of type {kind}")
+
+
+def _packed_integers(group: HfConfig, weights: HfConfig) -> Layout:
+    group.choice("input_activations")
+    strategy = weights.choice("strategy", "group", "channel")
+    order = weights.choice("actorder", "group", "dynamic", "weight", "static", True, False)
+    return PackQuantized(
+        form=f"int{weights.integer('num_bits')}",
+        group_size=0 if strategy == "channel" else _group_size(weights),
+        has_zero_points=not weights.flag("symmetric", True),
+        has_order=order in ("group", "dynamic", True),
+    )
+
+
+def _packed_floats(inputs: HfConfig | None, weights: HfConfig, form: str) -> Layout:
+    """form: "nvfp4" or "mxfp4"."""
+    if inputs is not None:
+        inputs.choice("num_bits", 4)
+        inputs.choice("type", "float")
+    size = E2M1_GROUPS[form]
+    weights.choice("group_size", size)
+    if form == "mxfp4":
+        return Fp4(form=form, group_size=size)
+    ignored = None if inputs is None else "input_global_scale"
+    return Fp4(form=form, group_size=size, global_scale="weight_global_scale", ignored=ignored)
+
+
+def _eight_bits(inputs: HfConfig | None, weights: HfConfig, kind: str) -> Layout:
+    """kind: "float" or "int"."""
     weights.choice("symmetric", True)
-    strategy = weights.choice("strategy", "tensor", "channel", *(("block",) if kind == "float" else ()))
+    strategies = ["tensor", "channel"]
+    if kind == "float":
+        strategies.append("block")
+    strategy = weights.choice("strategy", *strategies)
+    is_in_blocks = strategy == "block"
     block = weights.value("block_structure")
-    if strategy == "block" and block not in ([FP8_BLOCK, FP8_BLOCK], f"{FP8_BLOCK}x{FP8_BLOCK}"):
+    if is_in_blocks and block not in ([FP8_BLOCK, FP8_BLOCK], f"{FP8_BLOCK}x{FP8_BLOCK}"):
         raise UnsupportedError(f"{weights.source}: block_structure = {shown(block)}, known is [128, 128]")
     is_static = False
     if inputs is not None:
-        inputs.choice("num_bits", 8)
-        inputs.choice("type", kind)
-        inputs.choice("symmetric", True)
-        is_static = not inputs.flag("dynamic")
-        inputs.choice("strategy", "tensor" if is_static else "group" if strategy == "block" else "token")
-        if strategy == "block":
-            inputs.choice("dynamic", True)
-            inputs.choice("group_size", FP8_BLOCK)
+        is_static = _reads_static_scale(inputs, kind, is_in_blocks=is_in_blocks)
     if strategy is None:
         raise CheckpointError(f"{weights.source}: strategy is missing, expected tensor, channel or block")
     return EightBit(
         form="e4m3" if kind == "float" else "int8",
-        group_size=FP8_BLOCK if strategy == "block" else 0,
+        group_size=FP8_BLOCK if is_in_blocks else 0,
         one_scale=strategy == "tensor",
         quantizes_input=inputs is not None,
         has_input_scale=is_static,
     )
+
+
+def _reads_static_scale(inputs: HfConfig, kind: str, *, is_in_blocks: bool) -> bool:
+    """Check how activations are rounded; return whether by a scale of the checkpoint, else each token by its own."""
+    inputs.choice("num_bits", 8)
+    inputs.choice("type", kind)
+    inputs.choice("symmetric", True)
+    is_static = not inputs.flag("dynamic")
+    strategy = "token"
+    if is_static:
+        strategy = "tensor"
+    elif is_in_blocks:
+        strategy = "group"
+    inputs.choice("strategy", strategy)
+    if is_in_blocks:
+        inputs.choice("dynamic", True)
+        inputs.choice("group_size", FP8_BLOCK)
+    return is_static
 
 
 def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False) -> NamePattern:
