@@ -98,10 +98,9 @@ record: $(VENV)/installed-dev
 # hostile answers in each form of calls, 500 prompts to draft, 10,000 schedules of the engine, and 100,000 calls of the
 # cache's tiers.
 soak: $(VENV)/installed-dev
-	$(BIN)/python -m tests.cache.stress.soak --steps 1000000
 	SOAK=1 $(BIN)/python -m pytest -q tests/executors/serving/test_load.py tests/executors/serving/test_answer_reader.py \
 		tests/executors/speculation/test_head_proposer.py tests/fuzz/engine/test_chaos.py \
-		tests/cache/stress/test_failed_calls.py tests/cache/recurrent/test_recurrent_states.py \
+		tests/cache/stress/test_state_machine.py tests/cache/recurrent/test_recurrent_states.py \
 		tests/cache/tiers/test_random_calls.py
 
 # For FUZZ_S seconds; a case that fails is added to tests/fuzz/seeds, which every run begins with.

@@ -5,7 +5,7 @@ import torch
 
 from paged import InvalidInputError
 from paged.cache.manager import PagedKvCacheManager
-from tests.cache.random_kv import assert_holds, grow, make_manager, random_rows
+from tests.cache.random_kv import random_rows
 
 
 def test_six_tokens_read_back_across_two_blocks(manager: PagedKvCacheManager) -> None:
@@ -21,27 +21,6 @@ def test_six_tokens_read_back_across_two_blocks(manager: PagedKvCacheManager) ->
     assert torch.equal(manager.k_cache(1)[handle.blocks[1], 1].cpu(), key[5])
     assert torch.equal(manager.v_cache(1)[handle.blocks[1], 1].cpu(), value[5])
     assert not manager.read_kv(handle, 0, 0, 6)[0].any()
-
-
-def test_requests_that_grow_in_turn_never_see_each_others_data(manager: PagedKvCacheManager) -> None:
-    handles = manager.allocate("a"), manager.allocate("b")
-    parts = [[grow(manager, handle, count) for handle in handles] for count in (1, 3, 2, 4)]
-    for handle, of_handle in zip(handles, zip(*parts, strict=True), strict=True):
-        assert_holds(manager, handle, *map(torch.cat, zip(*of_handle, strict=True)))
-    assert not set(handles[0].blocks) & set(handles[1].blocks)
-
-
-def test_a_recycled_block_shows_nothing_of_its_last_owner() -> None:
-    manager = make_manager(num_blocks=2)
-    first = manager.allocate("a")
-    grow(manager, first, 8)
-    manager.free(first)
-    second = manager.allocate("b", 4)
-    with pytest.raises(InvalidInputError, match=r"positions 0\.\.1, expected within the 0 written"):
-        manager.read_kv(second, 0, 0, 1)
-    manager.extend(second, 8)
-    for layer in range(2):
-        assert not torch.stack(manager.read_kv(second, layer, 0, 8)).any()
 
 
 def test_reads_stop_at_what_was_written_without_a_gap(manager: PagedKvCacheManager) -> None:

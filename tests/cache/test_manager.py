@@ -10,14 +10,6 @@ from tests.cache.random_kv import assert_holds, grow, make_manager, random_rows
 from tests.cache.snapshot import snapshot
 
 
-@pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (33, 3)])
-def test_blocks_for_a_length(num_tokens: int, blocks: int) -> None:
-    manager = make_manager(block_size=16)
-    handle = manager.allocate("a", num_tokens)
-    assert (handle.num_tokens, handle.capacity, len(handle.blocks)) == (0, 16 * blocks, blocks)
-    assert manager.stats().used_blocks == blocks
-
-
 def test_full_pool_refuses_a_third_and_serves_it_after_a_free(manager: PagedKvCacheManager) -> None:
     a, b = manager.allocate("a", 12), manager.allocate("b", 12)
     before = snapshot(manager)
@@ -32,17 +24,6 @@ def test_full_pool_refuses_a_third_and_serves_it_after_a_free(manager: PagedKvCa
     assert manager.can_allocate(12)
     assert not manager.can_allocate(13)
     assert manager.allocate("c", 12).capacity == 12
-
-
-def test_ten_rounds_leave_nothing_behind(manager: PagedKvCacheManager) -> None:
-    for _ in range(10):
-        handle = manager.allocate("a", 9)
-        grow(manager, handle, 9)
-        manager.free(manager.fork(handle, "b"))
-        manager.free(handle)
-        manager.check_integrity()
-    stats = manager.stats()
-    assert (stats.free_blocks, stats.num_sequences, stats.num_tokens, stats.utilization) == (6, 0, 0, 0.0)
 
 
 def test_longest_length() -> None:

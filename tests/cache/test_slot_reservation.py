@@ -133,15 +133,6 @@ def test_all_copies_of_a_call_are_one_launch(manager: PagedKvCacheManager, monke
     assert tail in manager._pool._free
 
 
-def test_a_reservation_that_grows_nothing_leaves_a_shared_tail_to_be_copied(manager: PagedKvCacheManager) -> None:
-    first = manager.allocate("a", 4)
-    manager.extend(first, 2)
-    second = manager.fork(first, "b")
-    with manager.reserve(requests(b=2)):
-        manager.build_metadata([(second, 2)])
-    assert set(first.blocks).isdisjoint(second.blocks)
-
-
 def test_a_reservation_that_was_not_committed_warns(manager: PagedKvCacheManager) -> None:
     """Where all lengths are still 0: a caller who writes K/V and forgets them would read nothing."""
     manager.allocate("a")

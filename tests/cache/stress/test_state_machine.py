@@ -1,6 +1,9 @@
-"""Random sequences of cache calls against a dictionary of what every sequence holds."""
+"""Random sequences of cache calls against a dictionary of what every sequence holds.
+
+SOAK=1 makes 1,000,000 of them."""
 
 import itertools
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -376,6 +379,9 @@ MACHINES = (CacheMachine, CollidingMachine, WindowMachine, GroupedMachine, Tiere
 QUICK_MACHINES = [machine for machine in MACHINES if machine not in (GroupedMachine, TieredMachine)]
 
 
+NUM_SOAK_STEPS = 1_000_000 if "SOAK" in os.environ else 0
+
+
 @pytest.mark.parametrize(
     ("machine", "max_examples"),
     [(machine, 8) for machine in QUICK_MACHINES]
@@ -383,7 +389,7 @@ QUICK_MACHINES = [machine for machine in MACHINES if machine not in (GroupedMach
 )
 def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
     """Further rounds of examples until enough was done and all met that it is about: Hypothesis also draws from the
-    constants of whatever modules are loaded, so that no round is the same everywhere. The soak takes many.
+    constants of whatever modules are loaded, so that no round is the same everywhere.
     """
     machine.seen.clear()
     # Hits are rare where blocks soon leave the window; test_sliding_window.py provokes them.
@@ -392,21 +398,23 @@ def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
         events |= {"prefix_hits", "evictions"}
     if "host_cache_bytes" in machine.changes:
         events |= {"host_stored_blocks"}  # loads are rare: 186 in 103,000 steps; tiers/test_host.py provokes them
-    for is_first in (True, *[False] * 7):
+    num_steps = max(25 * max_examples, NUM_SOAK_STEPS // len(MACHINES))
+    # A round of an example has 50 calls at most. Hypothesis keeps the examples of a round in memory.
+    for number in range(8 + NUM_SOAK_STEPS // max_examples):
         run_state_machine_as_test(
             machine,
             settings=settings(
                 max_examples=max_examples,
                 stateful_step_count=50,
                 deadline=None,
-                derandomize=is_first,
+                derandomize=number == 0,
                 database=None,
                 suppress_health_check=[HealthCheck.too_slow],
             ),
         )
-        if machine.seen["steps"] > 25 * max_examples and events <= (+machine.seen).keys():
+        if machine.seen["steps"] > num_steps and events <= (+machine.seen).keys():
             break
-    assert machine.seen["steps"] > 25 * max_examples
+    assert machine.seen["steps"] > num_steps
     assert events <= (+machine.seen).keys(), machine.seen
     if machine is not CollidingMachine:  # there blocks of one publication displace one another before it is told
         assert not machine.seen["unknown"]

@@ -12,12 +12,9 @@ import torch
 import paged.cache.tiers.host
 from paged import (
     InvalidInputError,
-    PagedAttentionExecutor,
-    PagedExecutorConfig,
     PagedKvCacheConfig,
     PagedKvCacheManager,
 )
-from paged.batch import PrefillInput
 from paged.cache.groups import CacheGroup
 from paged.errors import OutOfBlocksError
 from tests.cache.prefix_cache import Cache
@@ -52,27 +49,6 @@ def test_evicted_prefixes_come_back(changes: dict[str, Any], device: torch.devic
     assert cache.manager.stats().host_hits == 2
     assert cache.run("e", range(8), namespace="other").num_cached_tokens == 0
     cache.check()
-
-
-def test_logits_are_those_of_a_cold_prompt(device: torch.device) -> None:
-    sizes = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8}
-    manager = PagedKvCacheManager(
-        PagedKvCacheConfig(**sizes, block_size=4, num_blocks=8, host_cache_bytes=1 << 20, device=device)
-    )
-    executor = PagedAttentionExecutor(PagedExecutorConfig(**sizes), manager)
-    prompts = [[*range(start, start + 21)] for start in (0, 60, 120)]
-    cold = []
-    for prompt in prompts:
-        output = executor.prefill(PrefillInput(torch.tensor([prompt])))
-        cold.append(output.last_token_logits())
-        manager.free(output.kv_cache)
-    for prompt, expected in zip(prompts, cold, strict=True):
-        handle = manager.allocate(f"again {prompt[0]}", token_ids=prompt)
-        assert handle.num_cached_tokens == 20
-        rest = torch.tensor([prompt[handle.num_tokens :]])
-        output = executor.prefill(PrefillInput(rest, kv_caches=[handle]))
-        torch.testing.assert_close(output.last_token_logits(), expected)
-        manager.free(handle)
 
 
 def test_budget_is_shared_with_swapped_sequences(device: torch.device) -> None:

@@ -255,15 +255,3 @@ def test_an_executor_that_is_used_by_others_too(device: torch.device) -> None:
         executor.kv_manager.check_integrity()
     assert output.outputs[0].token_ids == ANSWERS[2]
     check_empty(engine)
-
-
-def test_aborting_all_leaves_nothing(device: torch.device) -> None:
-    """While a step is under way, and for the next request."""
-    engine = Engine(make_executor(device, num_blocks=64), OVERLAP)
-    outputs = [engine.add_request([index] * 8, TEN) for index in range(3)]
-    engine.step()
-    for output in outputs:
-        engine.abort(output.request_id)
-    check_empty(engine)
-    assert run(engine, PROMPTS, TEN) == ANSWERS
-    assert [len(one.outputs[0].token_ids) for one in outputs] == [1] * 3

@@ -76,28 +76,6 @@ def test_cancelled_calls(case: list[tuple[str, int]]) -> None:
     check_empty(engine)
 
 
-def test_one_loop_after_another() -> None:
-    """A loop that has ended leaves nothing that the next one waits for; two at once are refused."""
-    engine = small_engine()
-    server = AsyncEngine(engine)
-
-    async def first() -> None:
-        await server.pause()
-        asyncio.create_task(tokens_of(server, 1))  # noqa: RUF006
-        await asyncio.sleep(0.01)
-        with pytest.raises(InvalidInputError):
-            await asyncio.to_thread(lambda: asyncio.run(asyncio.wait_for(tokens_of(server, 0), HANG_S)))
-
-    async def second() -> None:
-        async with server:
-            await server.resume()
-            assert await asyncio.wait_for(tokens_of(server, 0), HANG_S) == alone(0)
-
-    asyncio.run(first())
-    asyncio.run(second())
-    check_empty(engine)
-
-
 @pytest.mark.parametrize("error", [StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit, RuntimeError])
 def test_every_error_arrives(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that no future can hold, and one that would end the loop."""

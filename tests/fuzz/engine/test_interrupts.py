@@ -146,7 +146,8 @@ def test_calls_from_another_loop_are_refused_or_hold() -> None:
     async def scenario() -> None:
         own = asyncio.create_task(tokens_of(server, 0))
         await asyncio.sleep(0)
-        for call in (server.pause, server.resume, server.shutdown, server.status, lambda: server.abort("a")):
+        others = (lambda: server.abort("a"), lambda: tokens_of(server, 1))
+        for call in (server.pause, server.resume, server.shutdown, server.status, *others):
             with pytest.raises(InvalidInputError, match="another event loop"):
                 await asyncio.to_thread(lambda call=call: asyncio.run(call()))
         assert await asyncio.wait_for(own, HANG_S) == alone(0)
