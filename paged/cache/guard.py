@@ -69,6 +69,25 @@ def _remove(mapping: dict[Any, Any], keys: Iterable[Any]) -> None:
         mapping.pop(key, None)
 
 
+_EVENTS = """prefix_hits prefix_misses prefix_hit_tokens evictions cow_copies swapped_out_blocks swapped_in_blocks
+    state_hits state_evictions host_stored_blocks host_loaded_blocks host_dropped_blocks host_hits host_misses
+    host_query_tokens host_hit_tokens host_loaded_states""".split()
+
+
+class EventCounts:
+    """What has happened since the start, by names of `CacheStats`; a call that fails counts nothing."""
+
+    def __init__(self, rollback: Rollback) -> None:
+        self.by_name = dict.fromkeys(_EVENTS, 0)
+        self._rollback = rollback
+
+    def add(self, name: str, number: int) -> None:
+        """Count more of one kind."""
+        before = self.by_name[name]
+        self._rollback.append((self.by_name.__setitem__, name, before))
+        self.by_name[name] = before + number
+
+
 class HeldInterrupts:
     """Makes the handler of SIGINT wait while the main thread is in a call; calls nest.
 
@@ -130,6 +149,7 @@ class CacheGuard:
 
     def __init__(self, measure_pressure: Callable[[], MemoryPressure]) -> None:
         self.rollback = Rollback()
+        self.counts = EventCounts(self.rollback)
         self.listeners = Listeners(measure_pressure)
         self._give_up: list[Callable[[], object]] = []
         self._lock = RLock()

@@ -115,9 +115,9 @@ def count_stats(
     config: PagedKvCacheConfig,
     sequences: LiveSequences,
     prefixes: PrefixCache,
-    slots: KvSlotAllocator,
     swap: SwapSpace,
     tensors: KvCacheTensors,
+    guard: CacheGuard,
 ) -> CacheStats:
     """Collect the counts of a cache's parts."""
     pool = prefixes.pool
@@ -128,8 +128,6 @@ def count_stats(
             "num_state_slots": recurrent.spec.num_slots,
             "free_state_slots": recurrent.num_free,
             "state_snapshots": len(recurrent.snapshots),
-            "state_hits": recurrent.num_restored,
-            "state_evictions": recurrent.num_evictions,
             "bytes_per_state": recurrent.tensors.bytes_per_slot,
         }
     of_tier = {}
@@ -137,19 +135,9 @@ def count_stats(
         of_tier = {
             "host_blocks": tier.pool.num_blocks,
             "host_cached_blocks": len(tier.entries),
-            "host_stored_blocks": tier.num_stored,
-            "host_loaded_blocks": tier.num_loaded,
-            "host_dropped_blocks": tier.num_dropped,
-            "host_hits": tier.num_hits,
-            "host_misses": tier.num_misses,
-            "host_query_tokens": tier.num_query_tokens,
-            "host_hit_tokens": tier.num_hit_tokens,
         }
         if recurrent is not None and recurrent.tier is not None:
-            of_tier |= {
-                "host_states": len(recurrent.tier.entries),
-                "host_loaded_states": recurrent.tier.num_loaded,
-            }
+            of_tier["host_states"] = len(recurrent.tier.entries)
         if tier.files is not None:
             of_tier |= {
                 "folder_read_blocks": tier.files.num_read,
@@ -167,18 +155,12 @@ def count_stats(
         num_tokens=sum(handle.num_tokens for handle in sequences.handles.values()),
         capacity_tokens=config.capacity_tokens,
         utilization=(total - free) / total,
-        cow_copies=slots.num_copies,
         allocation_failures=pool.num_refused + swap.pool.num_refused,
         bytes_per_block=tensors.bytes_per_block,
         cached_blocks=len(pool.cached),
         published_blocks=len(prefixes.index.published),
-        prefix_hits=prefixes.num_hits,
-        prefix_misses=prefixes.num_misses,
-        prefix_hit_tokens=prefixes.num_hit_tokens,
-        evictions=prefixes.num_evictions,
-        swapped_out_blocks=swap.num_blocks_out,
-        swapped_in_blocks=swap.num_blocks_in,
         swap_blocks_free=swap.num_free,
+        **guard.counts.by_name,
         **of_states,
         **of_tier,
     )

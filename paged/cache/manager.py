@@ -67,7 +67,7 @@ class PagedKvCacheManager(KvInspection):
         self._pool = self._prefixes.pool
         self._window = SlidingWindow(config, self._pool, rollback)
         if self._tensors.states is not None:
-            self._prefixes.recurrent = RecurrentStates(config, self._tensors.states, rollback, self._prefixes.index)
+            self._prefixes.recurrent = RecurrentStates(config, self._tensors.states, self._guard, self._prefixes.index)
         self._recurrent = self._prefixes.recurrent
         self._sequences = LiveSequences(config, self._pool, rollback)
         self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window, self._sequences)
@@ -517,7 +517,7 @@ class PagedKvCacheManager(KvInspection):
     def stats(self) -> CacheStats:
         """Count the cache's blocks, sequences and events."""
         with self._guard:
-            return count_stats(self.config, self._sequences, self._prefixes, self._slots, self._swap, self._tensors)
+            return count_stats(self.config, self._sequences, self._prefixes, self._swap, self._tensors, self._guard)
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return `stats()`, the pressure and histograms of sampled blocks as a dict, ready for JSON.

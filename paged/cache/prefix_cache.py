@@ -21,8 +21,6 @@ from paged.cache.token_chain import Hash, TokenChain, pack, to_int32
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
 
-_COUNTS = ("num_hits", "num_misses", "num_hit_tokens", "num_evictions")
-
 
 class PrefixCache:
     """A block pool and the index of its published blocks. Reports changes to `guard`; the caller holds its lock.
@@ -42,11 +40,7 @@ class PrefixCache:
         self.pool = BlockPool(config.num_blocks, self.index.published, self._evict, guard.rollback)
         if self.index.other_tables is not None:
             self.index.other_tables.on_withdrawn = self.pool.unpublished
-        self.num_hits = 0
-        self.num_misses = 0
-        self.num_hit_tokens = 0
-        self.num_evictions = 0
-        self._listeners, self._rollback = guard.listeners, guard.rollback
+        self._listeners, self._rollback, self._counts = guard.listeners, guard.rollback, guard.counts
         self._block_size, self._tables = config.block_size, config.tables
         self._num_whole = config.num_whole
         self._is_enabled = config.enable_prefix_cache
@@ -86,7 +80,7 @@ class PrefixCache:
             matched, chain = self.index.match(token_ids, state.namespace)
             length, blocks = self._usable(matched, longest)
             state.num_loaded_tokens = length - num_on_device
-            self.tier.num_hit_tokens += state.num_loaded_tokens
+            self._counts.add("host_hit_tokens", state.num_loaded_tokens)
         held = [block for block in blocks if block] if len(self._tables) > 1 else blocks
         fresh = max(0, num_needed - len(blocks) // len(self._tables))
         if fresh * self._num_whole + len(held) > self.pool.num_free:
@@ -105,10 +99,11 @@ class PrefixCache:
         state.chain = chain
         if self.recurrent is not None:
             self.recurrent.begin(state, matched, len(token_ids))
-        self._rollback.keep_fields(self, _COUNTS)
-        self.num_hits += length > 0
-        self.num_misses += length == 0
-        self.num_hit_tokens += length
+        if length:
+            self._counts.add("prefix_hits", 1)
+            self._counts.add("prefix_hit_tokens", length)
+        else:
+            self._counts.add("prefix_misses", 1)
 
     def _usable(self, matched: list[int], longest: int) -> tuple[int, list[int]]:
         """Return the length of the usable prefix, at most `longest`, and its blocks of all tables.
@@ -383,10 +378,9 @@ class PrefixCache:
         self._forget_evicted(blocks)
 
     def _forget_evicted(self, blocks: list[int]) -> None:
-        self._rollback.keep_fields(self, _COUNTS)
         num_cached = len(self.pool.cached)
         self.withdraw(blocks)
-        self.num_evictions += len(blocks) + num_cached - len(self.pool.cached)  # with the blocks that needed them
+        self._counts.add("evictions", len(blocks) + num_cached - len(self.pool.cached))  # with those that needed them
 
 
 def _cut_ids(chains: Iterable[TokenChain], lengths: Iterable[int]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.cache.guard import Rollback
+from paged.cache.guard import CacheGuard, Rollback
 from paged.cache.prefix_index import PrefixIndex
 from paged.cache.slot_reservation import StateStep
 from paged.cache.tiers.states import HostState, StateTier
@@ -144,9 +144,6 @@ class StateSlots:
         self.starts[slot], self.ends[slot] = start, end
 
 
-_COUNTS = ("num_evictions", "num_restored")
-
-
 class Snapshot(NamedTuple):
     """A kept state: the slot that holds it, and its position."""
 
@@ -162,11 +159,10 @@ class RecurrentStates:
 
     snapshots: by the published block before their position, least recently used first; gone with its publication.
     tier: where snapshots go whose slot or block is given to others, if there is one.
-    num_evictions: snapshots dropped for their slots. num_restored: sequences that began with a snapshot.
     """
 
     def __init__(
-        self, config: PagedKvCacheConfig, tensors: StateTensors, rollback: Rollback, index: PrefixIndex
+        self, config: PagedKvCacheConfig, tensors: StateTensors, guard: CacheGuard, index: PrefixIndex
     ) -> None:
         spec, block_size = config.recurrent, config.block_size
         assert spec is not None
@@ -175,16 +171,15 @@ class RecurrentStates:
             raise InvalidInputError(f"snapshot_interval: {interval}, expected a multiple of block_size {block_size}")
         self.spec = spec
         self.tensors = tensors
-        self.slots = StateSlots(spec.num_slots, rollback)
-        self.host_slots = StateSlots(spec.num_swap_slots, rollback)
+        self.slots = StateSlots(spec.num_slots, guard.rollback)
+        self.host_slots = StateSlots(spec.num_swap_slots, guard.rollback)
         self.snapshots: OrderedDict[int, Snapshot] = OrderedDict()
-        self.num_evictions = self.num_restored = 0
         self._block_size = block_size
         self._index, self._is_caching = index, config.enable_prefix_cache
-        self._rollback = rollback
+        self._rollback, self._counts = guard.rollback, guard.counts
         self.tier: StateTier | None = None
         if config.has_tier:
-            self.tier = StateTier(tensors, spec.num_swap_slots, len(config.tables), rollback)
+            self.tier = StateTier(tensors, spec.num_swap_slots, len(config.tables), guard)
         self._poisons = os.environ.get("PAGED_CHECK") == "1"  # then a read of a freed state shows
         index.on_forget = self._forget
 
@@ -345,8 +340,7 @@ class RecurrentStates:
             assert position == length
             state.slot = self.slots.share(slot)
             self.snapshots.move_to_end(block)
-            self._rollback.keep_fields(self, _COUNTS)
-            self.num_restored += 1
+            self._counts.add("state_hits", 1)
         state.passed = length
         junction = min(len(matched), max(prompt_len - 1, 0) // size) * size
         state.junction = junction if junction > length else 0
@@ -463,9 +457,8 @@ class RecurrentStates:
         """Return a free slot, of the least recently used snapshot if there is no other; `_require` has been asked."""
         if not self.slots.num_free:
             slot = self.snapshots[self._evictable()[0]].slot
-            self._rollback.keep_fields(self, _COUNTS)
             blocks = [block for block, snapshot in self.snapshots.items() if snapshot.slot == slot]
-            self.num_evictions += len(blocks)
+            self._counts.add("state_evictions", len(blocks))
             self.store(blocks)
             self._forget(blocks)
         return self.slots.allocate()

@@ -111,10 +111,7 @@ class SlidingWindow:
 
 
 class KvSlotAllocator:
-    """Makes positions writable. The caller holds `guard`; the reservations made here also take it.
-
-    num_copies: number of shared blocks copied before a write since the start.
-    """
+    """Makes positions writable. The caller holds `guard`; the reservations made here also take it."""
 
     def __init__(
         self,
@@ -125,7 +122,6 @@ class KvSlotAllocator:
         window: SlidingWindow,
         sequences: LiveSequences,
     ) -> None:
-        self.num_copies = 0
         self._block_size, self._num_tables = config.block_size, len(config.tables)
         self._max_seq_len = config.max_seq_len
         self._has_windows = any(table.sliding_window is not None for table in config.tables)
@@ -348,8 +344,7 @@ class KvSlotAllocator:
         if copies:
             self._prefixes.overwrite(new_blocks)
             self._tensors.copy(copies)
-            rollback.append((setattr, self, "num_copies", self.num_copies))
-            self.num_copies += len(copies)
+            self._guard.counts.add("cow_copies", len(copies))
         return undo
 
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]] | None) -> None:

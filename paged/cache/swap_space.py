@@ -10,13 +10,11 @@ from paged.cache.slot_reservation import SequenceState
 from paged.cache.tensors import KvCacheTensors
 from paged.errors import OutOfBlocksError
 
-_COUNTS = ("num_sequences", "num_blocks_out", "num_blocks_in")
-
 
 class SwapSpace:
     """The pool of host blocks, and moves of K/V between host and device.
 
-    num_sequences: currently swapped out. num_blocks_out, num_blocks_in: moved since the start.
+    num_sequences: currently swapped out.
     """
 
     def __init__(
@@ -29,10 +27,8 @@ class SwapSpace:
     ) -> None:
         """pool: of host blocks. A tier of the prefix cache may share it; blocks in use are those of sequences."""
         self.pool = pool
-        self._rollback = guard.rollback
+        self._rollback, self._counts = guard.rollback, guard.counts
         self.num_sequences = 0
-        self.num_blocks_out = 0
-        self.num_blocks_in = 0
         self._config = config
         self._prefixes = prefixes
         self._tensors = tensors
@@ -56,7 +52,6 @@ class SwapSpace:
             raise OutOfBlocksError(len(moved), self.num_free)
         host_blocks = self.pool.allocate(len(moved))
         self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
-        self._rollback.keep_fields(self, _COUNTS)
         state.begin_change(self._rollback)
         blocks = list(state.blocks[:kept])
         dropped = [*state.blocks[kept:], *(blocks[i] for i in moved)]
@@ -67,8 +62,8 @@ class SwapSpace:
         if self._recurrent is not None:
             self._recurrent.swap_out(state)
         pool.release(dropped)
-        self.num_sequences += 1
-        self.num_blocks_out += len(moved)
+        self._set_num_sequences(self.num_sequences + 1)
+        self._counts.add("swapped_out_blocks", len(moved))
 
     def swap_in(self, state: SequenceState) -> None:
         """`PagedKvCacheManager.swap_in`."""
@@ -79,7 +74,6 @@ class SwapSpace:
         taken = pool.allocate(len(moved))
         self._prefixes.overwrite(taken)
         self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
-        self._rollback.keep_fields(self, _COUNTS)
         state.begin_change(self._rollback)
         blocks = list(state.blocks)
         for i, block in zip(moved, taken, strict=True):
@@ -88,7 +82,7 @@ class SwapSpace:
         if self._recurrent is not None:
             self._recurrent.swap_in(state)
         self.discard(state)
-        self.num_blocks_in += len(moved)
+        self._counts.add("swapped_in_blocks", len(moved))
         # Its published blocks may have been evicted meanwhile.
         state.chain.cut(len(state.chain.ids), min(moved, default=len(blocks)), self._rollback)
         self._prefixes.publish(state)
@@ -96,7 +90,10 @@ class SwapSpace:
     def discard(self, state: SequenceState) -> None:
         """Free the host blocks of a sequence that is being changed, if it is swapped out."""
         if state.host_blocks is not None:
-            self._rollback.keep_fields(self, _COUNTS)
             self.pool.release(list(state.host_blocks.values()))
             state.host_blocks = None
-            self.num_sequences -= 1
+            self._set_num_sequences(self.num_sequences - 1)
+
+    def _set_num_sequences(self, number: int) -> None:
+        self._rollback.append((setattr, self, "num_sequences", self.num_sequences))
+        self.num_sequences = number

@@ -1,5 +1,6 @@
 """All that a cache knows, for comparing it with itself after a call that failed."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,14 +11,14 @@ from paged import KvCacheHandle, PagedKvCacheManager
 def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
     """What every part of a sound cache holds, K/V included where anybody could read them."""
     manager.check_integrity()
-    prefixes, pool, index = manager._prefixes, manager._pool, manager._prefixes.index
+    pool, index = manager._pool, manager._prefixes.index
     held = {block for handle in manager.handles() for block in handle.blocks} | set(index.published)
     host = manager._swap.pool
     return {
         # Of the order of sequences nothing depends; one whose `free` failed is the newest.
         "handles": {handle.cache_id: (handle, _state(handle)) for handle in manager.handles()},
         "free": (list(pool._free), list(pool.cached), dict(pool._extra_references)),
-        "host": (list(host._free), manager._swap.num_sequences, manager._swap.num_blocks_out),
+        "host": (list(host._free), manager._swap.num_sequences),
         "published": (dict(index._hash_of), dict(index._block_of)),
         "other_tables": index.other_tables and (dict(index.other_tables.locations), index.other_tables.rows.tolist()),
         "serials": {block: int(index._serials[block]) for block in index.published},
@@ -25,7 +26,7 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
         "roots by block": {
             block: (name, root.serial) for block, (name, root) in index._root_of.items() if name in index._roots
         },
-        "counts": (prefixes.num_hits, prefixes.num_misses, prefixes.num_evictions, manager._slots.num_copies),
+        "counts": replace(manager.stats(), allocation_failures=0),
         "rows": sum(owner is not None for owner in manager._sequences.tables._owners),
         "K/V": {
             block: [one[:, block].view(torch.uint8).numpy().tobytes() for one in manager._tensors.storages]

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from paged.cache.tensors import KvCacheTensors
     from paged.cache.token_chain import Hash
 
-_COUNTS = ("num_stored", "num_loaded", "num_dropped", "num_hits", "num_misses", "num_query_tokens", "num_hit_tokens")
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostEntry:
@@ -50,9 +48,6 @@ class HostTier:
 
     files: the tier below; what is stored here is written there, too. states: the tier of recurrent layers' states.
     entries: by host block. pool: set by the manager, with `entries` as the published blocks.
-    num_stored, num_loaded: blocks copied to the host and back. num_dropped: evicted blocks that found no host block.
-    num_hits, num_misses: prompts that a look-up has continued from here, or not.
-    num_query_tokens, num_hit_tokens: tokens that the device did not have, and those that came from here.
     """
 
     pool: BlockPool
@@ -61,13 +56,11 @@ class HostTier:
 
     def __init__(self, tensors: KvCacheTensors, index: PrefixIndex, block_size: int, guard: CacheGuard) -> None:
         self.entries: dict[int, HostEntry] = {}
-        self.num_stored = self.num_loaded = self.num_dropped = 0
-        self.num_hits = self.num_misses = self.num_query_tokens = self.num_hit_tokens = 0
         self._hosts: dict[tuple[Hash, int], int] = {}
         self._tensors = tensors
         self._index = index
         self._block_size = block_size
-        self._rollback, self._listeners = guard.rollback, guard.listeners
+        self._rollback, self._listeners, self._counts = guard.rollback, guard.listeners, guard.counts
 
     def store(self, blocks: Sequence[int]) -> None:
         """Copy published blocks, which are about to be withdrawn, to the host, unless it has them."""
@@ -87,13 +80,12 @@ class HostTier:
         self.pool.share(present)
         self.pool.release(present)  # most recently used now
         num_stored = min(len(sources), self.pool.num_free)
-        self._rollback.keep_fields(self, _COUNTS)
-        self.num_dropped += len(sources) - num_stored
+        self._counts.add("host_dropped_blocks", len(sources) - num_stored)
         if num_stored:
             hosts = self.pool.allocate(num_stored)
             self._tensors.swap_out(list(zip(sources, hosts, strict=False)))
             self._enter(hosts, entries[:num_stored])
-            self.num_stored += num_stored
+            self._counts.add("host_stored_blocks", num_stored)
             if self.files is not None:
                 self.files.write([self._write_of(host, self.files.digest) for host in hosts])
 
@@ -130,17 +122,14 @@ class HostTier:
 
     def count(self, num_tokens: int, *, is_hit: bool) -> None:
         """Count a prompt that the device lacks so many tokens of."""
-        self._rollback.keep_fields(self, _COUNTS)
-        self.num_hits += is_hit
-        self.num_misses += not is_hit
-        self.num_query_tokens += num_tokens
+        self._counts.add("host_hits" if is_hit else "host_misses", 1)
+        self._counts.add("host_query_tokens", num_tokens)
 
     def load(self, hosts: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy entries to blocks of the device, and release them: `pool.share` has kept them for this call."""
         self._tensors.swap_in(list(zip(hosts, blocks, strict=True)))
         self.pool.release(hosts)
-        self._rollback.keep_fields(self, _COUNTS)
-        self.num_loaded += len(hosts)
+        self._counts.add("host_loaded_blocks", len(hosts))
 
     def read(self, token_ids: list[int], namespace: Hashable, known: Sequence[Hash]) -> FileRead:
         """Begin to read blocks that a prompt continues with from files.

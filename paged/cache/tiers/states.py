@@ -10,11 +10,10 @@ from paged.cache.tiers.block_file import BlockKey, StoredBlock
 from paged.cache.tiers.files import FileTier, Write
 
 if TYPE_CHECKING:
-    from paged.cache.guard import Rollback
+    from paged.cache.guard import CacheGuard
     from paged.cache.tensors import StateTensors
     from paged.cache.token_chain import Hash
 
-_COUNTS = ("num_stored", "num_loaded")
 # In a file before the state: the position that it is kept for, and the first and last that it holds.
 POSITIONS = struct.Struct("<QQQ")
 
@@ -39,19 +38,17 @@ class StateTier:
     replaced stay replaced. The caller holds the cache's lock.
 
     files: the tier below; what is stored here is written there, too.
-    num_stored, num_loaded: states copied to the host and back.
     """
 
     files: FileTier | None = None
 
-    def __init__(self, tensors: StateTensors, num_swap_slots: int, column: int, rollback: Rollback) -> None:
+    def __init__(self, tensors: StateTensors, num_swap_slots: int, column: int, guard: CacheGuard) -> None:
         """column: index of states in files, behind those of the tables."""
         self.entries: OrderedDict[Hash, HostState] = OrderedDict()
-        self.num_stored = self.num_loaded = 0
         self.column = column
         self._slots = range(num_swap_slots + 1, num_swap_slots + 1 + tensors.num_tier_slots)
         self._tensors = tensors
-        self._rollback = rollback
+        self._rollback, self._counts = guard.rollback, guard.counts
         self._free = list(self._slots)
 
     @property
@@ -64,9 +61,7 @@ class StateTier:
         host = self._take(hash_)
         if host:
             self._tensors.swap_out([(slot, host)])
-            self._rollback.keep_fields(self, _COUNTS)
             self.entries[hash_] = HostState(host, position, start, end, token_ids)
-            self.num_stored += 1
             if self.files is not None:
                 self.files.write([self._write_of(hash_, self.files.digest)])
 
@@ -84,8 +79,7 @@ class StateTier:
         state = self.entries[hash_]
         self._tensors.swap_in([(state.slot, slot)])
         self.entries.move_to_end(hash_)
-        self._rollback.keep_fields(self, _COUNTS)
-        self.num_loaded += 1
+        self._counts.add("host_loaded_states", 1)
         return state
 
     def writes(self, digest: bytes) -> list[Write]:
