@@ -82,9 +82,18 @@ class BlockPool:
         return len(self._free) + len(self.cached)
 
     @property
+    def free(self) -> Sequence[int]:
+        """Blocks without references that are not cached; the last one is handed out next."""
+        return self._free
+
+    @property
     def shared(self) -> KeysView[int]:
         """Blocks with more than one reference; a view that changes with the pool."""
         return self._extra_references.keys()
+
+    def num_references(self, block: int) -> int:
+        """Return the number of references to a block in use."""
+        return 1 + self._extra_references.get(block, 0)
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` free blocks with one reference each.

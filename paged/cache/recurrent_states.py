@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged.cache.guard import CacheGuard, Rollback
+from paged.cache.pool import BlockPool
 from paged.cache.prefix_index import PrefixIndex
 from paged.cache.slot_reservation import StateStep
 from paged.cache.tiers.states import HostState, StateTier
@@ -69,76 +70,37 @@ def chunk_end(start: int, limit: int, total: int, kept: list[int], *, max_append
     return limit if limit == total or may_leave_grid else start
 
 
-class StateSlots:
-    """Slots 1..num_slots with reference counts. Slot 0 is never handed out: padding rows point at it.
+class StateSlots(BlockPool):
+    """Slots 1..num_slots with reference counts; padding rows point at slot 0.
 
     A slot holds the state at every position from `starts[slot]`, its base, to `ends[slot]`, its newest ring token.
-    free: slots without a holder.
     """
 
     def __init__(self, num_slots: int, rollback: Rollback) -> None:
-        self.num_slots = num_slots
+        super().__init__(num_slots, rollback=rollback)
         self.starts = [0] * (num_slots + 1)
         self.ends = [-1] * (num_slots + 1)
-        self.references: Counter[int] = Counter()
-        self.free = list(range(num_slots, 0, -1))
-        self._rollback = rollback
 
-    @property
-    def num_free(self) -> int:
-        """Number of slots without a holder."""
-        return len(self.free)
-
-    def allocate(self) -> int:
+    def take(self) -> int:
         """Return a free slot with one reference; the caller has made sure that there is one."""
-        slot = self.free.pop()
-        self.references[slot] = 1
-        return slot
-
-    def share(self, slot: int) -> int:
-        """Add a reference to a slot in use, and return the slot."""
-        self.references[slot] += 1
-        return slot
-
-    def release(self, slot: int) -> None:
-        """Drop one reference; slot 0 is skipped."""
-        if slot:
-            self.references[slot] -= 1
-            if not self.references[slot]:
-                del self.references[slot]
-                self.free.append(slot)
+        return self.allocate(1)[0]
 
     def place(self, slot: int, start: int, end: int) -> None:
         """Record that a slot holds the state at the positions from `start` to `end`."""
         self._rollback.append((self._place, slot, self.starts[slot], self.ends[slot]))
         self._place(slot, start, end)
 
-    def check(self, slot: int, position: int) -> int:
+    def cursor(self, slot: int, position: int) -> int:
         """Return the ring tokens before `position` in a slot.
 
         Raises:
             PagedError: the slot does not hold the state at that position.
         """
-        if not (self.references[slot] and self.starts[slot] <= position <= self.ends[slot]):
+        if not self.starts[slot] <= position <= self.ends[slot]:
             raise PagedError(
                 f"state slot {slot} holds positions {self.starts[slot]}..{self.ends[slot]}, expected {position}"
             )
         return position - self.starts[slot]
-
-    def recount(self, held: Iterable[int]) -> None:
-        """Set the reference counts to those held."""
-        self.references = Counter(held)
-        del self.references[0]
-        self.free = [slot for slot in range(self.num_slots, 0, -1) if slot not in self.references]
-
-    def check_counts(self, held: Iterable[int]) -> None:
-        """Compare with the references that the holders count; raise PagedError if one is wrong."""
-        counted = Counter(held)
-        del counted[0]
-        if counted != +self.references:
-            raise PagedError(f"state slots: references {dict(+self.references)}, but {dict(counted)} are held")
-        if sorted([*self.free, *counted]) != list(range(1, self.num_slots + 1)):
-            raise PagedError(f"state slots: free {sorted(self.free)} beside {sorted(counted)} of {self.num_slots}")
 
     def _place(self, slot: int, start: int, end: int) -> None:
         self.starts[slot], self.ends[slot] = start, end
@@ -234,7 +196,7 @@ class RecurrentStates:
                     "its recurrent layers need"
                 )
             if state.slot:
-                self.slots.check(state.slot, state.num_tokens)
+                self.slots.cursor(state.slot, state.num_tokens)
             rows.append((step.start, *step[2:]))
         return tuple(np.array(rows, np.int32).reshape(-1, 6).T.copy())
 
@@ -254,7 +216,7 @@ class RecurrentStates:
             base = end if is_scanned else (self.slots.starts[state.slot] if step.is_in_place else step.start)
             self.slots.place(step.write, base, end)
             if not step.is_in_place:
-                self.slots.release(state.slot)
+                self.slots.release([state.slot])
                 state.slot = step.write
             if step.snapshot > 0:
                 self.slots.place(step.snapshot, step.snapshot_len, step.snapshot_len)
@@ -268,12 +230,12 @@ class RecurrentStates:
         self._rollback.append((_restore, planned))
         for state, _, step in planned:
             for slot in step.own_slots:
-                self.slots.release(slot)
+                self.slots.release([slot])
             state.step = None
 
     def _cursor(self, state: SequenceState) -> int:
         if state.slot:
-            return self.slots.check(state.slot, state.num_tokens)
+            return self.slots.cursor(state.slot, state.num_tokens)
         if state.num_tokens:
             raise InvalidInputError(
                 f"{state.request_id!r}: its state after {state.num_tokens} tokens is unknown; free it and begin anew"
@@ -286,7 +248,7 @@ class RecurrentStates:
         return (
             not slot
             or count > self.spec.max_append
-            or self.slots.references[slot] > 1
+            or slot in self.slots.shared
             or target - self.slots.starts[slot] > self.spec.ring
         )
 
@@ -336,9 +298,10 @@ class RecurrentStates:
         if length:
             block = matched[length // size - 1]
             slot, position = self.snapshots[block]
-            self.slots.check(slot, length)
+            self.slots.cursor(slot, length)
             assert position == length
-            state.slot = self.slots.share(slot)
+            self.slots.share([slot])
+            state.slot = slot
             self.snapshots.move_to_end(block)
             self._counts.add("state_hits", 1)
         state.passed = length
@@ -352,7 +315,7 @@ class RecurrentStates:
         """
         for state, snapshot in inside:
             if not self._keep(state, snapshot):
-                self.slots.release(snapshot.slot)
+                self.slots.release([snapshot.slot])
         size, slots = self._block_size, self.slots
         for state in states:
             slot = state.slot
@@ -367,7 +330,7 @@ class RecurrentStates:
             is_kept = self._positions(state, position - 1, position)
             if not is_kept or not self._keep(state, Snapshot(slot, position)):
                 continue
-            slots.share(slot)
+            slots.share([slot])
             if state.rolling:
                 block = self._index.block_of(state.chain, state.rolling // size)
                 self._forget([] if block is None else [block])
@@ -380,7 +343,7 @@ class RecurrentStates:
         block = self._index.block_of(state.chain, snapshot.position // self._block_size)
         if block is None or block in self.snapshots:
             return False
-        self.slots.check(*snapshot)
+        self.slots.cursor(*snapshot)
         self._rollback.append((self.snapshots.pop, block))
         self.snapshots[block] = snapshot
         return True
@@ -409,14 +372,14 @@ class RecurrentStates:
             return None
         slot = self._take()
         if hash_ not in self.tier.entries:  # the snapshot that was in the slot has replaced it
-            self.slots.release(slot)
+            self.slots.release([slot])
             return None
         return slot, self.tier.load(hash_, slot)
 
     def keep_loaded(self, slot: int, state: HostState, block: int) -> None:
         """Keep what `load` has returned as the snapshot behind a block; drop it if the block was not published."""
         if block not in self._index.published:
-            self.slots.release(slot)
+            self.slots.release([slot])
             return
         self.slots.place(slot, state.start, state.end)
         self._rollback.append((self.snapshots.pop, block))
@@ -435,16 +398,16 @@ class RecurrentStates:
         for block in self.snapshots.keys() & set(blocks):
             snapshot = self.snapshots.pop(block)
             self._rollback.append((self.snapshots.__setitem__, block, snapshot))
-            self.slots.release(snapshot.slot)
+            self.slots.release([snapshot.slot])
 
     def _evictable(self) -> list[int]:
         """Return blocks with a snapshot whose slot nothing else holds, least recently used first."""
         if not self.snapshots:
             return []
         kept = Counter(snapshot.slot for snapshot in self.snapshots.values())
-        references, seen, evictable = self.slots.references, set[int](), []
+        seen, evictable = set[int](), []
         for block, (slot, _) in self.snapshots.items():
-            if references[slot] == kept[slot] and slot not in seen:
+            if self.slots.num_references(slot) == kept[slot] and slot not in seen:
                 seen.add(slot)
                 evictable.append(block)
         return evictable
@@ -461,21 +424,22 @@ class RecurrentStates:
             self._counts.add("state_evictions", len(blocks))
             self.store(blocks)
             self._forget(blocks)
-        return self.slots.allocate()
+        return self.slots.take()
 
     # Other calls of the cache.
 
     def fork(self, source: SequenceState, target: SequenceState) -> None:
         """Let a new sequence share the slot; whichever runs first writes another one."""
         if source.slot:
-            self.slots.check(source.slot, source.num_tokens)
-            target.slot = self.slots.share(source.slot)
+            self.slots.cursor(source.slot, source.num_tokens)
+            self.slots.share([source.slot])
+            target.slot = source.slot
         target.prompt_len, target.passed = source.prompt_len, source.passed
 
     def release(self, state: SequenceState) -> None:
         """Drop what a sequence that is being changed holds."""
-        self.slots.release(state.slot)
-        self.host_slots.release(state.host_slot)
+        self.slots.release([state.slot])
+        self.host_slots.release([state.host_slot])
         state.slot = state.host_slot = 0
 
     def truncate(self, state: SequenceState, num_tokens: int) -> None:
@@ -486,7 +450,7 @@ class RecurrentStates:
         if num_tokens == 0:
             self.release(state)
         elif slots.starts[slot] <= num_tokens:
-            if slots.references[slot] == 1:  # a later step may overwrite the tokens behind
+            if slot not in slots.shared:  # a later step may overwrite the tokens behind
                 slots.place(slot, slots.starts[slot], num_tokens)
         else:
             count, num_behind = divmod(num_tokens, self._block_size)
@@ -497,68 +461,75 @@ class RecurrentStates:
                     f"{slots.starts[slot]} to {state.num_tokens} and at snapshots only"
                 )
             kept = self.snapshots[block]
-            slots.check(kept.slot, num_tokens)
-            state.slot = slots.share(kept.slot)
-            slots.release(slot)
+            slots.cursor(kept.slot, num_tokens)
+            slots.share([kept.slot])
+            state.slot = kept.slot
+            slots.release([slot])
         state.passed = min(state.passed, num_tokens)
         state.rolling = state.rolling if state.rolling <= num_tokens else 0
 
     def swap_out(self, state: SequenceState) -> None:
         """Move the slot of a sequence that is being changed to the host, unless others share it."""
         slot, slots = state.slot, self.slots
-        if not slot or slots.references[slot] > 1:
+        if not slot or slot in slots.shared:
             return
-        slots.check(slot, state.num_tokens)
+        slots.cursor(slot, state.num_tokens)
         if not self.host_slots.num_free:
             raise OutOfStateSlotsError(1, 0)
-        host = self.host_slots.allocate()
+        host = self.host_slots.take()
         self.tensors.swap_out([(slot, host)])
         self.host_slots.place(host, slots.starts[slot], slots.ends[slot])
         state.slot, state.host_slot = 0, host
-        slots.release(slot)
+        slots.release([slot])
 
     def swap_in(self, state: SequenceState) -> None:
         """Move the state of a sequence that is being changed back to the device."""
         host, hosts = state.host_slot, self.host_slots
         if not host:
             return
-        hosts.check(host, state.num_tokens)
+        hosts.cursor(host, state.num_tokens)
         self._require(1)
         slot = self._take()
         self.tensors.swap_in([(host, slot)])
         self.slots.place(slot, hosts.starts[host], hosts.ends[host])
         state.slot, state.host_slot = slot, 0
-        hosts.release(host)
+        hosts.release([host])
 
     # Recounts.
 
     def recount(self, states: Sequence[SequenceState]) -> None:
         """Derive the reference counts from the sequences and snapshots that a rollback has restored."""
-        self.slots.recount(self._held(states))
-        self.host_slots.recount(state.host_slot for state in states)
+        on_device, on_host = self._held(states)
+        self.slots.recount(on_device)
+        self.host_slots.recount(on_host)
         if self.tier is not None:
             self.tier.recount()
 
     def check_integrity(self, states: Sequence[SequenceState]) -> None:
         """Recount every reference, and compare positions; raise PagedError for the first error."""
-        self.slots.check_counts(self._held(states))
-        self.host_slots.check_counts(state.host_slot for state in states)
+        on_device, on_host = self._held(states)
+        self.slots.check(on_device)
+        self.host_slots.check(on_host)
         for state in states:
             if state.slot:
-                self.slots.check(state.slot, state.num_tokens)
+                self.slots.cursor(state.slot, state.num_tokens)
             elif state.host_slot:
-                self.host_slots.check(state.host_slot, state.num_tokens)
+                self.host_slots.cursor(state.host_slot, state.num_tokens)
         for block, snapshot in self.snapshots.items():
-            self.slots.check(*snapshot)
+            self.slots.cursor(*snapshot)
             assert block in self._index.published
 
-    def _held(self, states: Iterable[SequenceState]) -> list[int]:
-        held = [snapshot.slot for snapshot in self.snapshots.values()]
+    def _held(self, states: Iterable[SequenceState]) -> tuple[Counter[int], Counter[int]]:
+        """Count the references to slots on the device and on the host."""
+        on_device = Counter(snapshot.slot for snapshot in self.snapshots.values())
+        on_host = Counter[int]()
         for state in states:
-            held.append(state.slot)
+            on_device[state.slot] += 1
+            on_host[state.host_slot] += 1
             if state.step is not None:
-                held += state.step.own_slots
-        return held
+                on_device.update(state.step.own_slots)
+        del on_device[0], on_host[0]
+        return on_device, on_host
 
 
 def _restore(held: Iterable[tuple[SequenceState, int, StateStep | None]]) -> None:

@@ -137,13 +137,13 @@ class HashingModel:
             state, ids = handle._state, texts[handle.cache_id]
             assert handle.num_tokens == len(ids)
             if state.slot:
-                assert self.read(state.slot, states.slots.check(state.slot, len(ids))) == state_of(ids)
+                assert self.read(state.slot, states.slots.cursor(state.slot, len(ids))) == state_of(ids)
             else:
                 assert not ids or handle.is_swapped
         for block, (slot, position) in states.snapshots.items():
             ids = self.ids_of[hashes[block]]
             assert len(ids) == position
-            assert self.read(slot, states.slots.check(slot, position)) == state_of(ids)
+            assert self.read(slot, states.slots.cursor(slot, position)) == state_of(ids)
 
 
 class RandomCalls:

@@ -3,11 +3,16 @@
 SOAK=1 makes 21,000 random calls in place of 1,400."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from paged import KvSlotRequest, PagedKvCacheManager
 from paged.errors import InvalidInputError, OutOfStateSlotsError, UnsupportedError
 from tests.cache.recurrent.hashing_model import HashingModel, RandomCalls, make_manager
+from tests.cache.stress.test_failed_calls import OURS
+from tests.failure import CACHE_GUARD, Failure
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +137,39 @@ def test_what_states_refuse() -> None:
     for wrong in ({"max_append": 7}, {"snapshot_interval": 6}, {"num_slots": 1}):
         with pytest.raises(InvalidInputError, match=next(iter(wrong))):
             make_manager(**wrong)
+
+
+STEP = [KvSlotRequest("a", 12), KvSlotRequest("b", 20), KvSlotRequest("fork", 11)]
+CALLS: dict[str, Callable[[PagedKvCacheManager], Callable[[], object]]] = {
+    "hit": lambda manager: partial(manager.allocate, "new", token_ids=list(range(60, 70))),
+    "reserve": lambda manager: partial(manager.reserve, STEP),
+    "commit": lambda manager: manager.reserve(STEP).commit,
+    "roll back": lambda manager: manager.reserve(STEP).rollback,
+    "fork": lambda manager: partial(manager.fork, manager.get_handle("b"), "new"),
+    "free": lambda manager: partial(manager.free, manager.get_handle("fork")),
+    "swap out": lambda manager: partial(manager.swap_out, manager.get_handle("b")),
+    "swap in": lambda manager: partial(manager.swap_in, manager.get_handle("out")),
+    "clear": lambda manager: manager.clear_prefix_cache,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_failure_anywhere_keeps_every_state(name: str) -> None:
+    """Two sequences share a slot, one is swapped out, and a prompt that is gone has left a snapshot."""
+    count, is_hit = 0, True
+    while is_hit:
+        manager = make_manager(6)
+        model, texts = HashingModel(manager), {"a": list(range(10)), "b": list(range(20, 31)), "out": list(range(7))}
+        for seq_id, text in {"gone": list(range(60, 69)), **texts}.items():
+            model.run([(manager.allocate(seq_id, token_ids=text), text)])
+        manager.free(manager.get_handle("gone"))
+        manager.swap_out(manager.get_handle("out"))
+        manager.fork(manager.get_handle("a"), "fork")
+        texts["fork"] = texts["a"]
+        call, before = CALLS[name](manager), manager.stats()
+        is_hit = Failure(count, OURS, MemoryError(), skip=CACHE_GUARD).hits(call)
+        if is_hit:
+            model.check(texts)
+            assert manager.stats() == before
+        count += 7
+    assert count > 50
