@@ -46,25 +46,37 @@ class OtherTables:
         self.locations[other] = block, column
         self._published.add(other)
 
+    def withdrawn_with(self, blocks: Sequence[int]) -> dict[int, _Location]:
+        """Return published blocks and those that need them, each with its location; of the first table's, column -1."""
+        withdrawn: dict[int, _Location] = {}
+        for block in blocks:
+            first, column = self.locations.get(block, (block, -1))
+            if column >= 0 and not self.are_needed[column]:
+                withdrawn[block] = first, column
+                continue
+            withdrawn[first] = first, -1
+            for index, other in enumerate(self.rows[first].tolist()):
+                if other:
+                    withdrawn[other] = first, index
+        return withdrawn
+
     def withdraw(self, blocks: Sequence[int]) -> list[int]:
-        """Withdraw published blocks of further tables among `blocks`, and those that need them; return the rest."""
-        block_set = set(blocks)
-        firsts = dict.fromkeys(block for block in blocks if block not in self.locations)
-        for block in block_set & self.locations.keys():
-            first, column = self.locations[block]
-            if self.are_needed[column]:
-                firsts[first] = None
-        gone = block_set & self.locations.keys()
-        if firsts:
-            gone.update(block for block in self.rows[list(firsts)].ravel().tolist() if block)
-        locations = {block: self.locations[block] for block in gone}
+        """Withdraw blocks of further tables by `withdrawn_with`; return those of the first table, for the index."""
+        firsts: list[int] = []
+        locations: dict[int, _Location] = {}
+        for block, location in self.withdrawn_with(blocks).items():
+            if location[1] < 0:
+                firsts.append(block)
+            else:
+                locations[block] = location
         self._rollback.append((self.locations.update, locations))
         for block, location in locations.items():
             del self.locations[block]
             self._published.remove(block)
             self.rows[location] = 0
-        self.on_withdrawn([block for block in (*firsts, *gone) if block not in block_set])
-        return list(firsts)
+        known = set(blocks)
+        self.on_withdrawn([block for block in (*firsts, *locations) if block not in known])
+        return firsts
 
     def check(self, published: Set[int]) -> None:
         """Raise PagedError unless both directions agree and nothing is published beside an unpublished block."""
@@ -173,23 +185,10 @@ class PrefixIndex:
 
     def withdrawn_with(self, blocks: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return what `forget` would withdraw: block of the first table, index of the table, and block, for each."""
-        other_tables = self.other_tables
-        if other_tables is None:
+        if self.other_tables is None:
             return [(block, 0, block) for block in blocks]
-        withdrawn: dict[int, tuple[int, int]] = {}
-        for block in blocks:
-            first, column = block, 0
-            if block in other_tables.locations:
-                first, column = other_tables.locations[block]
-                column += 1
-            if not column or other_tables.are_needed[column - 1]:
-                withdrawn[first] = first, 0
-                for index, other in enumerate(other_tables.rows[first].tolist()):
-                    if other:
-                        withdrawn[other] = first, index + 1
-            else:
-                withdrawn[block] = first, column
-        return [(first, column, block) for block, (first, column) in withdrawn.items()]
+        withdrawn = self.other_tables.withdrawn_with(blocks)
+        return [(first, column + 1, block) for block, (first, column) in withdrawn.items()]
 
     def next_hash(self, previous: Hash, ids: list[int]) -> Hash:
         """Return the hash of the block with these ids that follows the block with hash `previous`."""
@@ -281,12 +280,7 @@ class PrefixIndex:
         hashes = self._extend(previous_hash, tokens, contents if has_contents else None)
         serials: Sequence[int]
         displaced: list[tuple[int, Hash]] = []
-        present: list[int] = []
-        if len(blocks) > FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
-            # One pass looks up and enters. `_publish_each` recognises new entries, because they have no hash yet.
-            self._rollback.keep_absence(self._hash_of, blocks)
-            present = list(map(self._block_of.setdefault, hashes, blocks))
-        if present == list(blocks):
+        if len(blocks) > FEW_BLOCKS and self._are_new(blocks, hashes):
             first_serial = self._last_serial + 1
             parents = [previous, *range(first_serial, first_serial + len(blocks) - 1)]
             serials = self._publish_new(blocks, tokens, hashes, parents)
@@ -318,31 +312,36 @@ class PrefixIndex:
         tokens, has_contents = self._pack(list(flatten(*ids)), 0, len(blocks))
         hashes = self._chain.extend_each([chain.hashes[-1] for chain in chains], tokens)
         parents, rows = [chain.serials[-1] for chain in chains], np.array(blocks, np.int64)
-        is_new = self._hash_of.keys().isdisjoint(blocks) and self._block_of.keys().isdisjoint(hashes)
-        if has_contents or self._contents or not is_new or len(set(hashes)) < len(hashes):
+        if has_contents or self._contents or not self._are_new(blocks, hashes):
             return False
         # Blocks that held the same content before keep their serials, see `_publish_each`.
         if ((self._parents[rows] == parents) & (self._tokens[rows] == tokens).all(axis=1)).any():
             return False
-        self._rollback.keep_absence(self._hash_of, blocks)
         self._rollback.append((_shorten, chains, [len(chain.serials) for chain in chains]))
-        self._block_of.update(zip(hashes, blocks, strict=True))
         serials = self._publish_new(blocks, tokens, hashes, parents)
         for chain, hash_, serial in zip(chains, hashes, serials, strict=True):
             chain.hashes.append(hash_)
             chain.serials.append(serial)
         return True
 
+    def _are_new(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> bool:
+        """Return whether none of the blocks is published, and no published block or other one has its hash."""
+        if not self._hash_of.keys().isdisjoint(blocks) or not self._block_of.keys().isdisjoint(hashes):
+            return False
+        return len(set(hashes)) == len(hashes)
+
     def _publish_new(
         self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], parents: Sequence[int]
     ) -> Sequence[int]:
-        """Publish new blocks at once, which `_block_of` holds without a collision; return their serials."""
+        """Publish blocks that are new at once; return their serials."""
+        self._rollback.keep_absence(self._hash_of, blocks)
         first = self._last_serial + 1
         self._last_serial += len(blocks)
         ids = np.array(blocks, np.int64)
         self._tokens[ids], self._parents[ids] = tokens, parents
         self._serials[ids] = np.arange(first, first + len(blocks))
         self._hash_of.update(zip(blocks, hashes, strict=True))
+        self._block_of.update(zip(hashes, blocks, strict=True))
         self.published.update(blocks)
         return range(first, first + len(blocks))
 
@@ -363,7 +362,7 @@ class PrefixIndex:
         dead: set[int] = set()
         for block, row, hash_, ids in zip(blocks, tokens, hashes, contents, strict=True):
             present = self._block_of.get(hash_)
-            if present is not None and present in self._hash_of:
+            if present is not None:
                 if self._is_publication(present, previous, row, ids):
                     previous = int(self._serials[present])
                     serials.append(previous)
@@ -386,11 +385,9 @@ class PrefixIndex:
             self._tokens[block], self._parents[block], self._serials[block] = row, previous, serial
             previous = serial
             serials.append(previous)
-        for block, hash_ in zip(blocks[len(serials) :], hashes[len(serials) :], strict=True):
+        for block in blocks[len(serials) :]:
             if block in self._hash_of:
                 displaced += self.forget([block])
-            elif self._block_of.get(hash_) == block:
-                del self._block_of[hash_]
         return serials, displaced
 
     def _is_publication(self, block: int, parent: int, tokens: TokenArray, contents: list[int] | None) -> bool:
