@@ -11,7 +11,7 @@ from itertools import repeat
 import numpy as np
 
 from paged.cache.guard import Rollback
-from paged.cache.token_chain import FEW_BLOCKS, ChainHash, Hash, Sha256Chain, TokenArray, TokenChain, pack
+from paged.cache.token_chain import FEW_BLOCKS, ChainHash, Contents, Hash, Sha256Chain, TokenArray, TokenChain, pack
 from paged.errors import PagedError
 
 # A look-up hashes one block first, then this many times more per round, until a round misses a block. Most prompts miss
@@ -193,7 +193,7 @@ class PrefixIndex:
     def next_hash(self, previous: Hash, ids: list[int]) -> Hash:
         """Return the hash of the block with these ids that follows the block with hash `previous`."""
         tokens, has_contents = pack(ids)
-        return self._extend(previous, tokens[None], [ids] if has_contents else None)[0]
+        return self._chain.extend(previous, tokens[None], [ids] if has_contents else None)[0]
 
     def hash_of(self, block: int) -> Hash | None:
         """Return the chained hash of a published block of the first table, None for other blocks."""
@@ -223,7 +223,7 @@ class PrefixIndex:
                 has_contents = True
                 new_contents = self._contents_of(token_ids[first * self._block_size : last * self._block_size])
             packed += tokens.tobytes()
-            hashes += self._extend(previous, tokens, new_contents)
+            hashes += self._chain.extend(previous, tokens, new_contents)
             blocks += map(self._block_of.get, hashes[first:], repeat(0))  # no block has id 0
             if 0 in blocks:
                 del blocks[blocks.index(0) :]
@@ -268,7 +268,7 @@ class PrefixIndex:
             return []
         first = len(chain.serials)
         tokens, has_contents = self._pack(chain.ids, first, first + len(blocks))
-        contents: list[list[int] | None] = [None] * len(blocks)
+        contents: Contents = [None] * len(blocks)
         if has_contents:
             contents = self._contents_of(chain.ids[first * self._block_size :][: tokens.size])
         root = None
@@ -277,7 +277,7 @@ class PrefixIndex:
         else:
             root = self._roots.get(namespace) or _Root(self.root_hash(namespace), self._next_serial())
             previous_hash, previous = root.hash, root.serial
-        hashes = self._extend(previous_hash, tokens, contents if has_contents else None)
+        hashes = self._chain.extend(previous_hash, tokens, contents if has_contents else None)
         serials: Sequence[int]
         displaced: list[tuple[int, Hash]] = []
         if len(blocks) > FEW_BLOCKS and self._are_new(blocks, hashes):
@@ -350,7 +350,7 @@ class PrefixIndex:
         blocks: Sequence[int],
         tokens: TokenArray,
         hashes: Sequence[Hash],
-        contents: Sequence[list[int] | None],
+        contents: Contents,
         previous: int,
     ) -> tuple[list[int], list[tuple[int, Hash]]]:
         """Publish block by block; return the serials up to the first collision, and the result of `publish`.
@@ -468,12 +468,6 @@ class PrefixIndex:
             root.num_blocks += 1
         if self.other_tables is not None:
             self.other_tables.recount()
-
-    def _extend(self, previous: Hash, tokens: TokenArray, contents: Sequence[list[int] | None] | None) -> list[Hash]:
-        """Return the hashes of blocks that follow a block; contents: from `_contents_of`, None for tokens alone."""
-        if contents is not None and isinstance(self._chain, Sha256Chain):
-            return self._chain.extend_contents(previous, tokens, contents)
-        return self._chain.extend(previous, tokens)
 
     def _pack(self, token_ids: list[int], first: int, last: int) -> tuple[TokenArray, bool]:
         """Return `pack` of blocks `first` to `last`, [n, block_size]."""

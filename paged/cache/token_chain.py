@@ -17,6 +17,8 @@ from paged.errors import InvalidInputError
 
 Hash = int | bytes
 TokenArray = NDArray[np.int32]
+Contents = Sequence[list[int] | None]
+"""For each block all of its ids if it holds a `content_id`, None for a block of tokens alone."""
 # From here down, an id is not a token's but a `content_id`.
 _FIRST_CONTENT_ID = -(1 << 128)
 
@@ -102,8 +104,11 @@ class ChainHash:
         self._factor_sum = sum(self._factors) & _MASK  # for the + 1 of each token
         self._powers = np.empty((2, 0), np.uint64)  # of the factor and its inverse
 
-    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
-        """Return the hashes of `blocks` [n, block_size] that follow the block with hash `previous`."""
+    def extend(self, previous: Hash, blocks: TokenArray, contents: Contents | None = None) -> list[Hash]:
+        """Return the hashes of `blocks` [n, block_size] that follow the block with hash `previous`.
+
+        contents: not hashed, as all ids are compared on a hit.
+        """
         assert isinstance(previous, int)
         if len(blocks) <= FEW_BLOCKS:
             hashes: list[Hash] = []
@@ -141,24 +146,13 @@ class ChainHash:
 class Sha256Chain:
     """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties, and for tiers."""
 
-    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
-        """Like `ChainHash.extend`."""
+    def extend(self, previous: Hash, blocks: TokenArray, contents: Contents | None = None) -> list[Hash]:
+        """Like `ChainHash.extend`, with all bits of `contents`: a tier knows blocks by their hash."""
         assert isinstance(previous, bytes)
         hashes: list[Hash] = []
-        for block in blocks:
-            previous = hashlib.sha256(previous + block.tobytes()).digest()
-            hashes.append(previous)
-        return hashes
-
-    def extend_contents(self, previous: Hash, blocks: TokenArray, contents: Sequence[list[int] | None]) -> list[Hash]:
-        """Return the hashes of `blocks`, with all bits of the ids of those that hold a `content_id`.
-
-        contents: all ids of such a block, None for a block of tokens alone.
-        """
-        assert isinstance(previous, bytes)
-        hashes: list[Hash] = []
-        for block, ids in zip(blocks, contents, strict=True):
+        for index, block in enumerate(blocks):
             content = block.tobytes()
+            ids = None if contents is None else contents[index]
             if ids is not None:
                 content += repr(ids).encode()
             previous = hashlib.sha256(previous + content).digest()

@@ -25,7 +25,7 @@ FORGED: list[Callable[[Any], int]] = [
 
 def forged_chain(hash_of: Callable[[Any], int]) -> Callable[..., list[int]]:
     """In place of `ChainHash.extend` and `extend_each`."""
-    return lambda self, previous, blocks: [hash_of(block) for block in blocks]
+    return lambda self, previous, blocks, contents=None: [hash_of(block) for block in blocks]
 
 
 class Cache:
