@@ -74,7 +74,7 @@ class PagedKvCacheManager(KvInspection):
         num_host_blocks = self._tensors.num_host_blocks
         host_pool = BlockPool(num_host_blocks, rollback=rollback)
         if config.has_tier:
-            tier = HostTier(self._tensors, self._prefixes.index, config.block_size, self._guard)
+            tier = HostTier(config, self._tensors, self._prefixes.index, self._guard)
             host_pool = tier.pool = BlockPool(num_host_blocks, tier.entries.keys(), tier.drop, rollback)
             self._prefixes.tier = tier
             if self._recurrent is not None:

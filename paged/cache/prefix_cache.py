@@ -33,10 +33,10 @@ class PrefixCache:
     tier: HostTier | None = None
 
     def __init__(self, config: PagedKvCacheConfig, guard: CacheGuard) -> None:
-        self._are_needed = [table.sliding_window is None for table in config.tables]
+        are_needed = [table.sliding_window is None for table in config.tables[1:]]
         # A tier knows blocks by their hash alone, so hashes must not collide.
         algorithm = "sha256" if config.has_tier else config.prefix_hash
-        self.index = PrefixIndex(config.num_blocks, config.block_size, algorithm, guard.rollback, self._are_needed[1:])
+        self.index = PrefixIndex(config.num_blocks, config.block_size, algorithm, guard.rollback, are_needed)
         self.pool = BlockPool(config.num_blocks, self.index.published, self._evict, guard.rollback)
         if self.index.other_tables is not None:
             self.index.other_tables.on_withdrawn = self.pool.unpublished
@@ -59,7 +59,7 @@ class PrefixCache:
         if self.tier is None or self.tier.files is None:
             return None
         _, chain = self.index.match(token_ids, namespace)
-        _, hashes = self.tier.find(token_ids, namespace, chain.hashes, self._are_needed)
+        _, hashes = self.tier.find(token_ids, namespace, chain.hashes)
         return self.tier.read(token_ids, namespace, hashes)
 
     def begin(
@@ -160,11 +160,10 @@ class PrefixCache:
         """
         assert self.tier is not None
         size, num_tables, num_matched = self._block_size, len(self._tables), len(matched)
-        is_needed = self._are_needed
-        in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes, is_needed)
+        in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes)
         if from_files is not None:
             self.tier.keep(from_files, in_tier[in_tier != 0].tolist())
-            in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes, is_needed)
+            in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes)
         self.tier.count(len(token_ids) - num_matched * size, is_hit=len(hashes) > num_matched)
         rows = np.zeros((len(in_tier), num_tables), np.int64)
         rows[:num_matched, 0] = matched
@@ -184,7 +183,7 @@ class PrefixCache:
         missing = (rows == 0) & (in_tier != 0)
         missing[count:] = False
         for column, table in enumerate(self._tables):
-            missing[: table.first_seen_block(length, size), column] &= is_needed[column] or column == 0
+            missing[: table.first_seen_block(length, size), column] &= table.sliding_window is None or column == 0
         places = np.argwhere(missing)
         held = [block for block in rows[:count].ravel().tolist() if block]
         num_revived = sum(block in self.pool.cached for block in held)

@@ -17,6 +17,7 @@ from paged.cache.tiers.states import StateTier
 
 if TYPE_CHECKING:
     from paged.cache.guard import CacheGuard
+    from paged.cache.kv_cache import PagedKvCacheConfig
     from paged.cache.pool import BlockPool
     from paged.cache.prefix_index import PrefixIndex
     from paged.cache.tensors import KvCacheTensors
@@ -54,12 +55,17 @@ class HostTier:
     files: FileTier | None = None
     states: StateTier | None = None
 
-    def __init__(self, tensors: KvCacheTensors, index: PrefixIndex, block_size: int, guard: CacheGuard) -> None:
+    def __init__(
+        self, config: PagedKvCacheConfig, tensors: KvCacheTensors, index: PrefixIndex, guard: CacheGuard
+    ) -> None:
         self.entries: dict[int, HostEntry] = {}
         self._hosts: dict[tuple[Hash, int], int] = {}
         self._tensors = tensors
         self._index = index
-        self._block_size = block_size
+        self._block_size = config.block_size
+        # Tables without whose blocks a position is of no use; those with a window lack most.
+        self._needed = [index for index, table in enumerate(config.tables) if not index or not table.sliding_window]
+        self._num_tables = len(config.tables)
         self._rollback, self._listeners, self._counts = guard.rollback, guard.listeners, guard.counts
 
     def store(self, blocks: Sequence[int]) -> None:
@@ -90,20 +96,20 @@ class HostTier:
                 self.files.write([self._write_of(host, self.files.digest) for host in hosts])
 
     def find(
-        self, token_ids: list[int], namespace: Hashable, hashes: Sequence[Hash], is_needed: Sequence[bool]
+        self, token_ids: list[int], namespace: Hashable, hashes: Sequence[Hash]
     ) -> tuple[NDArray[np.int64], list[Hash]]:
         """Return the host blocks that a prompt can use, by position and table, 0 for none; and the positions' hashes.
 
         The rows are those of the positions on the device, and further ones as far as the host has a block of the first
         table and of all needed ones. Nothing changes.
 
-        hashes: of the positions that the device has. is_needed: whether each table has no window.
+        hashes: of the positions that the device has.
         """
-        size = self._block_size
+        size, num_tables = self._block_size, self._num_tables
         rows: list[list[int]] = []
         known: list[Hash] = []
         previous = self._index.root_hash(namespace)
-        if hashes and len(is_needed) == 1:  # the device lacks nothing at its positions
+        if hashes and num_tables == 1:  # the device lacks nothing at its positions
             rows = [[0]] * len(hashes)
             known, previous = list(hashes), hashes[-1]
         for start in range(len(rows) * size, len(token_ids) - size + 1, size):
@@ -113,12 +119,12 @@ class HostTier:
                 previous = hashes[len(rows)]
             else:
                 previous = self._index.next_hash(previous, ids)
-            row = self._row(previous, ids, is_needed)
-            if not is_on_device and not row:
+            row = [self._host_of(previous, column, ids) for column in range(num_tables)]
+            if not is_on_device and not all(row[index] for index in self._needed):
                 break
             known.append(previous)
-            rows.append(row or [self._host_of(previous, column, ids) for column in range(len(is_needed))])
-        return np.array(rows, np.int64).reshape(len(rows), len(is_needed)), known
+            rows.append(row)
+        return np.array(rows, np.int64).reshape(len(rows), num_tables), known
 
     def count(self, num_tokens: int, *, is_hit: bool) -> None:
         """Count a prompt that the device lacks so many tokens of."""
@@ -223,12 +229,6 @@ class HostTier:
             for entry in entries:
                 if entry.column == 0:
                     self._listeners.events.append(event(entry.hash))
-
-    def _row(self, hash_: Hash, ids: list[int], is_needed: Sequence[bool]) -> list[int]:
-        """Return the host blocks of a position by table, 0 for none; empty if it lacks one that is needed."""
-        row = [self._host_of(hash_, column, ids) for column in range(len(is_needed))]
-        has_needed = all(host for host, needed in zip(row, is_needed, strict=True) if needed)
-        return row if row[0] and has_needed else []
 
     def _write_of(self, host: int, digest: bytes) -> Write:
         entry = self.entries[host]
