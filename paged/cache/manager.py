@@ -565,7 +565,7 @@ class PagedKvCacheManager(KvInspection):
             "rows_per_slot": config.rows_per_slot,
             "tables": config.tables,
         }
-        num_bytes = [self._tensors.bytes_per_host_block] * len(config.tables)
+        num_bytes = [self._tensors.host.num_block_bytes] * len(config.tables)
         is_needed = [table.sliding_window is None for table in config.tables]
         if tier.states is not None and self._tensors.states is not None:
             layout["states"] = self._tensors.states.layout

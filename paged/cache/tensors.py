@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain, pairwise
@@ -143,17 +143,39 @@ class HostBlocks:
             computing.wait_event(moved)
 
 
-def read_host(memories: Sequence[HostBlocks], block: int) -> bytes:
-    """Return a copy of a host block over all its memories, after the copies to it; any thread may call this."""
-    return b"".join(memory.read(block) for memory in memories)
+class HostMemory:
+    """Host blocks of several tensors, which move together. num_block_bytes: of a block over all of them."""
 
+    def __init__(self, tensors: Iterable[torch.Tensor], num_blocks: int) -> None:
+        """tensors, num_blocks: as of `HostBlocks`."""
+        self._parts = [HostBlocks(tensor, num_blocks) for tensor in tensors]
+        self.num_block_bytes = sum(part.num_block_bytes for part in self._parts)
 
-def write_host(memories: Sequence[HostBlocks], block: int, data: bytes | memoryview) -> None:
-    """Fill a host block with what `read_host` has returned, after the copies from it."""
-    start = 0
-    for memory in memories:
-        memory.write(block, data[start : start + memory.num_block_bytes])
-        start += memory.num_block_bytes
+    def bind(self) -> None:
+        """Take the tensors' addresses again, after their memory has moved."""
+        for part in self._parts:
+            part.bind()
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device block to host block for every pair."""
+        for part in self._parts:
+            part.swap_out(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host block to device block for every pair."""
+        for part in self._parts:
+            part.swap_in(pairs)
+
+    def read(self, block: int) -> bytes:
+        """Return a copy of a host block, after the copies to it; any thread may call this."""
+        return b"".join(part.read(block) for part in self._parts)
+
+    def write(self, block: int, data: bytes | memoryview) -> None:
+        """Fill a host block with what `read` has returned, after the copies from it."""
+        start = 0
+        for part in self._parts:
+            part.write(block, data[start : start + part.num_block_bytes])
+            start += part.num_block_bytes
 
 
 class StateTensors:
@@ -189,7 +211,7 @@ class StateTensors:
             }
             self.num_tier_slots = num_tier_bytes // self.bytes_per_slot
             num_host_slots = spec.num_swap_slots + self.num_tier_slots
-            self.host_slots = [HostBlocks(tensor, num_host_slots) for tensor in self.all.values()]
+            self.host = HostMemory(self.all.values(), num_host_slots)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -206,14 +228,6 @@ class StateTensors:
         """Shape of a slot, without layers that have no state, and dtype, by name; the same in every process."""
         return {name: ((tensor.shape[0], *tensor.shape[2:]), str(tensor.dtype)) for name, tensor in self.all.items()}
 
-    def read_host(self, slot: int) -> bytes:
-        """Return a copy of a host slot; see the function."""
-        return read_host(self.host_slots, slot)
-
-    def write_host(self, slot: int, data: bytes | memoryview) -> None:
-        """Fill a host slot; see the function."""
-        write_host(self.host_slots, slot, data)
-
     def layer(self, layer: int) -> RecurrentState:
         """Return the views of one of `layers`."""
         index = self.layers[layer]
@@ -224,15 +238,13 @@ class StateTensors:
         """Copy device slot to host slot for every pair."""
         if self.listener is not None:
             self.listener("swap_out_states", (pairs,))
-        for memory in self.host_slots:
-            memory.swap_out(pairs)
+        self.host.swap_out(pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host slot to device slot for every pair."""
         if self.listener is not None:
             self.listener("swap_in_states", (pairs,))
-        for memory in self.host_slots:
-            memory.swap_in(pairs)
+        self.host.swap_in(pairs)
 
     def poison(self, slots: Sequence[int]) -> None:
         """Fill slots with NaN."""
@@ -274,7 +286,7 @@ class KvCacheTensors:
             if dtype == torch.int8:
                 scales = *shape[:2], config.block_size * config.rows_per_slot
                 self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=torch.float32))
-            self.host_blocks = [HostBlocks(storage, self.num_host_blocks) for storage in self.storages]
+            self.host = HostMemory(self.storages, self.num_host_blocks)
             spec = config.recurrent
             self.states = None
             if spec is not None:
@@ -348,11 +360,11 @@ class KvCacheTensors:
         except BaseException:
             self.release()
             raise
-        bound: list[BlockCopy | HostBlocks] = [*self._copies, *self.host_blocks]
+        for copy in self._copies:
+            copy.bind()
+        self.host.bind()
         if self.states is not None:
-            bound += self.states.host_slots
-        for blocks in bound:
-            blocks.bind()
+            self.states.host.bind()
 
     def _on_device(self) -> list[torch.Tensor]:
         return [*self.storages, *(() if self.states is None else self.states.all.values())]
@@ -377,27 +389,12 @@ class KvCacheTensors:
     def swap_out(self, block_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device block to host block for every pair."""
         self._tell("swap_out", block_pairs)
-        for memory in self.host_blocks:
-            memory.swap_out(block_pairs)
+        self.host.swap_out(block_pairs)
 
     def swap_in(self, block_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host block to device block for every pair."""
         self._tell("swap_in", block_pairs)
-        for memory in self.host_blocks:
-            memory.swap_in(block_pairs)
-
-    @cached_property
-    def bytes_per_host_block(self) -> int:
-        """Bytes of a host block, scales included."""
-        return sum(memory.num_block_bytes for memory in self.host_blocks)
-
-    def read_host(self, block: int) -> bytes:
-        """Return a copy of a host block; see the function."""
-        return read_host(self.host_blocks, block)
-
-    def write_host(self, block: int, data: bytes | memoryview) -> None:
-        """Fill a host block; see the function."""
-        write_host(self.host_blocks, block, data)
+        self.host.swap_in(block_pairs)
 
     def layer(self, layer: int) -> int:
         """Return `layer` as an int; raise InvalidInputError unless it exists and has K/V of its own."""

@@ -128,7 +128,7 @@ def test_work_of_swap(num_staged: int, chunks: int, monkeypatch: pytest.MonkeyPa
 
 def test_runs_on_the_host(cuda: EmulatedCuda) -> None:
     """Host blocks apart are a copy each, of all layers; where they come from on the device makes no difference."""
-    host = make_manager(device="cuda", num_swap_blocks=6)._tensors.host_blocks[0]
+    host = make_manager(device="cuda", num_swap_blocks=6).tensors.host
     assert work_of(lambda: host.swap_out([(4, 6), (1, 5), (3, 2), (6, 4)]), cuda) == Work(1, 1, 2)
     assert work_of(lambda: host.swap_in([(6, 1), (2, 2)]), cuda) == Work(1, 3, 0)
 

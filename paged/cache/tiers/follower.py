@@ -13,7 +13,7 @@ from paged.cache.tiers.files import FileRead, FileTier, Position, Write
 from paged.cache.tiers.states import POSITIONS
 
 if TYPE_CHECKING:
-    from paged.cache.tensors import KvCacheTensors, StateTensors
+    from paged.cache.tensors import HostMemory, KvCacheTensors
 
 
 class FollowerFiles:
@@ -50,7 +50,7 @@ class FollowerFiles:
         for index, column, host in places:
             self._writes.pop((column == self._state_column, host), None)
             memory, header = self._memory(column)
-            memory.write_host(host, blocks[index, column].data[len(header) :])
+            memory.write(host, blocks[index, column].data[len(header) :])
 
     def drop_files(self, number: int) -> None:
         """Forget a read."""
@@ -68,12 +68,12 @@ class FollowerFiles:
         digest = self._files.digest
         self._files.close([write for write in self._writes.values() if write.key.digest == digest], timeout_s)
 
-    def _memory(self, column: int) -> tuple[KvCacheTensors | StateTensors, bytes]:
+    def _memory(self, column: int) -> tuple[HostMemory, bytes]:
         """Return the host memory for a file's data, and what is before these; rank 0 knows a state's positions."""
         if column != self._state_column:
-            return self._tensors, b""
+            return self._tensors.host, b""
         assert self._tensors.states is not None
-        return self._tensors.states, bytes(POSITIONS.size)
+        return self._tensors.states.host, bytes(POSITIONS.size)
 
     def _forget(self, name: str, arguments: tuple[Sequence[tuple[int, int]], ...]) -> None:
         """Forget what is about to be overwritten by a move from the device."""
@@ -84,6 +84,6 @@ class FollowerFiles:
     def _write_of(self, host: int, key: BlockKey) -> Write:
         memory, header = self._memory(key.column)
         place = key.column == self._state_column, host
-        write = Write(host, key, [], lambda: header + memory.read_host(host), lambda: self._writes.get(place) is write)
+        write = Write(host, key, [], lambda: header + memory.read(host), lambda: self._writes.get(place) is write)
         self._writes[place] = write
         return write

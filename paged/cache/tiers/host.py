@@ -170,7 +170,7 @@ class HostTier:
         hosts = self.pool.allocate(len(blocks))
         entries: list[HostEntry] = []
         for host, (place, block) in zip(hosts, blocks, strict=True):
-            self._tensors.write_host(host, block.data)
+            self._tensors.host.write(host, block.data)
             entries.append(HostEntry(block.key.hash, block.key.column, block.token_ids))
             places.append((*place, host))
         if self.files.tell is not None and places:
@@ -234,7 +234,7 @@ class HostTier:
         entry = self.entries[host]
         assert isinstance(entry.hash, bytes)
         key = BlockKey(digest, entry.hash, entry.column)
-        read = partial(self._tensors.read_host, host)
+        read = partial(self._tensors.host.read, host)
         return Write(host, key, entry.token_ids, read, lambda: self.entries.get(host) is entry)
 
     def _host_of(self, hash_: Hash, column: int, ids: list[int]) -> int:

@@ -54,7 +54,7 @@ class StateTier:
     @property
     def num_file_bytes(self) -> int:
         """Bytes of a state in a file."""
-        return POSITIONS.size + sum(memory.num_block_bytes for memory in self._tensors.host_slots)
+        return POSITIONS.size + self._tensors.host.num_block_bytes
 
     def store(self, hash_: Hash, token_ids: list[int], slot: int, position: int, start: int, end: int) -> None:
         """Copy the state in a device slot to the host, unless it is there."""
@@ -69,7 +69,7 @@ class StateTier:
         """Copy a state that has come from a file to the host, unless it is there; return its host slot, or 0."""
         host = self._take(block.key.hash)
         if host:
-            self._tensors.write_host(host, block.data[POSITIONS.size :])
+            self._tensors.host.write(host, block.data[POSITIONS.size :])
             position, start, end = POSITIONS.unpack_from(block.data)
             self.entries[block.key.hash] = HostState(host, position, start, end, block.token_ids)
         return host
@@ -114,6 +114,6 @@ class StateTier:
         key, state = BlockKey(digest, hash_, self.column), self.entries[hash_]
 
         def read() -> bytes:
-            return POSITIONS.pack(state.position, state.start, state.end) + self._tensors.read_host(state.slot)
+            return POSITIONS.pack(state.position, state.start, state.end) + self._tensors.host.read(state.slot)
 
         return Write(state.slot, key, state.token_ids, read, lambda: self.entries.get(hash_) is state)

@@ -260,14 +260,14 @@ def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypa
 
 def hold_reads_of_host(manager: PagedKvCacheManager, monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
     """Let reads of host memory wait for the second event; the first is set when one has begun."""
-    begun, go_on, read = Event(), Event(), manager.tensors.read_host
+    begun, go_on, read = Event(), Event(), manager.tensors.host.read
 
     def read_late(block: int) -> bytes:
         begun.set()
         assert go_on.wait(HANG_S)
         return read(block)
 
-    monkeypatch.setattr(manager.tensors, "read_host", read_late)
+    monkeypatch.setattr(manager.tensors.host, "read", read_late)
     return begun, go_on
 
 
