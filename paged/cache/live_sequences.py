@@ -34,13 +34,12 @@ class BlockTables:
         self._num_tables = num_tables
         self._rows = np.zeros((num_tables, 16, 16), np.int32)
         self._num_blocks = np.zeros(16, np.int64)
-        # Free rows, each with the blocks that it still stores.
-        self._free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(16)]
+        # Free rows, each with the blocks that it still stores, as `SequenceState.row_blocks`.
+        self._free: list[tuple[int, tuple[int, ...] | None]] = [(row, ()) for row in range(16)]
         # Sequence of each row, None for none; the last entry is for removed sequences, whose row is -1.
         self._owners: list[SequenceState | None] = [None] * 17
-        self._is_updating = False
         # A decode step mostly has the previous step's sequences: comparing 256 takes 1 us, looking them up 20 us.
-        self._last: list[SequenceState] = []
+        self._last: list[SequenceState] | None = []
         self._last_rows = np.empty(0, np.int64)
         # The last ones' table, None if it must be read anew; rows and indices that have got a block since.
         self._gathered: NDArray[np.int32] | None = None
@@ -55,7 +54,7 @@ class BlockTables:
             rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
             num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
             owners = [*self._owners, *[None] * count]
-            free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(count, 2 * count)]
+            free: list[tuple[int, tuple[int, ...] | None]] = [(row, ()) for row in range(count, 2 * count)]
             # Nothing fails from here on: all four have the same size.
             self._rows, self._num_blocks, self._owners, self._free = rows, num_blocks, owners, free
         state.row, state.row_blocks = self._free[-1]
@@ -64,7 +63,7 @@ class BlockTables:
 
     def remove(self, state: SequenceState) -> None:
         """Free a sequence's row."""
-        self._last = []
+        self._last = None
         self._owners[state.row] = None
         self._free.append((state.row, state.row_blocks))
         state.row = -1
@@ -75,8 +74,10 @@ class BlockTables:
         owners = [*map(owned.get, range(count)), None]
         if owners != self._owners or len(self._free) + len(owned) != count or len(self._num_blocks) != count:
             self._owners, self._num_blocks = owners, np.zeros(count, np.int64)
-            self._free = [(row, ()) for row in range(count) if row not in owned]
-            self._last, self._is_updating = [], True
+            self._free = [(row, None) for row in range(count) if row not in owned]
+            self._last = None
+            for state in states:
+                state.row_blocks = None
         for state in states:
             if state.row < 0:
                 self.add(state)
@@ -114,21 +115,17 @@ class BlockTables:
 
     def update(self, states: list[SequenceState]) -> None:
         """Store the blocks of these sequences in their rows."""
-        if self._is_updating:  # an earlier call was interrupted, so rows may hold anything
-            self._rows[:] = 0
-            self._gathered = None
-            self._free = [(row, ()) for row, _ in self._free]
-            for owner in filter(None, self._owners):
-                owner.row_blocks = ()
-        self._is_updating = True
         for state in states:
             if state.row_blocks is not state.blocks:
                 self._store(state)
-        self._is_updating = False
 
     def _store(self, state: SequenceState) -> None:
         self.version += 1
         new, old, row, count = state.blocks, state.row_blocks, state.row, self._num_tables
+        state.row_blocks = None  # until the row is whole, in case this fails
+        if old is None:
+            self._rows[:, row] = 0
+            old = ()
         length = len(new) // count
         while length > self._rows.shape[2]:
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=2)

@@ -69,7 +69,8 @@ class SequenceState:
         chain: known token ids and their published blocks.
         num_loaded_tokens: those of num_cached_tokens whose K/V a tier had.
         host_blocks: while swapped out, host blocks by index in `blocks`, which is 0 there.
-        row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks stored in it.
+        row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks stored in it; None if it
+            may hold anything.
         slot, host_slot: of recurrent layers, with the state of `num_tokens` tokens; 0 for none. `host_slot` is set
             while swapped out, unless `slot` is shared and stays on the device.
         step: what an open reservation has planned for the recurrent layers.
@@ -91,7 +92,7 @@ class SequenceState:
     chain: TokenChain = field(default_factory=TokenChain)
     host_blocks: dict[int, int] | None = None
     row: int = -1
-    row_blocks: tuple[int, ...] = ()
+    row_blocks: tuple[int, ...] | None = ()
     slot: int = 0
     host_slot: int = 0
     step: StateStep | None = None

@@ -1,6 +1,7 @@
 """The batch as kernels see it, against a loop over tokens."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from paged.batch import UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
+from tests.cache.stress.test_failed_calls import OURS
+from tests.failure import CACHE_GUARD, Failure
 
 
 @pytest.fixture
@@ -68,6 +71,25 @@ def test_offsets_and_padding(manager: PagedKvCacheManager) -> None:
     assert metadata.block_table[0, 1] != 0
     check(manager, [])
     check(manager, [(manager.allocate("empty"), 0)])
+    manager.free(manager.get_handle("empty"))
+    check(manager, [])
+
+
+def test_a_failure_anywhere_leaves_no_wrong_row(manager: PagedKvCacheManager) -> None:
+    """Neither one that an earlier sequence has left, nor one that was being written for blocks that are given back."""
+    count, is_hit = 0, True
+    while is_hit:
+        for lengths in ((9, 14), (13, 3)):
+            pairs = [(manager.allocate(number, length), length) for number, length in enumerate(lengths)]
+            handles = [handle for handle, _ in pairs]
+            for call in (partial(manager.build_metadata, pairs), partial(manager.reserve_step, handles, [9, 20])):
+                is_hit = Failure(count, OURS, MemoryError(), skip=CACHE_GUARD).hits(call)
+                check(manager, pairs[::-1])
+                check(manager, pairs)
+            for handle in handles:
+                manager.free(handle)
+        count += 1
+    assert count > 100
 
 
 def test_items_name_their_sequence_or_bring_it(manager: PagedKvCacheManager) -> None:
