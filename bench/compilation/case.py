@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -25,6 +24,10 @@ EVERY_CASE = ("sm_80", "sm_90", "sm_100", "gfx942")
 NUM_SMS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148, "sm_120": 170, "gfx942": 304}
 # Those that convert e4m3 by themselves, see `has_native_e4m3`.
 NATIVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+
+# Instructions of products that fill a tile of 64 rows; see `machine_code.INSTRUCTIONS`.
+TENSOR_CORES = {"sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_103": "UTCHMMA", "gfx942": "v_mfma"}
+TENSOR_CORES |= dict.fromkeys(("sm_80", "sm_89", "sm_120"), "HMMA")
 
 
 @dataclass(frozen=True)
@@ -51,44 +54,3 @@ class CompileCase:
     targets: tuple[str, ...] = EVERY_CASE
     programs_per_sm: int = 1
     may_spill: bool = False
-
-
-# Sizes that 16 divides wherever kernels are launched; so do strides.
-_ALIGNED_SIZES = ("K", "vocab_size", "words_per_block")
-
-
-def kernel_case(
-    name: str,
-    kernel: Any,
-    constexprs: dict[str, Any],
-    kinds: Mapping[str, str | None] = MappingProxyType({}),
-    *,
-    dtype: str = "bf16",
-    aligned: tuple[str, ...] | None = None,
-    **options: Any,
-) -> CompileCase:
-    """A case whose signature is read off the kernel.
-
-    Arguments in neither `constexprs` nor `kinds` are pointers to `dtype` or int32; kinds: None for absent arguments.
-    aligned: see `divisible_by_16`; by default strides and some sizes. options: of `CompileCase`.
-    """
-    constexprs = constexprs | {argument: None for argument, kind in kinds.items() if kind is None}
-    signature: dict[str, str] = {}
-    for argument in kernel.arg_names:
-        if argument in constexprs:
-            signature[argument] = "constexpr"
-        elif argument in kinds:
-            signature[argument] = str(kinds[argument])
-        elif argument.endswith("_ptr"):
-            signature[argument] = f"*{dtype}"
-        else:
-            signature[argument] = "i32"
-    if aligned is None:
-        varying = getattr(kernel, "do_not_specialize", ())  # of the interpreter's kernels nothing is compiled
-        sizes = []
-        for argument, kind in signature.items():
-            is_size = argument.startswith("stride_") or argument in _ALIGNED_SIZES
-            if kind == "i32" and is_size and argument not in varying:
-                sizes.append(argument)
-        aligned = tuple(sizes)
-    return CompileCase(name, kernel, signature, constexprs, divisible_by_16=aligned, **options)

@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, TARGETS, CompileCase, kernel_case
+import torch
+
+from paged.bench.compilation.case import EVERY_CASE, TARGETS, TENSOR_CORES, CompileCase
+from paged.bench.compilation.launches import DTYPES, empty, launch_case, launch_of
 from paged.kernels.attention.config import decode_tile, prefill_tile
+from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.tile_kernels import _attention_kernel
 from paged.kernels.common.attention.keys import _pack_mask_kernel
-from paged.kernels.common.attention.merge_splits import _merge_splits_kernel, merged_rows
-from paged.kernels.common.attention.plan import padded_head_dim
-from paged.kernels.common.attention.plan_kernel import PLAN_LANES, PLAN_WARPS, _plan_kernel
+from paged.kernels.common.attention.merge_splits import _merge_splits_kernel
+from paged.kernels.common.attention.plan import DECODE_MAX_ROWS
+from paged.kernels.common.attention.plan_kernel import _plan_kernel
 from paged.kernels.common.device import LARGE_SHARED_MEMORY
 
-ELEMENT_SIZE = {"bf16": 2, "fp32": 4}
-TENSOR_CORES = {"sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_103": "UTCHMMA", "gfx942": "v_mfma"}
-TENSOR_CORES |= dict.fromkeys(("sm_80", "sm_89", "sm_120"), "HMMA")
 _ALIGNED = ("q_token", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "out_token", "out_head")
-_TABLES = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "counts_ptr", "first_padding_ptr")
-_KINDS = dict.fromkeys((*_TABLES, "split_tiles_ptr", "tile_starts_ptr"), "*i32")
-_KINDS |= dict.fromkeys(("lse_ptr", "partial_out_ptr", "partial_lse_ptr"), "*fp32")
-_KINDS |= {"scale": "fp32", "softcap": "fp32"}
-_ELEMENTS = {"e4m3": "u8", "e5m2": "u8", "int8": "i8"}
-_OPTIONS = {  # argument -> type when given
-    "is_causal_ptr": "*i1",
-    "sinks_ptr": "*bf16",
-    "alibi_slopes_ptr": "*fp32",
-    "k_scale_ptr": "*fp32",
-    "v_scale_ptr": "*fp32",
-    "mask_ptr": "*i64",
+_ELEMENTS = {"e4m3": "fp8e4nv", "e5m2": "fp8e5", "int8": "i8"}
+_GROUP = 4  # query heads to a KV head
+# Options by name, made for so many tokens of one sequence.
+_OPTIONS: dict[str, Callable[[int], torch.Tensor]] = {
+    "causal": lambda _: empty("i1", 1),
+    "sinks": lambda _: empty("bf16", _GROUP),
+    "alibi_slopes": lambda _: empty("fp32", _GROUP),
+    "k_scale": lambda _: empty("fp32", 1),
+    "v_scale": lambda _: empty("fp32", 1),
+    "mask": lambda num_tokens: empty("i1", num_tokens, num_tokens),
 }
 
 
 def cases() -> list[CompileCase]:
     """Head sizes 64 to 512, K wider than V, gathered, in boxes, 8-bit caches, all options: each target's own tiles."""
-    plan = {"GROUP": 4, "CHUNK_SIZE": 0, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
-    merge = {"GROUP": 4, "BLOCK_M": 128}
-    masks = {"mask_ptr": "*i1", "words_ptr": "*i64"}
-    outs = ("stride_out_token", "stride_out_head")
+    call = _call(128, 128, "bf16", None, rows=128, box=64, by_tma=True)
+    call |= {"causal": empty("i1", 1), "mask": empty("i1", 32, 32)}
     cases = [
-        kernel_case("paged_attention plan", _plan_kernel, plan, _KINDS | _OPTIONS, num_warps=PLAN_WARPS),
-        kernel_case("paged_attention mask", _pack_mask_kernel, {}, _KINDS | masks, aligned=()),
+        launch_case("paged_attention plan", launch_of(_plan_kernel, "sm_90", paged_attention, **call)),
+        launch_case("paged_attention mask", launch_of(_pack_mask_kernel, "sm_90", paged_attention, **call), aligned=()),
     ]
     copies = dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("LDGSTS.128",))
     for head_dim in (128, 256, 512):
-        sizes = {**merge, "MERGE_M": merged_rows(128, head_dim), "V_HEAD_DIM": head_dim, "V_HEAD_DIM_PADDED": head_dim}
+        call = _call(head_dim, head_dim, "bf16", None, rows=128, box=64, by_tma=True) | {"sinks": empty("bf16", _GROUP)}
+        launch = launch_of(_merge_splits_kernel, "sm_90", paged_attention, **call)
+        outs = ("stride_out_token", "stride_out_head")
         name = f"paged_attention merge D={head_dim}"
-        cases.append(
-            kernel_case(name, _merge_splits_kernel, sizes, _KINDS, aligned=outs, expect=copies, programs_per_sm=4)
-        )
+        cases.append(launch_case(name, launch, aligned=outs, expect=copies, programs_per_sm=4))
     everything: dict[str, Any] = {"window": True, "options": tuple(_OPTIONS)}
     for target in TARGETS:
         for head_dim in (128, 256):
@@ -116,50 +114,29 @@ def _attention_case(
     options: tuple[str, ...] = (),
 ) -> CompileCase:
     v_head_dim = v_head_dim or head_dim
-    sizes = head_dim, v_head_dim, ELEMENT_SIZE[dtype], target, box
-    more_scores = softcap or "mask_ptr" in options
+    sizes = head_dim, v_head_dim, DTYPES[dtype].itemsize, target, box
+    more_scores = softcap or "mask" in options
     if kind == "decode":
         tile = decode_tile(*sizes, rows=rows, more_scores=more_scores, kind=cache or "")
     else:
         tile = prefill_tile(*sizes, more_scores=more_scores, kind=cache or "")
-    by_tma = tile.by_tma
-    width, v_width = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
-    element = _ELEMENTS.get(cache or "", dtype)
-    absent = set(_OPTIONS) - set(options)
-    if cache == "int8":
-        absent -= {"k_scale_ptr", "v_scale_ptr"}
-    kinds = _KINDS | _OPTIONS
-    block_size = 16
-    kinds["k_cache"] = kinds["v_cache"] = f"*{element}"
-    if by_tma:
-        block_size = box
-        kinds["k_cache"] = f"tensordesc<{element}[1, {tile.block_n}, 1, {width}]>"
-        kinds["v_cache"] = f"tensordesc<{element}[1, {tile.block_n}, 1, {v_width}]>"
-    constexprs: dict[str, Any] = {
-        **{name: None for name in _OPTIONS if name in absent},
-        "GROUP": 4,
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": width,
-        "V_HEAD_DIM": v_head_dim,
-        "V_HEAD_DIM_PADDED": v_width,
-        "KV_BLOCK_SIZE": block_size,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "HAS_WINDOW": window or chunk_size > 0,
-        "CHUNK_SIZE": chunk_size,
-        "HAS_SOFTCAP": softcap,
-        "USE_TMA": by_tma,
-        "SAME_STRIDES": v_head_dim == head_dim,
-        "SHARED_KV": shared,
-        "KIND": cache or "",
-        "NATIVE_FP8": target in NATIVE_FP8,
-        "CLEAR_PADDING": True,
-        "EDGE_STAGES": tile.edge_stages,
-    }
+        rows = 2 * DECODE_MAX_ROWS
+    call = _call(head_dim, v_head_dim, dtype, cache, rows=rows, box=box, by_tma=tile.by_tma)
+    if shared:
+        call["v_cache"] = call["k_cache"]
+    if window:
+        call["window_size"] = (16, -1)
+    if softcap:
+        call["softcap"] = 5.0
+    for name in options:
+        call.setdefault(name, _OPTIONS[name](rows // _GROUP))
+    call["attention_chunk_size"] = chunk_size
+    launch = launch_of(_attention_kernel, target, paged_attention, **call)
+    launch.arguments["CLEAR_PADDING"] = True  # which only the first launch of a step does; without it code is less
     copy = "load_dwordx4"
     matrix = TENSOR_CORES[target]
     if target.startswith("sm"):
-        copy = "UTMALDG" if by_tma else "LDGSTS.128"
+        copy = "UTMALDG" if tile.by_tma else "LDGSTS.128"
         if tile.block_m < 64:
             matrix = "HMMA"
     expect: dict[str, tuple[str, ...]] = {}
@@ -173,7 +150,7 @@ def _attention_case(
     if cache:
         words.append(f"{cache} cache")
     flags = {
-        "boxes": by_tma,
+        "boxes": tile.by_tma,
         "window": window,
         "chunk": chunk_size > 0,
         "shared K and V": shared,
@@ -181,17 +158,38 @@ def _attention_case(
         "options": bool(options),
     }
     words += [word for word, is_set in flags.items() if is_set]
-    return kernel_case(
+    return launch_case(
         f"paged_attention {kind} {' '.join(words)} for {target}",
-        _attention_kernel,
-        constexprs,
-        kinds,
-        dtype=dtype,
+        launch,
         aligned=tuple(f"stride_{name}" for name in _ALIGNED),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
         expect=expect,
         targets=(target,),
         programs_per_sm=tile.programs_per_sm,
         may_spill=dtype == "fp32",
     )
+
+
+def _call(
+    head_dim: int, v_head_dim: int, dtype: str, cache: str | None, *, rows: int, box: int, by_tma: bool
+) -> dict[str, Any]:
+    """Return the arguments for one sequence of so many rows, in blocks of `box` keys that the copy engine can fetch.
+
+    box: 0 for rows of 16 keys a block that lie on no 16-byte grid.
+    """
+    num_tokens, block_size = rows // _GROUP, 16
+    if by_tma:
+        block_size = box
+    element = _ELEMENTS.get(cache or "", dtype)
+    call: dict[str, Any] = {
+        "q": empty(dtype, num_tokens, _GROUP, head_dim),
+        "block_table": empty("i32", 1, 4096),
+        "cu_seqlens_q": empty("i32", 2),
+        "seq_lens": empty("i32", 1),
+        "max_seqlen_q": num_tokens,
+        "return_lse": True,
+    }
+    for name, size in (("k_cache", head_dim), ("v_cache", v_head_dim)):
+        call[name] = empty(element, 4, block_size, 1, size + (box == 0))[..., :size]
+        if cache == "int8":
+            call[f"{name[0]}_scale"] = empty("fp32", 4, block_size, 1)
+    return call

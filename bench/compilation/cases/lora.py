@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
-from paged.bench.compilation.case import EVERY_CASE, CompileCase, kernel_case
-from paged.kernels.common.device import Device
-from paged.kernels.lora.add_lora import _lora_expand_kernel, _lora_shrink_kernel
-from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS
-from paged.kernels.lora.config import expand_tile, shrink_tile
-from paged.kernels.lora.weights import MAX_PARTS
+from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, CompileCase
+from paged.bench.compilation.launches import SeenLaunch, empty, launch_case, launches_of
+from paged.kernels.lora.add_lora import add_lora
+from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
+from paged.kernels.lora.weights import LoraWeights
 
 # in_features and the sizes of the parts.
 QKV, GATE_UP, DOWN = (4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (12288, (4096,))
 
-_BYTES = {"bf16": 2, "fp32": 4}
-KINDS = dict.fromkeys(("ranks_ptr", "rows_ptr", "slots_ptr"), "*i32") | {"scales_ptr": "*fp32", "shrunk_ptr": "*fp32"}
+_SIZES = ("num_positions", "stride_x_row", "stride_out_row", "max_rank", "K", "split_size")
 
 
 def cases() -> list[CompileCase]:
@@ -35,67 +33,48 @@ def cases() -> list[CompileCase]:
 
 
 def _shrink(target: str, dtype: str, block_m: int, in_features: int, part_sizes: tuple[int, ...]) -> CompileCase:
-    num_parts = len(part_sizes)
-    tile = shrink_tile(1, block_m, num_parts, 64, in_features, _BYTES[dtype], Device(target, 132))
-    constexprs = {
-        "NUM_PARTS": num_parts,
-        "EVEN_K": in_features % (tile.block_k * tile.num_splits) == 0,
-        "BLOCK_M": block_m,
-        "BLOCK_R": tile.block_r,
-        "BLOCK_K": tile.block_k,
-    }
-    return _case(
-        f"lora shrink {dtype} {in_features} parts={num_parts} {block_m}x{tile.block_r}x{tile.block_k} for {target}",
-        _lora_shrink_kernel,
-        dtype,
-        constexprs,
-        aligned=in_features % 16 == 0,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        targets=(target,),
-    )
+    launch, _ = _launches(target, dtype, block_m, in_features, part_sizes, num_blocks=1, rank=64)
+    size = "{BLOCK_M}x{BLOCK_R}x{BLOCK_K}".format(**launch.arguments)
+    name = f"lora shrink {dtype} {in_features} parts={len(part_sizes)} {size} for {target}"
+    unaligned: tuple[str, ...] = ()
+    if in_features % 16 != 0:
+        unaligned = ("K", "stride_x_row")
+    return _case(name, launch, dtype, unaligned, targets=(target,))
 
 
 def _expand(dtype: str, block_m: int, num_splits: int, part_sizes: tuple[int, ...]) -> CompileCase:
-    tile = expand_tile(block_m, _BYTES[dtype])
-    constexprs = {f"N_{part}": size for part, size in enumerate((*part_sizes, 0, 0)[:MAX_PARTS])} | {
-        "NUM_PARTS": len(part_sizes),
-        "NUM_SPLITS": num_splits,
-        "BLOCK_M": block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_R": tile.block_r,
-    }
-    size = f"{block_m}x{tile.block_n}x{tile.block_r}"
-    return _case(
-        f"lora expand {dtype} {sum(part_sizes)} parts={len(part_sizes)} {size} splits={num_splits}",
-        _lora_expand_kernel,
-        dtype,
-        constexprs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    # So many blocks of few ranks make two programs an SM.
+    num_blocks = -(-2 * NUM_SMS["sm_90"] // (num_splits * len(part_sizes)))
+    _, launch = _launches("sm_90", dtype, block_m, 4096, part_sizes, num_blocks=num_blocks, rank=16)
+    size = "{BLOCK_M}x{BLOCK_N}x{BLOCK_R} splits={NUM_SPLITS}".format(**launch.arguments)
+    return _case(f"lora expand {dtype} {sum(part_sizes)} parts={len(part_sizes)} {size}", launch, dtype)
+
+
+def _launches(
+    target: str, dtype: str, block_m: int, in_features: int, part_sizes: tuple[int, ...], *, num_blocks: int, rank: int
+) -> list[SeenLaunch]:
+    """Return both products of one adapter with blocks of block_m rows."""
+    num_parts, out_features = len(part_sizes), sum(part_sizes)
+    weights = LoraWeights(
+        empty(dtype, 1, num_parts, rank, in_features),
+        empty(dtype, 1, rank, out_features),
+        torch.full((1, num_parts), rank, dtype=torch.int32),
+        empty("fp32", 1, num_parts),
+        part_sizes,
     )
+    no_rows = torch.full((num_blocks, block_m), -1, dtype=torch.int32)
+    batch = LoraBatch(no_rows, torch.zeros(num_blocks, dtype=torch.int32))
+    out, x = empty(dtype, block_m, out_features), empty(dtype, block_m, in_features)
+    return launches_of(target, add_lora, out, x, weights, batch)
 
 
 def _case(
-    name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], *, aligned: bool = True, **options: Any
+    name: str, launch: SeenLaunch, dtype: str, unaligned: tuple[str, ...] = (), targets: tuple[str, ...] = EVERY_CASE
 ) -> CompileCase:
-    sizes = []
-    for argument in kernel.arg_names:
-        is_size = argument not in constexprs and not argument.endswith("_ptr")
-        if is_size and (aligned or argument not in ("K", "stride_x_row")):
-            sizes.append(argument)
+    sizes = tuple(size for size in launch.kernel.arg_names if size in _SIZES and size not in unaligned)
     expect = {"sm_80": ("HMMA",), "sm_90": ("HMMA",), "gfx942": ("v_mfma",)}
-    if constexprs["BLOCK_M"] >= 64:  # as wgmma needs
+    if launch.arguments["BLOCK_M"] >= 64:  # as wgmma needs
         expect["sm_90"] = ("HGMMA",)
     if dtype == "fp32":
         expect = {}
-    return kernel_case(
-        name,
-        kernel,
-        constexprs,
-        KINDS,
-        dtype=dtype,
-        aligned=tuple(sizes),
-        expect=expect,
-        **options,
-    )
+    return launch_case(name, launch, aligned=sizes, expect=expect, targets=targets)

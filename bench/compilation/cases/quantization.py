@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
-from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, CompileCase, kernel_case
-from paged.kernels.common.device import Device
-from paged.kernels.common.packed.packing import FP8_BLOCK
-from paged.kernels.common.packed.quantize_rows import _quantize_rows_kernel
-from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
-from paged.kernels.quantization.gemm import SUM_COLUMNS, _quantized_linear_kernel, _sum_partials_kernel
+import torch
+
+from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, CompileCase
+from paged.bench.compilation.launches import DTYPES, SeenLaunch, empty, launch_case, launch_of, launches_of
+from paged.kernels.common.packed.packing import FP8_BLOCK, num_words
+from paged.kernels.common.packed.quantize_rows import quantize_rows
+from paged.kernels.quantization.gemm import _quantized_linear_kernel, _sum_partials_kernel
+from paged.kernels.quantization.quantized_linear import quantized_linear
+from paged.kernels.quantization.weight import QuantizedWeight
 
 # Layers of Llama-3-8B, [out_features, in_features]: the output of attention, whose input is split for few rows, and
 # both inputs of the MLP side by side.
 OUT, GATE_UP = (4096, 4096), (28672, 4096)
 
-# Name -> code, how scales come, the type of a scale, rows and columns that share one, whether the input is quantised.
-FORMATS: dict[str, tuple[str, str, str, int, int, bool]] = {
-    "e4m3 block": ("e4m3", "", "*fp32", 128, 128, True),
-    "e4m3 channel": ("e4m3", "", "*fp32", 1, 0, True),
-    "int8 channel": ("int8", "", "*fp32", 1, 0, True),
-    "int8 weights": ("int8", "", "*bf16", 1, 0, False),
-    "int8 g32": ("int8", "", "*bf16", 1, 32, False),
-    "int4 channel": ("int4", "", "*bf16", 1, 0, False),
-    "int4 g128": ("int4", "", "*bf16", 1, 128, False),
-    "int4 g32": ("int4", "", "*bf16", 1, 32, False),
-    "mxfp4": ("e2m1", "e8m0", "*u8", 1, 32, False),
-    "nvfp4": ("e2m1", "e4m3", "*u8", 1, 16, False),
+# Name -> types of codes and of scales, rows and columns that share one, whether the input is quantised.
+FORMATS: dict[str, tuple[str, torch.dtype, int, int, bool]] = {
+    "e4m3 block": ("fp8e4nv", torch.float32, 128, 128, True),
+    "e4m3 channel": ("fp8e4nv", torch.float32, 1, 0, True),
+    "int8 channel": ("i8", torch.float32, 1, 0, True),
+    "int8 weights": ("i8", torch.bfloat16, 1, 0, False),
+    "int8 g32": ("i8", torch.bfloat16, 1, 32, False),
+    "int4 channel": ("i32", torch.bfloat16, 1, 0, False),
+    "int4 g128": ("i32", torch.bfloat16, 1, 128, False),
+    "int4 g32": ("i32", torch.bfloat16, 1, 32, False),
+    "mxfp4": ("i32", torch.float8_e8m0fnu, 1, 32, False),
+    "nvfp4": ("i32", torch.float8_e4m3fn, 1, 16, False),
 }
 FEW_ROWS = ("e4m3 block", "int8 channel", "int8 g32", "int4 channel", "int4 g128", "mxfp4", "nvfp4")
 MANY_ROWS = ("e4m3 block", "int8 channel", "int8 weights", "int4 g128", "int4 g32", "nvfp4")
@@ -57,76 +60,45 @@ def cases() -> list[CompileCase]:
 def gemm_case(
     target: str, name: str, num_rows: int, size: tuple[int, int], dtype: str = "bf16", *, zeros: bool = False
 ) -> CompileCase:
-    """One launch as `quantized_gemm` makes it."""
-    form, scale, scale_type, group_n, group_k, quantizes_input = FORMATS[name]
+    """The product of one layer and so many rows."""
     columns, depth = size
-    aligned = depth % 16 == 0
-    is_native = quantizes_input and (form == "int8" or (target in ("sm_90", "sm_100") and dtype != "fp32"))
-    native_type = {"int8": "*i8"}.get(form, "*fp8e4nv")
-    is_packed = form in ("int4", "e2m1")
-    x_type, element_size = f"*{dtype}", {"bf16": 2, "fp32": 4}[dtype]
-    w_type = {"int8": "*i8", "int4": "*i32", "e2m1": "*i32"}.get(form, "*u8")
-    if is_native:
-        x_type, element_size, w_type = native_type, 1, native_type
-    shape = LinearShape(num_rows, columns, depth, element_size, is_packed, group_k, aligned)
-    tile = linear_tile(shape, Device(target, NUM_SMS[target]))
-    pointers: dict[str, str | None] = {
-        "x_ptr": x_type,
-        "x_scale_ptr": None,
-        "w_ptr": w_type,
-        "scale_ptr": scale_type,
-        "zero_point_ptr": None,
-        "tensor_scale_ptr": None,
-        "bias_ptr": None,
-        "out_ptr": f"*{dtype}",
-    }
-    if quantizes_input:
-        pointers["x_scale_ptr"] = "*fp32"
-    if zeros:
-        pointers["zero_point_ptr"] = "*i8"
-    if scale:
-        pointers["tensor_scale_ptr"] = "*fp32"
-    if tile.num_splits > 1:
-        pointers["out_ptr"] = "*fp32"
-    x_groups, x_unit = 0, 1
-    if group_n == FP8_BLOCK:
-        x_groups = FP8_BLOCK
+    x, weight = empty(dtype, num_rows, depth), _weight(name, size, zeros=zeros)
+    launch = launch_of(_quantized_linear_kernel, target, quantized_linear, x, weight)
     integers: tuple[str, ...] = ()
     expect = {}
-    if aligned:
-        x_unit = 16 // element_size
+    if depth % 16 == 0:
         integers = ("N", "K", "stride_w_row", "stride_scale_group", "stride_zero_group")
         if dtype != "fp32":
-            expect = _expected(target, form, is_native=is_native)
-    constexprs: dict[str, Any] = {
-        "FORMAT": form,
-        "SCALE": scale,
-        "GROUP_N": group_n,
-        "GROUP_K": group_k,
-        "X_GROUPS": x_groups,
-        "EVEN_K": depth % tile.block_k == 0,
-        "X_UNIT": x_unit,
-        "NUM_SPLITS": tile.num_splits,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": GROUP_M,
-        "SWAP_AB": tile.swap_ab,
-    }
+            is_native = launch.arguments["x_ptr"].dtype == launch.arguments["w_ptr"].dtype
+            expect = _expected(target, launch.arguments["FORMAT"], is_native=is_native)
     if zeros:
         name = f"{name} zeros"
-    text = f"quantized_linear {name} {dtype} {columns}x{depth} {_shown(tile)} for {target}"
-    return kernel_case(
-        text,
-        _quantized_linear_kernel,
-        constexprs,
-        pointers,
+    return launch_case(
+        f"quantized_linear {name} {dtype} {columns}x{depth} {_shown(launch)} for {target}",
+        launch,
         targets=(target,),
         aligned=integers,
         expect=expect,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
     )
+
+
+def _weight(name: str, size: tuple[int, int], *, zeros: bool = False) -> QuantizedWeight:
+    """Weights in one of FORMATS, [columns, depth]."""
+    codes, scale_dtype, group_n, group_k, quantizes_input = FORMATS[name]
+    columns, depth = size
+    shape = [columns // group_n]
+    if group_k:
+        shape.append(depth // group_k)
+    width = depth
+    if codes == "i32":
+        width = num_words(depth)
+    scale = torch.empty(shape, dtype=scale_dtype)
+    zero_point = tensor_scale = None
+    if zeros:
+        zero_point = torch.empty(shape, dtype=torch.int8)
+    if name in ("mxfp4", "nvfp4"):
+        tensor_scale = empty("fp32")
+    return QuantizedWeight(empty(codes, columns, width), scale, depth, zero_point, tensor_scale, quantizes_input)
 
 
 def _expected(target: str, form: str, *, is_native: bool) -> dict[str, tuple[str, ...]]:
@@ -144,41 +116,28 @@ def _expected(target: str, form: str, *, is_native: bool) -> dict[str, tuple[str
     return {target: (copy,)}
 
 
-def _shown(tile: LinearTile) -> str:
-    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
-    if tile.swap_ab:
+def _shown(launch: SeenLaunch) -> str:
+    size = "{BLOCK_M}x{BLOCK_N}x{BLOCK_K}".format(**launch.arguments)
+    if launch.arguments["SWAP_AB"]:
         size = f"{size} swapped"
-    return f"{size} splits={tile.num_splits}"
+    return f"{size} splits={launch.arguments['NUM_SPLITS']}"
 
 
 def _around(target: str) -> list[CompileCase]:
     """Activations to e4m3 and int8, a token or 128 values at a time, and the sum of partials."""
-    is_native = target in ("sm_90", "sm_100")
-    e4m3 = "*bf16"
-    if is_native:
-        e4m3 = "*u8"
     cases = []
-    for kind, q, largest, group, block_rows, block_k in (
-        ("e4m3", e4m3, 448.0, 4096, 1, 1024),
-        ("e4m3", e4m3, 448.0, FP8_BLOCK, 8, 128),
-        ("int8", "*i8", 127.0, 4096, 1, 1024),
-    ):
-        constexprs = {
-            "SIZE": 4096,
-            "GROUP": group,
-            "LARGEST": largest,
-            "ALIGNED": True,
-            "NATIVE": is_native,
-            "BLOCK_ROWS": block_rows,
-            "BLOCK_K": block_k,
-        }
-        pointers = {"x_ptr": "*bf16", "given_scale_ptr": None, "q_ptr": q, "scale_ptr": "*fp32"}
-        name = f"quantize_rows {kind} groups of {group} for {target}"
-        cases.append(kernel_case(name, _quantize_rows_kernel, constexprs, pointers, targets=(target,)))
-    pointers = dict.fromkeys(("partials_ptr", "x_scale_ptr", "scale_ptr"), "*fp32")
-    pointers |= {"tensor_scale_ptr": None, "bias_ptr": None, "out_ptr": "*bf16"}
+    x = empty("bf16", 16, 4096)
+    for kind, codes, group in (("e4m3", "fp8e4nv", 4096), ("e4m3", "fp8e4nv", FP8_BLOCK), ("int8", "i8", 4096)):
+        (launch,) = launches_of(target, _quantize, x, DTYPES[codes], in_groups=group == FP8_BLOCK)
+        cases.append(launch_case(f"quantize_rows {kind} groups of {group} for {target}", launch, targets=(target,)))
     for splits in (2, 8):
-        constexprs = {"GROUP_N": 1, "NUM_SPLITS": splits, "BLOCK_N": SUM_COLUMNS}
-        name = f"quantized_linear sum of {splits} partials for {target}"
-        cases.append(kernel_case(name, _sum_partials_kernel, constexprs, pointers, targets=(target,)))
+        # Twice as many programs as there are SMs.
+        columns = 128 * math.ceil(2 * NUM_SMS[target] / splits)
+        weight = _weight("int8 channel", (columns, 4096))
+        launch = launch_of(_sum_partials_kernel, target, quantized_linear, x, weight)
+        cases.append(launch_case(f"quantized_linear sum of {splits} partials for {target}", launch, targets=(target,)))
     return cases
+
+
+def _quantize(x: torch.Tensor, dtype: torch.dtype, *, in_groups: bool) -> None:
+    quantize_rows(x, dtype, in_groups=in_groups)(x, None)

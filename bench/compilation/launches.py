@@ -1,0 +1,132 @@
+"""The launches that an operation makes on a target, seen without a GPU: compile cases are made of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+import paged
+from paged.bench.compilation.case import NUM_SMS, CompileCase
+from paged.kernels.common import device, id_checks
+from paged.kernels.common.launch import Box, Launch
+
+# By their names in Triton's signatures.
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "i1": torch.bool,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
+_INT32_MAX = 2**31 - 1
+# Sizes that 16 divides wherever kernels are launched; so do strides.
+_ALIGNED_SIZES = ("K", "vocab_size", "words_per_block")
+_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+
+
+class SeenLaunch(NamedTuple):
+    """A kernel, its arguments by name, those among them that it takes as boxes, and the compiler's options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    boxes: Mapping[str, Box]
+    options: dict[str, Any]
+
+
+def empty(kind: str, *size: int) -> torch.Tensor:
+    """Return a tensor for launches. Its memory is not touched, so it may be larger than the machine's."""
+    return torch.empty(size, dtype=DTYPES[kind])
+
+
+@functools.cache
+def _asking_modules() -> list[ModuleType]:
+    """Load all operations, and return the modules that ask for a device's properties."""
+    for name in dir(paged):
+        getattr(paged, name)
+    return [module for module in sys.modules.values() if vars(module).get("device_of") is device.device_of]
+
+
+def launches_of(target: str, operation: Callable[..., object], *args: Any, **kwargs: Any) -> list[SeenLaunch]:
+    """Return what a call launches on one of TARGETS. Nothing is launched, so results hold whatever lay in memory.
+
+    Its tensors lie on the CPU; ids among them are not checked.
+    """
+    launches: list[SeenLaunch] = []
+    chip = device.Device(target, NUM_SMS[target])
+
+    def note(launch: Launch, tensors: Mapping[str, Any]) -> None:
+        arguments = {**launch._arguments, **tensors}
+        options: dict[str, Any] = dict(launch._options)
+        for name in ("num_warps", "num_stages"):
+            if name in arguments:  # of `launch`
+                options[name] = arguments[name]
+        launches.append(SeenLaunch(launch._kernel, arguments, launch.boxes, options))
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Launch, "__call__", note))
+        stack.enter_context(mock.patch.object(device, "interpreting", return_value=True))
+        stack.enter_context(mock.patch.object(id_checks, "checks_on_host", return_value=False))
+        stack.enter_context(mock.patch.dict(os.environ, {"PAGED_BACKEND": "triton", "PAGED_CHECK": "0"}))
+        for module in _asking_modules():
+            stack.enter_context(mock.patch.object(module, "device_of", return_value=chip))
+        operation(*args, **kwargs)
+    return launches
+
+
+def launch_of(kernel: Any, target: str, operation: Callable[..., object], *args: Any, **kwargs: Any) -> SeenLaunch:
+    """Return the last launch of a kernel among those of a call."""
+    launches = launches_of(target, operation, *args, **kwargs)
+    return [launch for launch in launches if launch.kernel is kernel][-1]
+
+
+def launch_case(
+    name: str, launch: SeenLaunch, ones: tuple[str, ...] = (), *, aligned: tuple[str, ...] | None = None, **options: Any
+) -> CompileCase:
+    """Return the case of a launch.
+
+    ones: numbers of which the launcher makes constants, as they are 1. aligned: see `CompileCase.divisible_by_16`; by
+    default strides and some sizes. options: of `CompileCase`.
+    """
+    constexprs: dict[str, Any] = {}
+    signature: dict[str, str] = {}
+    parameters = inspect.signature(launch.kernel.fn).parameters
+    for argument in launch.kernel.arg_names:
+        value = launch.arguments.get(argument)
+        signature[argument] = "constexpr"
+        if argument in ones:
+            constexprs[argument] = 1
+        elif value is None or "constexpr" in str(parameters[argument].annotation):
+            constexprs[argument] = value
+        elif argument in launch.boxes:
+            signature[argument] = f"tensordesc<{_KINDS[value.dtype]}{list(launch.boxes[argument].size)}>"
+        elif isinstance(value, torch.Tensor):
+            signature[argument] = f"*{_KINDS[value.dtype]}"
+        elif isinstance(value, float):
+            signature[argument] = "fp32"
+        elif abs(value) > _INT32_MAX:
+            signature[argument] = "i64"
+        else:
+            signature[argument] = "i32"
+    if aligned is None:
+        varying = getattr(launch.kernel, "do_not_specialize", ())  # of the interpreter's kernels nothing is compiled
+        sizes = []
+        for argument, kind in signature.items():
+            is_size = argument.startswith("stride_") or argument in _ALIGNED_SIZES
+            if kind == "i32" and is_size and argument not in varying:
+                sizes.append(argument)
+        aligned = tuple(sizes)
+    return CompileCase(name, launch.kernel, signature, constexprs, divisible_by_16=aligned, **launch.options, **options)
