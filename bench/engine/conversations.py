@@ -17,14 +17,12 @@ from time import perf_counter
 from paged import Engine, LlmExecutor, SamplingParams
 from paged.bench.benchmark import Json, Setting
 from paged.bench.engine.beside import check_same_texts
-from paged.bench.engine.models import MODELS, random_prompts, save_random, warm_up
+from paged.bench.engine.models import MODELS, load, random_prompts, save_random, warm_up
 from paged.bench.limits import at_least, at_most
 from paged.bench.timing import late_kernels
 from paged.bench.watchdog import WATCHDOG
 from paged.cache.tiers.folder import CacheFolder
 from paged.executors.requests.output import RequestOutput
-from paged.kernels.attention.config import default_block_size
-from paged.kernels.common.device import device_of
 
 _NUM_CONVERSATIONS, _NUM_TURNS = 64, 8
 _NEW_TOKENS, _ANSWER_TOKENS = 48, 16
@@ -111,14 +109,14 @@ def conversations(name: str, model: str, setting: Setting) -> Json:
     with ExitStack() as stack, late_kernels() as late:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         save_random(config, setting.dtype, str(folder / "model"), setting.device.type)
-        load = partial(_executor, stack, setting, folder / "model")
+        load_model = partial(_executor, stack, setting, folder / "model")
         host, folder_options = {"host_cache_bytes": _HOST_BYTES}, {"cache_folder": folder / "cache"}
-        writer = load(**host, **folder_options)
-        rows = _in_turns({_NO_TIER: load(), "host": load(**host), "folder": writer}, messages)
+        writer = load_model(**host, **folder_options)
+        rows = _in_turns({_NO_TIER: load_model(), "host": load_model(**host), "folder": writer}, messages)
         texts = [text[:-_ANSWER_TOKENS] for text in rows[_NO_TIER].texts]
         assert writer.kv_manager is not None
         writer.kv_manager.close_tiers(_HANG_S)
-        restarted = _in_turns({_NO_TIER: load(), "restart": load(**host, **folder_options)}, messages)
+        restarted = _in_turns({_NO_TIER: load_model(), "restart": load_model(**host, **folder_options)}, messages)
         detail: Json = {"restart_first_hits": restarted["restart"].first_hits}
         ratios: dict[str, float] = {}
         for part in (rows, restarted):
@@ -127,7 +125,7 @@ def conversations(name: str, model: str, setting: Setting) -> Json:
                 check_same_texts(measured.texts, cold.texts, len(cold.texts[0]))
                 detail |= _compared(tier, measured, cold)
                 ratios[tier] = detail[f"{tier}_first_token_ratio"]
-        for kind, seconds in _added_seconds(load, folder / "cache", texts).items():
+        for kind, seconds in _added_seconds(load_model, folder / "cache", texts).items():
             deciles = statistics.quantiles(seconds, n=10, method="inclusive")
             detail[f"{kind}_added_ms"] = statistics.median(seconds) * 1e3
             detail[f"{kind}_added_p90_ms"] = deciles[8] * 1e3
@@ -141,12 +139,8 @@ def conversations(name: str, model: str, setting: Setting) -> Json:
 
 def _executor(stack: ExitStack, setting: Setting, model: Path, **tiers: object) -> LlmExecutor:
     """Load a model whose pool holds a tenth of all conversations."""
-    block_size = default_block_size(device_of(setting.device).arch)
     num_tokens = _NUM_CONVERSATIONS * _NUM_TURNS * (_NEW_TOKENS + _ANSWER_TOKENS)
-    num_blocks = num_tokens // _OVER_POOL // block_size
-    executor = LlmExecutor.from_pretrained(
-        model, device=setting.device, num_blocks=num_blocks, block_size=block_size, **tiers
-    )
+    executor = load(model, setting.device, setting.dtype, num_tokens // _OVER_POOL, **tiers)
     stack.callback(executor.shutdown)
     warm_up(executor)
     return executor
@@ -179,7 +173,7 @@ def _compared(tier: str, measured: Conversations, cold: Conversations) -> Json:
 
 
 def _added_seconds(
-    load: Callable[..., LlmExecutor], cache_folder: Path, prompts: Sequence[list[int]]
+    load_model: Callable[..., LlmExecutor], cache_folder: Path, prompts: Sequence[list[int]]
 ) -> dict[str, list[float]]:
     """Return how much later than without a folder the first token of each prompt comes, alone.
 
@@ -188,11 +182,11 @@ def _added_seconds(
     end, rng = Event(), random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=1)
     waits: dict[str, Callable[[], object]] = {"slow": partial(time.sleep, _SLOW_LOAD_S), "dead": end.wait}
-    engines = {"host": Engine(load(host_cache_bytes=_SMALL_HOST_BYTES), eos_token_ids=())}
+    engines = {"host": Engine(load_model(host_cache_bytes=_SMALL_HOST_BYTES), eos_token_ids=())}
     added: dict[str, list[float]] = {}
     for kind, wait in waits.items():
         added[kind] = []
-        executor = load(host_cache_bytes=_SMALL_HOST_BYTES, cache_folder=cache_folder)
+        executor = load_model(host_cache_bytes=_SMALL_HOST_BYTES, cache_folder=cache_folder)
         assert executor.kv_manager is not None
         assert executor.kv_manager.files is not None
         executor.kv_manager.files.store = _SlowFolder(cache_folder, wait)

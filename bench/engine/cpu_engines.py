@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from paged import LlmExecutor
 from paged.bench.benchmark import Json, Setting
 from paged.bench.engine import vllm_process
 from paged.bench.engine.beside import OURS, Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.engine.cost import generation
-from paged.bench.engine.models import MODELS, random_prompts, save_random
+from paged.bench.engine.models import MODELS, load, random_prompts, save_random
 from paged.bench.engine.peer_process import PEERS, PeerProcess
 from paged.bench.limits import Ceilings
 from paged.bench.timing import measured_ceilings
@@ -26,7 +25,7 @@ PEER_PYTHON = PEERS / "vllm-engine" / "bin" / "python"
 # How it runs, see `vllm_process`: in the first way beside every model, in all where the host's work counts most.
 _MODES = {PEER: "eager", f"{PEER} compiled": "compiled", f"{PEER} processes": "processes"}
 _IN_ALL_MODES = {("Llama-10M", torch.float32)}
-_CACHE_TOKENS, _BLOCK_SIZE = 32_768, 16
+_CACHE_TOKENS = 32_768
 _ROUNDS, _MAX_ROUNDS = 5, 12
 # In two processes the peer keeps a core busy for a second after its last answer.
 _REST_S = 1.5
@@ -74,9 +73,7 @@ class _Engines:
         self._folder = tempfile.TemporaryDirectory()
         folder = self._folder.name
         save_random(self.config, dtype, folder)
-        self.executor = LlmExecutor.from_pretrained(
-            folder, dtype=dtype, num_blocks=_CACHE_TOKENS // _BLOCK_SIZE, block_size=_BLOCK_SIZE
-        )
+        self.executor = load(folder, torch.device("cpu"), dtype, _CACHE_TOKENS)
         self.executor.warmup()
         prompts = WORKLOADS[0].prompts(self.config["vocab_size"], -1)
         our_tokens = run_engine(self.executor, prompts, 1).tokens

@@ -38,20 +38,23 @@ def _config(architecture: str, model_type: str, *sizes: int, **options: Any) -> 
 
 
 _SMALL: dict[str, Any] = {"vocab_size": 8000, "tie_word_embeddings": True}
+_TIED: dict[str, Any] = {"vocab_size": 151_936, "tie_word_embeddings": True}
 _QWEN3: dict[str, Any] = {"vocab_size": 151_936, "tie_word_embeddings": False, "head_dim": 128, "rope_theta": 1e6}
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _8B = (4096, 12_288, 36, 32, 8)
 _FEW_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
 # Items of their config.json that matter here. The larger Qwens are as published; Llama-8B is Qwen3-8B without its norms
-# of queries and keys, and with a small vocabulary.
+# of queries and keys, and with a small vocabulary. Llama-6-layers has the sizes of a 0.4B model; the two after it have
+# those of Qwen2.5, in a Llama, which llama.cpp's process writes as GGUF.
 MODELS = {
     "Llama-10M": _config("Llama", "llama", 288, 768, 8, 9, 3, **_SMALL),
     "Llama-100M": _config("Llama", "llama", 768, 2304, 13, 12, 3, **_SMALL),
     "Llama-8B": _config("Llama", "llama", *_8B, **_SMALL),
+    "Llama-6-layers": _config("Llama", "llama", 1024, 4096, 6, 16, 16, **_SMALL),
+    "Llama-0.5B": _config("Llama", "llama", 896, 4864, 24, 14, 2, **_TIED),
+    "Llama-1.5B": _config("Llama", "llama", 1536, 8960, 28, 12, 2, **_TIED),
     "Qwen3-MoE-110M": _config("Qwen3Moe", "qwen3_moe", 512, 1024, 8, 8, 2, head_dim=64, **_SMALL, **_FEW_EXPERTS),
-    "Qwen2.5-0.5B": _config(
-        "Qwen2", "qwen2", 896, 4864, 24, 14, 2, vocab_size=151_936, tie_word_embeddings=True, rope_theta=1e6
-    ),
+    "Qwen2.5-0.5B": _config("Qwen2", "qwen2", 896, 4864, 24, 14, 2, rope_theta=1e6, **_TIED),
     "Qwen3-8B": _config("Qwen3", "qwen3", *_8B, **_QWEN3),
     "Qwen3-30B-A3B": _config("Qwen3Moe", "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3, **_EXPERTS),
 }
@@ -82,6 +85,15 @@ def save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str, devi
     return model
 
 
+def load(folder: str | Path, device: torch.device, dtype: torch.dtype, num_tokens: int, **options: Any) -> LlmExecutor:
+    """Load a checkpoint whose cache holds num_tokens, in blocks as models have them on the device."""
+    block_size = default_block_size(device_of(device).arch)
+    num_blocks = -(-num_tokens // block_size)
+    return LlmExecutor.from_pretrained(
+        folder, device=device, dtype=dtype, num_blocks=num_blocks, block_size=block_size, **options
+    )
+
+
 def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens: int) -> LlmExecutor:
     """Return a config.json's model with random weights made on the device; its cache holds num_tokens if they fit."""
     dtype = benchmark_dtype(device)
@@ -91,10 +103,7 @@ def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens:
             free_bytes, _ = torch.cuda.mem_get_info(device)
             room = summarize(Path(folder), device_bytes=int(free_bytes * _MEMORY_SHARE), dtype=dtype)["kv_tokens"]
             num_tokens = min(num_tokens, room or 0)
-        block_size = default_block_size(device_of(device).arch)
-        return LlmExecutor.from_pretrained(
-            folder, device=device, dtype=dtype, num_blocks=-(-num_tokens // block_size), block_size=block_size
-        )
+        return load(folder, device, dtype, num_tokens)
 
 
 def warm_up(executor: LlmExecutor) -> None:

@@ -12,11 +12,10 @@ from time import perf_counter
 
 import torch
 
-from paged import LlmExecutor
 from paged.bench.benchmark import Json, Setting
 from paged.bench.contest import OURS, Contest
 from paged.bench.engine import llama_cpp_process
-from paged.bench.engine.models import MODELS, save_random
+from paged.bench.engine.models import MODELS, load, save_random
 from paged.bench.engine.peer_process import PEERS, PeerProcess
 from paged.bench.timing import Sample, ceilings
 from paged.models.paged_lm import PagedCausalLM
@@ -37,41 +36,12 @@ _BATCHES = (1, 32)
 _CONTEXT = 32
 # Steps in a turn, of which the median counts: threads of the engine before it may still be busy during the first.
 _STEPS = 6
-# 6 layers of the sizes of a 0.4B model. Others are named by their parameters.
-_SIX_LAYERS = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 6,
-}
-# Those of Qwen2.5-0.5B and 1.5B, in a Llama, which llama.cpp's process writes as GGUF.
-_HALF = {
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "vocab_size": 151_936,
-}
-_ONE_AND_A_HALF = {
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "vocab_size": 151_936,
-}
-CONFIGS = {
-    "": MODELS["Llama-100M"] | _SIX_LAYERS,
-    "0.5B": MODELS["Llama-100M"] | _HALF,
-    "1.5B": MODELS["Llama-100M"] | _ONE_AND_A_HALF,
-}
+# Models by the size in a row's name.
+CONFIGS = {"": "Llama-6-layers", "0.5B": "Llama-0.5B", "1.5B": "Llama-1.5B"}
 # Prompts, in tokens, in the formats that differ.
 _LENGTHS, _PROMPT_FORMATS = (512, 4096), ("plain", "int4", "int8")
 # A prompt of 4,096 tokens takes 4 to 9 seconds of one thread.
 _MOST_PROMPT_S = 60.0
-_BLOCK_SIZE = 16
 # Rows of the larger sizes: sequences, and formats.
 _LARGE_BATCHES, _LARGE_FORMATS = (1, 8, 32), ("plain", "int4 head", "int8 head")
 
@@ -100,7 +70,7 @@ class _Models:
     def __init__(self, size: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name)
-        save_random(CONFIGS[size], torch.bfloat16, str(self._path / "plain"))
+        save_random(MODELS[CONFIGS[size]], torch.bfloat16, str(self._path / "plain"))
 
     @cache  # noqa: B019
     def ours(self, form: str) -> PagedCausalLM:
@@ -108,8 +78,7 @@ class _Models:
         if not path.exists():
             kind, _, head = form.partition(" ")
             quantize_checkpoint(self._path / "plain", path, kind, head=bool(head))
-        num_blocks = 1 + max(_LENGTHS) // _BLOCK_SIZE
-        executor = LlmExecutor.from_pretrained(path, num_blocks=num_blocks, block_size=_BLOCK_SIZE, progress=False)
+        executor = load(path, torch.device("cpu"), torch.bfloat16, max(_LENGTHS) + 1, progress=False)
         assert isinstance(executor.model, PagedCausalLM)
         executor.warmup()
         return executor.model
@@ -163,7 +132,7 @@ def prompt(name: str, form: str, length: int, setting: Setting) -> Json:
     entries = Contest({"name": name}, setting, max_seconds=_MOST_PROMPT_S, min_samples=3)
     detail: dict[str, float] = {}
     row = _in_turns(entries, models, form, lambda ours: _prompt_of(ours, length), {"prompt": length}, detail)
-    rate = prompt_flops(CONFIGS[""], length) / (row["median_us"] / 1e6)
+    rate = prompt_flops(MODELS[CONFIGS[""]], length) / (row["median_us"] / 1e6)
     limits = ceilings(setting.device, torch.bfloat16, setting.repeats)
     detail["percent_of_matmul"] = 100 * rate / limits.matmul
     return row | {"detail": detail}

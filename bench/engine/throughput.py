@@ -11,15 +11,12 @@ from typing import Any
 
 import torch
 
-from paged import LlmExecutor
 from paged.bench.benchmark import Json, Setting
 from paged.bench.engine.beside import OURS, Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.engine.cost import generation
-from paged.bench.engine.models import MODELS, random_prompts, save_random, warm_up
+from paged.bench.engine.models import MODELS, load, random_prompts, save_random, warm_up
 from paged.bench.timing import measured_ceilings
 from paged.bench.watchdog import WATCHDOG
-from paged.kernels.attention.config import default_block_size
-from paged.kernels.common.device import device_of
 
 _NUM_PROMPTS, _NEW_TOKENS = 32, 64
 _CACHE_TOKENS = 16_384
@@ -41,9 +38,7 @@ def throughput(size: str, target: float, setting: Setting) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         model = save_random(config, setting.dtype, folder, device.type)
         WATCHDOG.progress()
-        block_size = default_block_size(device_of(device).arch)
-        num_blocks = _CACHE_TOKENS // block_size
-        executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=num_blocks, block_size=block_size)
+        executor = load(folder, device, setting.dtype, _CACHE_TOKENS)
     WATCHDOG.progress()
     warm_up(executor)
 

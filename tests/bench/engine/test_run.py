@@ -144,7 +144,7 @@ def test_quantised_steps_take_turns_with_plain_ones_and_llama_cpp(
     """The peer's process is stood in for by a script whose steps take half a second."""
     (tmp_path / "peer.py").write_text(_LLAMA_CPP)
     small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
-    monkeypatch.setitem(quantized.CONFIGS, "", quantized.CONFIGS[""] | small)
+    monkeypatch.setitem(models.MODELS, "Llama-6-layers", models.MODELS["Llama-6-layers"] | small)
     monkeypatch.setattr(quantized.llama_cpp_process, "__file__", str(tmp_path / "peer.py"))
     monkeypatch.setattr(quantized, "PEER_PYTHON", Path(sys.executable))
     quantized._models.cache_clear()
