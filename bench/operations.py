@@ -125,7 +125,7 @@ def on_cpu(arguments: Arguments) -> Arguments:
     return moved
 
 
-def _without_how(arguments: Arguments) -> Arguments:
+def without_how(arguments: Arguments) -> Arguments:
     """Return the arguments that decide the results."""
     return {name: value for name, value in arguments.items() if name not in HOW}
 
@@ -146,7 +146,7 @@ def _returned(*names: str) -> Callable[[Arguments, Any], Tensors]:
 def _reference(function: Callable[..., Any], *names: str) -> Callable[[Arguments], Tensors]:
     """Name the results of a reference that takes the operation's arguments."""
     name_results = _returned(*names)
-    return lambda arguments: name_results(arguments, function(**_without_how(arguments)))
+    return lambda arguments: name_results(arguments, function(**without_how(arguments)))
 
 
 # Writes to the cache

@@ -17,11 +17,10 @@ from paged.bench.check import Result
 from paged.bench.limits import Cost
 from paged.bench.mla.problem import index_problem
 from paged.bench.moe.cases import MoeCase, MoeModel
-from paged.bench.operations import DEFINITIONS, Arguments, Judgement
+from paged.bench.operations import DEFINITIONS, Arguments, Judgement, map_tensors, without_how
 from paged.cache.kv_cache import row_bytes
 from paged.kernels.attention.cascade_attention import cascade_plans
 from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
-from paged.kernels.moe.moe_align_block_size import max_num_blocks
 from paged.kernels.quantization.quantize import quantize
 
 BLOCK_SIZE = 16
@@ -81,6 +80,15 @@ class Draw:
         """Shuffled positions, and cosines and sines of random angles."""
         angles = self.floats(tokens, dim // 2)
         return self.permutation(tokens), torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def plain_work(operation: str, *positional: Any, **named: Any) -> Work:
+    """Work that multiplies nothing, and reads its arguments and writes its results once each."""
+    definition = DEFINITIONS[operation]
+    arguments = definition.by_name(*positional, **named)
+    results = definition.call(map_tensors(torch.clone, arguments))
+    read = [value for value in without_how(arguments).values() if isinstance(value, torch.Tensor)]
+    return Work(operation, arguments, Cost(0, _bytes(*read, *results.values())))
 
 
 def work_of(operation: str, cost: Cost | int, *positional: Any, **named: Any) -> Work:
@@ -222,26 +230,24 @@ def copy_blocks(draw: Draw, *, num_caches: int, pairs: int, num_kv_heads: int, d
 def merge_attn_states(draw: Draw, *, tokens: int, num_heads: int, dim: int) -> Work:
     out_a, out_b = draw.normals(2, tokens, num_heads, dim)
     lse_a, lse_b = draw.floats(2, num_heads, tokens)
-    num_bytes = 3 * _bytes(out_a, lse_a)
-    return work_of("merge_attn_states", num_bytes, out_a, lse_a, out_b, lse_b)
+    return plain_work("merge_attn_states", out_a, lse_a, out_b, lse_b)
 
 
 def rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
     x, weight = draw.normal(tokens, hidden_size), draw.normal(hidden_size)
-    return work_of("rms_norm", _bytes(x, x, weight), x, weight)
+    return plain_work("rms_norm", x, weight)
 
 
 def fused_add_rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
     x, residual = draw.normals(2, tokens, hidden_size)
     weight = draw.normal(hidden_size)
-    return work_of("fused_add_rms_norm", 2 * _bytes(x, residual) + _bytes(weight), x, residual, weight)
+    return plain_work("fused_add_rms_norm", x, residual, weight)
 
 
 def rotary_embedding(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int) -> Work:
     q, k = draw.normal(tokens, heads[0], dim), draw.normal(tokens, heads[1], dim)
     positions, cos_sin = draw.rotary(tokens, dim)
-    num_bytes = 2 * _bytes(q, k) + _bytes(positions, cos_sin)
-    return work_of("rotary_embedding", num_bytes, positions, q, k, cos_sin)
+    return plain_work("rotary_embedding", positions, q, k, cos_sin)
 
 
 def qk_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int, is_fp8: bool = False) -> Work:
@@ -255,13 +261,11 @@ def qk_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: tuple[int, int], d
 
 
 def silu_and_mul(draw: Draw, *, tokens: int, size: int) -> Work:
-    x = draw.normal(tokens, 2 * size)
-    return work_of("silu_and_mul", _bytes(x) * 3 // 2, x)
+    return plain_work("silu_and_mul", draw.normal(tokens, 2 * size))
 
 
 def greedy_argmax(draw: Draw, *, rows: int, vocab_size: int) -> Work:
-    logits = draw.normal(rows, vocab_size)
-    return work_of("greedy_argmax", _bytes(logits) + 8 * rows, logits)
+    return plain_work("greedy_argmax", draw.normal(rows, vocab_size))
 
 
 def sample_tokens(draw: Draw, *, rows: int, vocab_size: int, **filters: float) -> Work:
@@ -277,28 +281,18 @@ def sample_tokens(draw: Draw, *, rows: int, vocab_size: int, **filters: float) -
 
 
 def route_tokens(draw: Draw, *, tokens: int, num_experts: int, top_k: int) -> Work:
-    logits = draw.normal(tokens, num_experts)
-    return work_of("route_tokens", _bytes(logits) + 8 * tokens * top_k, logits, top_k)
+    return plain_work("route_tokens", draw.normal(tokens, num_experts), top_k)
 
 
 def moe_align_block_size(draw: Draw, *, tokens: int, num_experts: int, top_k: int, block_size: int) -> Work:
     ids = draw.floats(tokens, num_experts).topk(top_k).indices.int().contiguous()
-    num_bytes = _bytes(ids) + _alignment_bytes(ids.numel(), block_size, num_experts)
-    return work_of("moe_align_block_size", num_bytes, ids, block_size, num_experts)
-
-
-def _alignment_bytes(num_entries: int, block_size: int, num_experts: int) -> int:
-    """Of the three int32 tensors that an alignment consists of."""
-    num_blocks = int(max_num_blocks(num_entries, block_size, num_experts))
-    return 4 * (num_blocks * (block_size + 1) + 1)
+    return plain_work("moe_align_block_size", ids, block_size, num_experts)
 
 
 def route_and_align(draw: Draw, *, tokens: int, num_experts: int, top_k: int, block_size: int) -> Work:
     logits = draw.normal(tokens, num_experts)
     ticket = torch.zeros(1, dtype=torch.int32, device=draw.device)
-    entries = tokens * top_k
-    num_bytes = _bytes(logits) + 8 * entries + _alignment_bytes(entries, block_size, num_experts)
-    return work_of("route_and_align", num_bytes, logits, paged.Routing(top_k), block_size, ticket=ticket)
+    return plain_work("route_and_align", logits, paged.Routing(top_k), block_size, ticket=ticket)
 
 
 def fused_moe(
