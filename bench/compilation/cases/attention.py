@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from paged.bench.compilation.case import EVERY_CASE, TARGETS, TENSOR_CORES, CompileCase
-from paged.bench.compilation.launches import DTYPES, empty, launch_case, launch_of
-from paged.kernels.attention.config import decode_tile, prefill_tile
+from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, TARGETS, TENSOR_CORES, CompileCase
+from paged.bench.compilation.launches import SeenLaunch, empty, launch_case, launch_of, launches_of
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.tile_kernels import _attention_kernel
 from paged.kernels.common.attention.keys import _pack_mask_kernel
@@ -34,7 +33,7 @@ _OPTIONS: dict[str, Callable[[int], torch.Tensor]] = {
 
 def cases() -> list[CompileCase]:
     """Head sizes 64 to 512, K wider than V, gathered, in boxes, 8-bit caches, all options: each target's own tiles."""
-    call = _call(128, 128, "bf16", None, rows=128, box=64, by_tma=True)
+    call = _call(128, 128, "bf16", "", rows=128, box=64)
     call |= {"causal": empty("i1", 1), "mask": empty("i1", 32, 32)}
     cases = [
         launch_case("paged_attention plan", launch_of(_plan_kernel, "sm_90", paged_attention, **call)),
@@ -42,23 +41,23 @@ def cases() -> list[CompileCase]:
     ]
     copies = dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("LDGSTS.128",))
     for head_dim in (128, 256, 512):
-        call = _call(head_dim, head_dim, "bf16", None, rows=128, box=64, by_tma=True) | {"sinks": empty("bf16", _GROUP)}
+        call = _call(head_dim, head_dim, "bf16", "", rows=128, box=64) | {"sinks": empty("bf16", _GROUP)}
         launch = launch_of(_merge_splits_kernel, "sm_90", paged_attention, **call)
         outs = ("stride_out_token", "stride_out_head")
         name = f"paged_attention merge D={head_dim}"
         cases.append(launch_case(name, launch, aligned=outs, expect=copies, programs_per_sm=4))
-    everything: dict[str, Any] = {"window": True, "options": tuple(_OPTIONS)}
+    window: dict[str, Any] = {"window_size": (16, -1)}
     for target in TARGETS:
+        boxes: tuple[int, ...] = (0,)
+        if target in LARGE_SHARED_MEMORY:
+            boxes = (64, 128, 0)
         for head_dim in (128, 256):
             for rows in (32, 64):
-                cases.append(_attention_case(target, "decode", head_dim, rows=rows, box=64))
+                cases.append(_attention_case(target, "decode", head_dim, rows=rows, box=min(max(boxes), 64)))
         cases.append(_attention_case(target, "decode", 512, rows=32))
         cases.append(_attention_case(target, "decode", 512, box=16, rows=16))
         cases.append(_attention_case(target, "decode", 128, rows=64))
-        cases.append(_attention_case(target, "decode", 128, rows=64, **everything))
-        boxes: tuple[int, ...] = (0,)
-        if target in LARGE_SHARED_MEMORY:
-            boxes = (0, 64, 128)
+        cases.append(_attention_case(target, "decode", 128, rows=64, has_options=True))
         head_dims: tuple[int, ...] = (128, 256)
         if target in EVERY_CASE:
             head_dims = (64, 80, 128, 256)
@@ -71,29 +70,29 @@ def cases() -> list[CompileCase]:
             for head_dim in (64, 128, 256):
                 cases.append(_attention_case(target, kind, head_dim, dtype="fp32"))
             cases += [
-                _attention_case(target, kind, 128, window=True, box=boxes[-1]),
-                _attention_case(target, kind, 128, window=True, softcap=True, box=boxes[-1]),
-                _attention_case(target, kind, 128, dtype="fp32", softcap=True),
-                _attention_case(target, kind, 128, **everything),
-                _attention_case(target, kind, 256, **everything),
-                _attention_case(target, kind, 512, **everything),
+                _attention_case(target, kind, 128, box=max(boxes), **window),
+                _attention_case(target, kind, 128, softcap=5.0, **window, box=max(boxes)),
+                _attention_case(target, kind, 128, dtype="fp32", softcap=5.0),
+                _attention_case(target, kind, 128, has_options=True),
+                _attention_case(target, kind, 256, has_options=True),
+                _attention_case(target, kind, 512, has_options=True),
                 _attention_case(target, kind, 384),
                 _attention_case(target, kind, 512),
                 _attention_case(target, kind, 512, cache="e4m3"),
                 _attention_case(target, kind, 256, cache="int8"),
                 _attention_case(target, kind, 512, cache="int8"),
-                _attention_case(target, kind, 128, cache="int8", **everything),
-                _attention_case(target, kind, 256, cache="int8", **everything),
-                _attention_case(target, kind, 512, cache="int8", **everything),
+                _attention_case(target, kind, 128, cache="int8", has_options=True),
+                _attention_case(target, kind, 256, cache="int8", has_options=True),
+                _attention_case(target, kind, 512, cache="int8", has_options=True),
                 _attention_case(target, kind, 128, cache="int8", dtype="fp32"),
                 _attention_case(target, kind, 512, cache="int8", shared=True),
                 _attention_case(target, kind, 512, dtype="fp32"),
                 _attention_case(target, kind, 192, v_head_dim=128),
-                _attention_case(target, kind, 192, v_head_dim=128, **everything),
-                _attention_case(target, kind, 128, chunk_size=8192),
+                _attention_case(target, kind, 192, v_head_dim=128, has_options=True),
+                _attention_case(target, kind, 128, attention_chunk_size=8192),
                 _attention_case(target, kind, 512, shared=True),
             ]
-    # Some tiles are chosen for boxes and without them.
+    # Some tiles are chosen for boxes and without them; those without come last.
     return list({(case.name, case.targets): case for case in cases}.values())
 
 
@@ -104,58 +103,50 @@ def _attention_case(
     *,
     v_head_dim: int | None = None,
     dtype: str = "bf16",
-    cache: str | None = None,
+    cache: str = "",
     box: int = 0,
     rows: int = 16,
-    window: bool = False,
-    chunk_size: int = 0,
     shared: bool = False,
-    softcap: bool = False,
-    options: tuple[str, ...] = (),
+    has_options: bool = False,
+    **options: Any,
 ) -> CompileCase:
+    """The tile of one sequence. has_options: with all of _OPTIONS. options: others of `paged_attention`."""
     v_head_dim = v_head_dim or head_dim
-    sizes = head_dim, v_head_dim, DTYPES[dtype].itemsize, target, box
-    more_scores = softcap or "mask" in options
-    if kind == "decode":
-        tile = decode_tile(*sizes, rows=rows, more_scores=more_scores, kind=cache or "")
-    else:
-        tile = prefill_tile(*sizes, more_scores=more_scores, kind=cache or "")
+    if kind == "prefill":
         rows = 2 * DECODE_MAX_ROWS
-    call = _call(head_dim, v_head_dim, dtype, cache, rows=rows, box=box, by_tma=tile.by_tma)
+    call = _call(head_dim, v_head_dim, dtype, cache, rows=rows, box=box) | options
     if shared:
         call["v_cache"] = call["k_cache"]
-    if window:
+    if has_options:
         call["window_size"] = (16, -1)
-    if softcap:
-        call["softcap"] = 5.0
-    for name in options:
-        call.setdefault(name, _OPTIONS[name](rows // _GROUP))
-    call["attention_chunk_size"] = chunk_size
-    launch = launch_of(_attention_kernel, target, paged_attention, **call)
+        for name, option in _OPTIONS.items():
+            call.setdefault(name, option(rows // _GROUP))
+    launch, programs_per_sm = planned_launch(_attention_kernel, target, paged_attention, **call)
     launch.arguments["CLEAR_PADDING"] = True  # which only the first launch of a step does; without it code is less
+    block_m, block_n, uses_boxes = (launch.arguments[name] for name in ("BLOCK_M", "BLOCK_N", "USE_TMA"))
     copy = "load_dwordx4"
     matrix = TENSOR_CORES[target]
     if target.startswith("sm"):
-        copy = "UTMALDG" if tile.by_tma else "LDGSTS.128"
-        if tile.block_m < 64:
+        copy = "UTMALDG" if uses_boxes else "LDGSTS.128"
+        if block_m < 64:
             matrix = "HMMA"
     expect: dict[str, tuple[str, ...]] = {}
     if dtype != "fp32":
         expect[target] = (matrix, copy)
         if shared and cache:  # Triton does not copy ahead what is loaded once and decoded twice
             expect[target] = (matrix,)
-    words = [f"{tile.block_m} x {tile.block_n}", f"D={head_dim}", dtype]
+    words = [f"{block_m} x {block_n}", f"D={head_dim}", dtype]
     if v_head_dim != head_dim:
         words[1] = f"D={head_dim},{v_head_dim}"
     if cache:
         words.append(f"{cache} cache")
     flags = {
-        "boxes": tile.by_tma,
-        "window": window,
-        "chunk": chunk_size > 0,
+        "boxes": uses_boxes,
+        "window": "window_size" in call,
+        "chunk": "attention_chunk_size" in call,
         "shared K and V": shared,
-        "softcap": softcap,
-        "options": bool(options),
+        "softcap": "softcap" in call,
+        "options": has_options,
     }
     words += [word for word, is_set in flags.items() if is_set]
     return launch_case(
@@ -164,22 +155,28 @@ def _attention_case(
         aligned=tuple(f"stride_{name}" for name in _ALIGNED),
         expect=expect,
         targets=(target,),
-        programs_per_sm=tile.programs_per_sm,
+        programs_per_sm=programs_per_sm,
         may_spill=dtype == "fp32",
     )
 
 
-def _call(
-    head_dim: int, v_head_dim: int, dtype: str, cache: str | None, *, rows: int, box: int, by_tma: bool
-) -> dict[str, Any]:
+def planned_launch(
+    kernel: Any, target: str, operation: Callable[..., object], *args: Any, **kwargs: Any
+) -> tuple[SeenLaunch, int]:
+    """Return the launch of a kernel for the longest sequences, and the programs that its plan counts on an SM."""
+    launches = launches_of(target, operation, *args, **kwargs)
+    plan = [launch for launch in launches if launch.kernel is _plan_kernel][-1]
+    launch = [launch for launch in launches if launch.kernel is kernel][-1]
+    return launch, plan.arguments["num_programs"] // NUM_SMS[target]
+
+
+def _call(head_dim: int, v_head_dim: int, dtype: str, cache: str, *, rows: int, box: int) -> dict[str, Any]:
     """Return the arguments for one sequence of so many rows, in blocks of `box` keys that the copy engine can fetch.
 
-    box: 0 for rows of 16 keys a block that lie on no 16-byte grid.
+    box: 0 for blocks of 16 keys that lie on no 16-byte grid.
     """
-    num_tokens, block_size = rows // _GROUP, 16
-    if by_tma:
-        block_size = box
-    element = _ELEMENTS.get(cache or "", dtype)
+    num_tokens, block_size = rows // _GROUP, box or 16
+    element = _ELEMENTS.get(cache, dtype)
     call: dict[str, Any] = {
         "q": empty(dtype, num_tokens, _GROUP, head_dim),
         "block_table": empty("i32", 1, 4096),

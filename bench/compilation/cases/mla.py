@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from paged.bench.compilation.case import TARGETS, TENSOR_CORES, CompileCase
-from paged.bench.compilation.launches import DTYPES, empty, launch_case, launch_of, launches_of
+from paged.bench.compilation.cases.attention import planned_launch
+from paged.bench.compilation.launches import empty, launch_case, launch_of, launches_of
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla, mla_norm_rope_and_cache
 from paged.kernels.mla.choose_keys import _index_scores_kernel, choose_keys
-from paged.kernels.mla.config import mla_tile
 from paged.kernels.mla.paged_mla_attention import paged_mla_attention
 from paged.kernels.mla.tile_kernel import _mla_attention_kernel
 
@@ -78,14 +78,14 @@ def _case(
     if sparse:
         options["indices"] = empty("i32", 1, 2048)
     q, cache = empty(dtype, 1, heads, size), _cache(kind, size, dtype)
-    launch = launch_of(_mla_attention_kernel, target, paged_mla_attention, q, cache, **options)
-    tile = mla_tile(v_head_dim, DTYPES[dtype].itemsize, target, rows=heads, kind=kind, chosen=sparse)
+    launch, programs_per_sm = planned_launch(_mla_attention_kernel, target, paged_mla_attention, q, cache, **options)
+    block_m, block_n = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
     expect: dict[str, tuple[str, ...]] = {}
     if dtype != "fp32":
         expect[target] = (TENSOR_CORES[target],)
-        if tile.block_m != 64 and target.startswith("sm"):  # wgmma and tcgen05 take 64 rows
+        if block_m != 64 and target.startswith("sm"):  # wgmma and tcgen05 take 64 rows
             expect[target] = ("HMMA",)
-    words = ["paged_mla_attention", f"{heads} heads {tile.block_m} x {tile.block_n} {v_head_dim} + {rope} {dtype}"]
+    words = ["paged_mla_attention", f"{heads} heads {block_m} x {block_n} {v_head_dim} + {rope} {dtype}"]
     if kind:
         words.append(kind)
     if sparse:
@@ -96,7 +96,7 @@ def _case(
         aligned=tuple(f"stride_{name}" for name in _ALIGNED if not (kind == "packed" and "latent" in name)),
         expect=expect,
         targets=(target,),
-        programs_per_sm=tile.programs_per_sm,
+        programs_per_sm=programs_per_sm,
     )
 
 
