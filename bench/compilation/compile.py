@@ -89,6 +89,7 @@ class Report:
         return occupancy(self.target, self.num_warps, self.registers, self.shared, self.tensor_columns)
 
 
+@cache
 def all_cases() -> list[CompileCase]:
     """Every case of the modules in bench/compilation/cases, each of which defines `cases() -> list[CompileCase]`."""
     cases = []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -48,7 +46,7 @@ class SeenLaunch(NamedTuple):
 
 
 def empty(kind: str, *size: int) -> torch.Tensor:
-    """Return a tensor for launches. Its memory is not touched, so it may be larger than the machine's."""
+    """Return a tensor for launches, whose memory is not touched."""
     return torch.empty(size, dtype=DTYPES[kind])
 
 
@@ -67,6 +65,10 @@ def launches_of(target: str, operation: Callable[..., object], *args: Any, **kwa
     """
     launches: list[SeenLaunch] = []
     chip = device.Device(target, NUM_SMS[target])
+    stack = ExitStack()
+
+    def replace(owner: object, name: str, function: Callable[..., Any]) -> None:
+        stack.enter_context(mock.patch.object(owner, name, function))
 
     def note(launch: Launch, tensors: Mapping[str, Any]) -> None:
         arguments = {**launch._arguments, **tensors}
@@ -76,13 +78,14 @@ def launches_of(target: str, operation: Callable[..., object], *args: Any, **kwa
                 options[name] = arguments[name]
         launches.append(SeenLaunch(launch._kernel, arguments, launch.boxes, options))
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Launch, "__call__", note))
-        stack.enter_context(mock.patch.object(device, "interpreting", return_value=True))
-        stack.enter_context(mock.patch.object(id_checks, "checks_on_host", return_value=False))
-        stack.enter_context(mock.patch.dict(os.environ, {"PAGED_BACKEND": "triton", "PAGED_CHECK": "0"}))
+    with stack:
+        replace(Launch, "__call__", note)
+        replace(device, "interpreting", lambda: True)
+        replace(id_checks, "checks_on_host", lambda *_, **__: False)
         for module in _asking_modules():
-            stack.enter_context(mock.patch.object(module, "device_of", return_value=chip))
+            replace(module, "device_of", lambda _: chip)
+        backend = device._FORWARD.set(device.Backend("triton", wants_loops=False, checks=""))
+        stack.callback(device._FORWARD.reset, backend)
         operation(*args, **kwargs)
     return launches
 
@@ -103,13 +106,13 @@ def launch_case(
     """
     constexprs: dict[str, Any] = {}
     signature: dict[str, str] = {}
-    parameters = inspect.signature(launch.kernel.fn).parameters
+    annotations = launch.kernel.fn.__annotations__
     for argument in launch.kernel.arg_names:
         value = launch.arguments.get(argument)
         signature[argument] = "constexpr"
         if argument in ones:
             constexprs[argument] = 1
-        elif value is None or "constexpr" in str(parameters[argument].annotation):
+        elif value is None or "constexpr" in str(annotations.get(argument)):
             constexprs[argument] = value
         elif argument in launch.boxes:
             signature[argument] = f"tensordesc<{_KINDS[value.dtype]}{list(launch.boxes[argument].size)}>"

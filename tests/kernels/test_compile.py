@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="ahead-of-time compilation needs triton")
 
@@ -19,6 +20,7 @@ import triton.language as tl
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import paged
 from paged.bench.compilation.case import EVERY_CASE, TARGETS, CompileCase
 from paged.bench.compilation.compile import (
     SHARED_LIMIT,
@@ -29,7 +31,10 @@ from paged.bench.compilation.compile import (
     needs_compiling,
     problems,
 )
+from paged.bench.compilation.launches import empty, launches_of
 from paged.bench.compilation.machine_code import count, occupancy, read_code
+from paged.kernels.common.device import device_of
+from paged.kernels.common.errors import InvalidInputError
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
@@ -93,6 +98,17 @@ def test_only_early_launches_wait(target: str, options: dict[str, bool]) -> None
     waits = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] if options else []
     assert found[: len(waits)] == waits
     assert {*found[len(waits) :]} == {"ld.global", "st.global"}
+
+
+def test_launches_are_those_of_the_target_and_an_error_leaves_nothing_behind() -> None:
+    rows, cache, slots = empty("bf16", 2, 1, 64), empty("fp8e4nv", 4, 16, 1, 64), empty("i64", 2)
+    for target, is_native in (("sm_80", False), ("sm_90", True)):
+        (launch,) = launches_of(target, paged.reshape_and_cache, rows, rows, cache, cache, slots)
+        assert launch.arguments["NATIVE_FP8"] == is_native
+        with pytest.raises(InvalidInputError):
+            launches_of(target, paged.rms_norm, rows, slots)
+        assert device_of(torch.device("cpu")).arch == "cpu"
+        assert paged.greedy_argmax(torch.eye(3)).tolist() == [0, 1, 2]
 
 
 class Source:
