@@ -183,7 +183,8 @@ def paged_attention(
         is_masked = mask is not None or is_causal is not None
         bind_step = torch_op.bind(
             q, k_cache, v_cache, window, chunk_size, deterministic, is_plain=is_plain,
-            takes_loops=is_plain and not is_masked and k_scale is None and v_scale is None,
+            head_numbers=(sinks, alibi_slopes),
+            takes_loops=not is_masked and k_scale is None and v_scale is None,
         )  # fmt: skip
 
     def run(

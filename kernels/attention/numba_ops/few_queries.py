@@ -10,6 +10,8 @@ from ...common.numba_ops.launch import SCRATCH, LoopLaunch
 from ...common.numba_ops.vectors import (
     LANES,
     LOG2_E,
+    count_from,
+    distances,
     exp2_of,
     fill,
     larger,
@@ -24,7 +26,7 @@ from ...common.numba_ops.vectors import (
     sum_of,
 )
 from ..config import AttentionCall
-from .many_queries import clear_rows, visible
+from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, options_of, visible
 
 # Keys whose scores a thread holds at once: with 16 rows, scores and accumulators of head_dim 128 are 12 KB.
 _KEYS = 64
@@ -34,7 +36,7 @@ _SCRATCH_BYTES = 24 << 10
 
 
 @nb.device_function
-def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
+def _attend(q, k_cache, v_cache, out, ids, scratch, options, sizes, strides, scale, at):
     """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order. The first
     thread sets the rows of empty and of no sequences to 0."""
     block_table, cu_seqlens_q, seq_lens = ids
@@ -52,6 +54,8 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
         window_right,
         chunk_size,
     ) = sizes
+    sinks, _, _, lse = options
+    no_sinks, num_heads = (np.int64(0), np.int64(0)), num_kv_heads * group
     total = 0
     for seq in range(num_seqs):
         if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
@@ -60,7 +64,7 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
     is_first = nb.thread_index() == 0
     if is_first:
         last = np.int64(cu_seqlens_q[num_seqs])
-        clear_rows(out, last, num_tokens, num_kv_heads * group, v_size, strides[8], strides[9])
+        clear_rows(out, lse, no_sinks, last, num_tokens, num_tokens, num_heads, v_size, strides[8], strides[9])
     first_of_seq = np.int64(0)
     for seq in range(num_seqs):
         row = np.int64(cu_seqlens_q[seq])
@@ -68,7 +72,8 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
         if num_queries > max_queries:
             continue
         if length == 0 and is_first:
-            clear_rows(out, row, row + num_queries, num_kv_heads * group, v_size, strides[8], strides[9])
+            end_row = row + num_queries
+            clear_rows(out, lse, sinks, row, end_row, num_tokens, num_heads, v_size, strides[8], strides[9])
         if num_queries > 0 and length > 0:
             head = min(max(first - first_of_seq + length - 1, 0) // length, num_kv_heads)
             end_head = min(max(end - first_of_seq + length - 1, 0) // length, num_kv_heads)
@@ -80,8 +85,9 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
                     next_seq, next_head = min(seq + 1, num_seqs - 1), np.int64(0)
                 next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
                 _attend_heads(
-                    q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length,
-                    head, stop, group, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
+                    q, k_cache, v_cache, out, block_table, scratch, options, strides, scale, at, seq, row, num_queries,
+                    length, head, stop, group, num_tokens, size, v_size, block_size, window_left, window_right,
+                    chunk_size, next_keys,
                 )  # fmt: skip
                 head = stop
         first_of_seq += length * num_kv_heads
@@ -160,15 +166,21 @@ def _weights(scratch, scores, num_keys, largest):
     for j in range(0, num_keys, LANES):
         maxima = larger(maxima, load_vector(scratch, scores + j))
     new_largest = largest_of(maxima)
-    shift = new_largest
-    if new_largest == np.float32(-np.inf):  # the row sees no key yet
-        shift = np.float32(0)
-    ones, below, total = fill(np.float32(1)), fill(-shift), fill(np.float32(0))
+    ones, below, total = fill(np.float32(1)), fill(-new_largest), fill(np.float32(0))
     for j in range(0, num_keys, LANES):
         weights = exp2_of(multiply_add(ones, load_vector(scratch, scores + j), below))
         store_vector(scratch, scores + j, weights)
         total = multiply_add(ones, weights, total)
-    return new_largest, nb.exp2(largest - shift), sum_of(total)
+    return new_largest, nb.exp2(largest - new_largest), sum_of(total)
+
+
+@nb.device_function
+def _change(scratch, scores, num_keys, cap, slope, distance):
+    """Apply softcap and ALiBi to a row's scores; distance: of its position from the first key."""
+    for j in range(0, num_keys, LANES):
+        away = distances(fill(distance), count_from(np.float32(j)))
+        score = changed_score(load_vector(scratch, scores + j), cap, fill(slope), away)
+        store_vector(scratch, scores + j, score)
 
 
 @nb.inlined
@@ -180,13 +192,14 @@ def _copy_scaled(source, start, factor, target, to, size):
 
 @nb.device_function
 def _attend_heads(
-    q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length, head, end_head,
-    group, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
+    q, k_cache, v_cache, out, block_table, scratch, options, strides, scale, at, seq, row, num_queries, length, head,
+    end_head, group, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
 ):  # fmt: skip
     """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
 
     next_keys: place of the keys that are read next, for prefetching.
     """
+    sinks, slopes, cap, lse = options
     q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, table_stride = strides
     context, table, num_heads, of_head = length - num_queries, seq * table_stride, end_head - head, num_queries * group
     rows = num_heads * of_head
@@ -194,11 +207,12 @@ def _attend_heads(
     sums = scores + rows * _KEYS
     largest, totals = sums + rows * v_size, sums + rows * (v_size + 1)
     for r in range(rows):
-        start = (row + r % of_head // group) * q_token + ((head + r // of_head) * group + r % group) * q_head
+        member = (head + r // of_head) * group + r % group
+        start = (row + r % of_head // group) * q_token + member * q_head
         _copy_scaled(q, start, scale, scratch, queries + r * size, size)
         for i in range(v_size):
             scratch[sums + r * v_size + i] = np.float32(0)
-        scratch[largest + r], scratch[totals + r] = np.float32(-np.inf), np.float32(0)
+        scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
     first_key = max(0, context - window_left)
     if chunk_size > 0:
         first_key = max(first_key, context // chunk_size * chunk_size)
@@ -227,6 +241,9 @@ def _attend_heads(
             position = context + r % of_head // group
             first, end = visible(position, length, window_left, window_right, chunk_size)
             at_scores, padded = scores + r * _KEYS, nb.rounded_up(num_keys, LANES)
+            if cap > np.float32(0) or slopes[0] != 0:
+                slope = -number_of_head(slopes, (head + r // of_head) * group + r % group)
+                _change(scratch, at_scores, padded, cap, slope, np.float32(position - tile))
             if first > tile or end < tile + padded:
                 for j in range(padded):
                     if tile + j < first or tile + j >= end:
@@ -255,8 +272,10 @@ def _attend_heads(
                 _weigh(scratch, sums + r * v_size, v_cache, value, v_slot, run, v_size, scores + r * _KEYS + j)
             j += run
     for r in range(rows):
-        start = (row + r % of_head // group) * out_token + ((head + r // of_head) * group + r % group) * out_head
-        total = scratch[totals + r]
+        token, member = row + r % of_head // group, (head + r // of_head) * group + r % group
+        start, total = token * out_token + member * out_head, scratch[totals + r]
+        if lse != 0:
+            nb.store(nb.floats(lse), member * num_tokens + token, log_sum_exp(scratch[largest + r], total))
         inverse = np.float32(0)
         if total != 0:
             inverse = np.float32(1) / total
@@ -265,25 +284,30 @@ def _attend_heads(
 
 @nb.Kernel
 def _paged_attention(arguments):
-    values = nb.unpack(arguments, 35)
-    is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens, scratch, scratch_size = values[1:11]
+    values = nb.unpack(arguments, 41)
+    is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:9]
     ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
-    at, scale = nb.thread_index() * scratch_size, nb.as_float(values[11])
-    sizes, strides = values[12:24], values[24:]
+    options, scratch, scratch_size = options_of(values[9:12], values[38:]), values[12], values[13]
+    at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
+    sizes, strides = values[15:27], values[27:38]
     if is_bf16:
         tensors = nb.bfloats(q), nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(out)
-        _attend(*tensors, ids, nb.floats(scratch), sizes, strides, scale, at)
+        _attend(*tensors, ids, nb.floats(scratch), options, sizes, strides, scale, at)
     else:
         wide = nb.floats(q), nb.floats(k_cache), nb.floats(v_cache), nb.floats(out)
-        _attend(*wide, ids, nb.floats(scratch), sizes, strides, scale, at)
+        _attend(*wide, ids, nb.floats(scratch), options, sizes, strides, scale, at)
 
 
 # First arguments of both attention kernels.
-TENSORS = "q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens", SCRATCH
+TENSORS = (
+    *("q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens"),
+    *("sinks", "alibi_slopes", "lse", SCRATCH),
+)
 
 
 def sizes_of(call: AttentionCall) -> tuple[int, ...]:
-    """Return the last arguments of both kernels: sizes, visibility and strides."""
+    """Return the last arguments of both kernels: sizes, visibility, strides and options."""
+    are_bf16 = [number is not None and number.dtype == torch.bfloat16 for number in (call.sinks, call.alibi_slopes)]
     return (
         call.q.shape[0],
         call.q.shape[2],
@@ -296,6 +320,8 @@ def sizes_of(call: AttentionCall) -> tuple[int, ...]:
         *call.v_cache.stride()[:3],
         *call.out.stride()[:2],
         call.block_table.stride(0),
+        *are_bf16,
+        nb.bits(call.softcap * LOG2_E),
     )
 
 

@@ -15,19 +15,22 @@ import numpy as np
 from ...common.numba_ops import kernel as nb
 from ...common.numba_ops.vectors import (
     LANES,
+    LOG2_E,
+    distances,
     exp2_of,
     fill,
     larger,
     largest_of,
     load_vector,
     multiply_add,
+    softcapped,
     store_vector,
     within,
 )
 
 # Rows of a block, in two vectors; keys packed at once; keys of a step.
 ROWS, KEYS, STEP = 2 * LANES, 128, 32
-_LOWEST = -3e38  # below every score, but finite: differences of infinities would be NaN
+LOWEST = -3e38  # below every score, but finite: differences of infinities would be NaN
 Step = Callable[..., Any]
 
 
@@ -41,14 +44,60 @@ def visible(position, length, window_left, window_right, chunk_size):
     return first, end
 
 
+@nb.inlined
+def options_of(addresses, values):
+    """Return sinks and slopes as `number_of_head` takes them, the softcap in base 2, and the address of lse or 0."""
+    sinks, slopes, lse = addresses
+    sinks_are_bf16, slopes_are_bf16, cap = values
+    return (sinks, sinks_are_bf16), (slopes, slopes_are_bf16), nb.as_float(cap), lse
+
+
 @nb.device_function
-def clear_rows(out, first, end, num_heads, size, stride_token, stride_head):
-    """Set the rows of tokens from `first` to before `end` to 0."""
+def number_of_head(numbers, head):
+    """Return a head's sink or slope in base 2; 0 if there are none. numbers: address, and whether it is bfloat16."""
+    address, is_bf16 = numbers
+    if address == 0:
+        return np.float32(0)
+    if is_bf16 != 0:
+        return nb.load(nb.bfloats(address), head) * np.float32(LOG2_E)
+    return nb.load(nb.floats(address), head) * np.float32(LOG2_E)
+
+
+@nb.device_function
+def first_sum(sinks, head):
+    """Return the largest score and the sum of weights before the first key: those of the sink, if there is one."""
+    if sinks[0] == 0:
+        return np.float32(LOWEST), np.float32(0)
+    return max(number_of_head(sinks, head), np.float32(LOWEST)), np.float32(1)
+
+
+@nb.device_function
+def log_sum_exp(largest, total):
+    """Return the natural logarithm of a row's sum, -inf if it has no terms."""
+    if largest <= np.float32(LOWEST):
+        return np.float32(-np.inf)
+    return largest * np.float32(1 / LOG2_E) + np.log(total)
+
+
+@nb.device_function
+def clear_rows(out, lse, sinks, first, end, num_tokens, num_heads, size, stride_token, stride_head):
+    """Set the rows of tokens from `first` to before `end` to what they are without keys."""
     for token in range(first, end):
         for head in range(num_heads):
             start = token * stride_token + head * stride_head
             for i in range(size):
                 nb.store(out, start + i, 0.0)
+            if lse != 0:  # by `store`: numba drops an assignment to what is no argument, where code is inlined
+                largest, total = first_sum(sinks, head)
+                nb.store(nb.floats(lse), head * num_tokens + token, log_sum_exp(largest, total))
+
+
+@nb.inlined
+def changed_score(score, cap, slope, distance):
+    """Return scores after softcap, unless `cap` is 0, and after ALiBi, whose slopes are negative."""
+    if cap > np.float32(0):
+        score = softcapped(score, cap)
+    return multiply_add(slope, distance, score)
 
 
 @nb.device_function
@@ -68,6 +117,20 @@ def _hide(memory, scores, bounds, chunk, begin, end):
                     to, first = scores + place(key, half), bounds + half * LANES
                     visible_scores = within(load_vector(floats, to), chunk + key, ints, first, first + ROWS)
                     store_vector(floats, to, visible_scores)
+
+
+@nb.device_function
+def _change(memory, scores, alibi, cap, chunk, begin, end, scale):
+    """Scale a block's scores, then apply softcap and ALiBi."""
+    floats, zeros, factor = memory[0], fill(np.float32(0)), fill(scale)
+    for half in range(2):
+        slope = load_vector(floats, alibi + half * LANES)
+        positions = load_vector(floats, alibi + ROWS + half * LANES)
+        for key in range(begin, end):
+            at = scores + place(key, half)
+            score = multiply_add(load_vector(floats, at), factor, zeros)
+            distance = distances(positions, fill(np.float32(chunk + key)))
+            store_vector(floats, at, changed_score(score, cap, slope, distance))
 
 
 @nb.device_function
@@ -93,14 +156,18 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
     """Return a kernel over sequences that packs and multiplies by these steps."""
 
     @nb.device_function
-    def attend_block(memory, areas, block, chunk, begin, end, size, v_size, scale):
+    def attend_block(memory, areas, options, block, chunk, begin, end, size, v_size, scale):
         """Attend with a block's rows over the keys of a chunk, by online softmax (Milakov and Gimelshein, 2018)."""
-        queries, sums, state, bounds, keys, values, scores, weights, _, _ = areas
+        queries, sums, state, bounds, alibi, keys, values, scores, weights, _, _ = areas
+        _, slopes, cap, _ = options
         floats = memory[0]
         queries += block * ROWS * nb.rounded_up(size, LANES)
         sums += block * ROWS * nb.rounded_up(v_size, LANES)
         state += block * 2 * ROWS
         score(memory, queries, keys, scores, begin, end, size)
+        if cap > np.float32(0) or slopes[0] != 0:
+            _change(memory, scores, alibi + block * 2 * ROWS, cap, chunk, begin, end, scale)
+            scale = np.float32(1)
         _hide(memory, scores, bounds + block * 2 * ROWS, chunk, begin, end)
         zeros, ones, minus_ones, factor = fill(np.float32(0)), fill(np.float32(1)), fill(np.float32(-1)), fill(scale)
         for half in range(2):
@@ -119,13 +186,14 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
 
     @nb.inlined
     def attend_rows(
-        q, k_cache, v_cache, out, block_table, table, memory, areas, sizes, strides, scale, row, num_queries, length,
-        head, begin_row, end_row,
+        q, k_cache, v_cache, out, block_table, table, memory, areas, options, sizes, strides, scale, row, num_queries,
+        length, head, begin_row, end_row,
     ):  # fmt: skip
         """Attend with rows of one KV head of a sequence."""
-        _, _, _, group, _, _, size, v_size, block_size, window_left, window_right, chunk_size = sizes
+        sinks, slopes, _, lse = options
+        _, _, _, group, _, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size = sizes
         q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, _ = strides
-        queries, sums, state, bounds, keys, values, _, _, rows, slots = areas
+        queries, sums, state, bounds, alibi, keys, values, _, _, rows, slots = areas
         floats, _, ints, longs = memory
         num_blocks, context = (end_row - begin_row + ROWS - 1) // ROWS, length - num_queries
         q_size, sums_size = ROWS * nb.rounded_up(size, LANES), ROWS * nb.rounded_up(v_size, LANES)
@@ -133,14 +201,16 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         for i in range(num_blocks * ROWS):
             r = min(begin_row + i, end_row - 1)  # pad the block with copies of its last row
             query = r // group
-            q_at, member, token = i // ROWS * 2 * ROWS + i % ROWS, head * group + r - query * group, row + query
+            q_at, member, token = i // ROWS * 2 * ROWS + i % ROWS, head * group + r % group, row + query
             longs[rows + q_at] = token * q_token + member * q_head
             longs[rows + q_at + ROWS] = token * out_token + member * out_head
             low, end = visible(context + query, length, window_left, window_right, chunk_size)
             if i == 0:
                 first = low
             ints[bounds + q_at], ints[bounds + q_at + ROWS] = np.int32(low), np.int32(end)
-            floats[state + q_at], floats[state + q_at + ROWS] = np.float32(_LOWEST), np.float32(0)
+            floats[state + q_at], floats[state + q_at + ROWS] = first_sum(sinks, member)
+            floats[alibi + q_at] = -number_of_head(slopes, member)
+            floats[alibi + q_at + ROWS] = np.float32(context + query)
         for block in range(num_blocks):
             pack_rows(q, memory, rows + block * 2 * ROWS, queries + block * q_size, size)
         for i in range(0, num_blocks * sums_size, LANES):
@@ -160,7 +230,12 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                 low = max(begin, (ints[at] - chunk) // STEP * STEP)
                 high = min(stop, nb.rounded_up(ints[at + 2 * ROWS - 1] - chunk, STEP))
                 if low < high:
-                    attend_block(memory, areas, block, chunk, low, high, size, v_size, scale)
+                    attend_block(memory, areas, options, block, chunk, low, high, size, v_size, scale)
+        if lse != 0:
+            for r in range(begin_row, end_row):
+                at = state + (r - begin_row) // ROWS * 2 * ROWS + (r - begin_row) % ROWS
+                to = (head * group + r % group) * num_tokens + row + r // group
+                nb.store(nb.floats(lse), to, log_sum_exp(floats[at], floats[at + ROWS]))
         for i in range(num_blocks * 2 * ROWS):
             floats[state + i] = np.float32(1) / max(floats[state + i], np.float32(1e-30))  # 0 if no key is visible
         for block in range(num_blocks):
@@ -174,14 +249,18 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         """Attend with all sequences that have many queries; threads get equal shares of pairs of rows and keys."""
         q, k_cache, v_cache, out = tensors
         block_table, cu_seqlens_q, seq_lens = nb.int32s(values[5]), nb.int32s(values[6]), nb.int32s(values[7])
-        scratch = values[8] + nb.thread_index() * values[9] * 4  # in bytes
+        options = options_of(values[8:11], values[48:])
+        scratch = values[11] + nb.thread_index() * values[12] * 4  # in bytes
         memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
-        scale, areas, sizes, strides = nb.as_float(values[10]), values[11:21], values[21:33], values[33:]
+        scale, areas, sizes, strides = nb.as_float(values[13]), values[14:25], values[25:37], values[37:48]
         num_seqs, min_queries, num_kv_heads, group, num_rows, num_tokens, _, v_size = sizes[:8]
         window_left, window_right, chunk_size = sizes[9:]
         if nb.thread_index() == 0:  # rows of no sequence
             last = np.int64(cu_seqlens_q[num_seqs])
-            clear_rows(out, last, num_tokens, num_kv_heads * group, v_size, strides[8], strides[9])
+            no_sinks, num_heads = (np.int64(0), np.int64(0)), num_kv_heads * group
+            clear_rows(
+                out, options[3], no_sinks, last, num_tokens, num_tokens, num_heads, v_size, strides[8], strides[9]
+            )
         first, end = np.int64(0), np.int64(0)
         for is_counted in range(2):
             num_before = np.int64(0)
@@ -195,8 +274,8 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                         end_row = min(begin_row + num_rows, num_queries * group)
                         if first <= num_before < end:
                             attend_rows(
-                                q, k_cache, v_cache, out, block_table, seq * strides[10], memory, areas, sizes,
-                                strides, scale, row, num_queries, length, head, begin_row, end_row,
+                                q, k_cache, v_cache, out, block_table, seq * strides[10], memory, areas, options,
+                                sizes, strides, scale, row, num_queries, length, head, begin_row, end_row,
                             )  # fmt: skip
                         middle = length - num_queries + (begin_row + end_row) // 2 // group
                         first_key, end_key = visible(middle, length, window_left, window_right, chunk_size)

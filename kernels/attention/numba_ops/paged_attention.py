@@ -32,7 +32,7 @@ def _bfloat16_tensors(values):
 
 @nb.Kernel
 def _tiles(arguments):
-    values = nb.unpack(arguments, 44)
+    values = nb.unpack(arguments, 51)
     configure()
     _attend_by_tiles(_bfloat16_tensors(values), values)
     release()
@@ -40,13 +40,13 @@ def _tiles(arguments):
 
 @nb.Kernel
 def _bfloat16(arguments):
-    values = nb.unpack(arguments, 44)
+    values = nb.unpack(arguments, 51)
     _attend_by_vectors(_bfloat16_tensors(values), values)
 
 
 @nb.Kernel
 def _float32(arguments):
-    values = nb.unpack(arguments, 44)
+    values = nb.unpack(arguments, 51)
     _attend_by_vectors((nb.floats(values[1]), nb.floats(values[2]), nb.floats(values[3]), nb.floats(values[4])), values)
 
 
@@ -79,6 +79,7 @@ def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None)
     areas = (
         num_rows * q_size,
         num_rows * sums_size,
+        num_rows * 2,
         num_rows * 2,
         num_rows * 2,
         KEYS * q_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ def bind(
     deterministic: bool,
     *,
     is_plain: bool,
+    head_numbers: Sequence[torch.Tensor | None],
     takes_loops: bool,
 ) -> BindStep[AttentionCall]:
     """Return what binds each step's calls like this one, in PyTorch or, if takes_loops, by numba kernels.
@@ -40,10 +41,10 @@ def bind(
     Numba kernels read the caches in place. On one core of a Xeon with AMX they take 0.3 to 0.5 of the time for 32
     prompts of 512 tokens in bfloat16, 0.5 to 0.6 in float32, because no keys are gathered to be masked.
 
-    is_plain: nothing needs the scores.
+    is_plain: nothing needs the scores. head_numbers: sinks and slopes.
     """
     if takes_loops:
-        loops = loops_of("attention.numba_ops.paged_attention", q, k_cache, v_cache)
+        loops = loops_of("attention.numba_ops.paged_attention", q, k_cache, v_cache, weights=head_numbers)
         if loops is not None:
             return partial(_bind_loops, loops)
     layout = BatchLayout.of(q, k_cache, v_cache, window, chunk_size, deterministic, keeps_scores=not is_plain)
@@ -72,10 +73,17 @@ def _bind_loops(loops: Any, call: AttentionCall, _: AttentionPlan | None) -> Cal
                 "block_table": call.block_table,
                 "cu_seqlens_q": call.cu_seqlens_q.contiguous(),
                 "seq_lens": call.seq_lens.contiguous(),
+                "sinks": _contiguous(call.sinks),
+                "alibi_slopes": _contiguous(call.alibi_slopes),
+                "lse": call.lse,
             }
         )
 
     return compute
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _queries_apart(call: AttentionCall) -> torch.Tensor:
