@@ -242,8 +242,9 @@ def _attend_heads(
             first, end = visible(position, length, window_left, window_right, chunk_size)
             at_scores, padded = scores + r * _KEYS, nb.rounded_up(num_keys, LANES)
             if cap > np.float32(0) or slopes[0] != 0:
-                slope = -number_of_head(slopes, (head + r // of_head) * group + r % group)
-                _change(scratch, at_scores, padded, cap, slope, np.float32(position - tile))
+                member = (head + r // of_head) * group + r % group
+                slope, distance = -number_of_head(slopes, member), np.float32(position - tile)
+                _change(scratch, at_scores, padded, cap, slope, distance)
             if first > tile or end < tile + padded:
                 for j in range(padded):
                     if tile + j < first or tile + j >= end:

@@ -1,5 +1,7 @@
 """A suite is worth what it catches: copies of the kernels with one fault each must turn the attention checks red."""
 
+import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ import paged.kernels.attention.tile_kernels
 import paged.kernels.common.attention.keys
 import paged.kernels.common.attention.merge_splits
 from paged.bench.attention.problem import Problem
+from tests.backends import needs_numba
+from tests.headroom import unnoted
 from tests.kernels.attention.problem import check
-from tests.kernels.faulty import planted, turns_red
+from tests.kernels.faulty import load_copy, planted, turns_red
 
 attention, shared = paged.kernels.attention, paged.kernels.common.attention
 # Each imports those before it.
@@ -87,3 +91,42 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
         for problem in PROBLEMS:
             if name in ("", problem.name):
                 assert turns_red(check, problem, device) == bool(name)
+
+
+NUMBA_OPS = "paged.kernels.attention.numba_ops"
+# Of `NUMBA_OPS`; each imports those before it.
+NUMBA_MODULES = "many_queries", "few_queries", "tile_products", "vector_products", "paged_attention"
+_FEW = Problem("few", ((3, 150), (1, 90), (2, 0)), sinks=True, alibi=True, softcap=2.0, padding_rows=2)
+_MANY = replace(_FEW, name="many", lengths=((40, 150), (12, 20)))
+# fault -> (the problem that finds it, or both if empty, text of the numba kernels, what the faulty copy has instead)
+NUMBA_MUTATIONS = {
+    "no fault": ("", "", ""),
+    "the sink counts twice": ("", "LOWEST)), np.float32(1)", "LOWEST)), np.float32(2)"),
+    "the sink counts once for every 64 keys": ("few", "* rescale + total", "* rescale + total + rescale"),
+    "the sink of another head": ("", "first_sum(sinks, member)", "first_sum(sinks, head)"),
+    "a sink of padding": ("few", "clear_rows(out, lse, no_sinks, last", "clear_rows(out, lse, sinks, last"),
+    "no softcap": ("", "score = softcapped(score, cap)", "score = score"),
+    "scores are scaled twice": ("many", "        scale = np.float32(1)", "        scale = scale"),
+    "the slope of another head": ("", "number_of_head(slopes, member)", "number_of_head(slopes, head)"),
+    "lse in base 2": ("", "largest * np.float32(1 / LOG2_E)", "largest"),
+}
+
+
+@needs_numba
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", NUMBA_MUTATIONS)
+def test_checks_see_the_fault_of_a_numba_kernel(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, text, replacement = NUMBA_MUTATIONS[fault]
+    package = importlib.import_module(NUMBA_OPS)
+    modules = [importlib.import_module(f"{NUMBA_OPS}.{module}") for module in NUMBA_MODULES]
+    sources = [Path(module.__file__ or "").read_text() for module in modules]
+    assert any(text in source for source in sources), "the kernels have changed: this fault no longer applies"
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    for module, source in zip(NUMBA_MODULES, sources, strict=True):
+        faulty = source.replace(text, replacement) if text else source
+        copy = load_copy(f"{NUMBA_OPS}.{module}", tmp_path, faulty, monkeypatch)
+        monkeypatch.setattr(package, module, copy)
+    with unnoted():
+        for problem in (_FEW, _MANY):
+            if name in ("", problem.name):
+                assert turns_red(check, problem, torch.device("cpu")) == (fault != "no fault")
