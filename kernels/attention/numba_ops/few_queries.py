@@ -8,6 +8,7 @@ import torch
 from ...common.numba_ops import kernel as nb
 from ...common.numba_ops.launch import SCRATCH, LoopLaunch
 from ...common.numba_ops.vectors import (
+    HAS_WIDE_VECTORS,
     LANES,
     LOG2_E,
     count_from,
@@ -24,6 +25,7 @@ from ...common.numba_ops.vectors import (
     store_products,
     store_vector,
     sum_of,
+    weighted_sums,
 )
 from ..config import AttentionCall
 from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, options_of, visible
@@ -33,10 +35,15 @@ _KEYS = 64
 # Scratch memory of the rows that a thread takes at once: heads are adjacent in the cache, and are read together while
 # this fits into the L1 cache.
 _SCRATCH_BYTES = 24 << 10
+# Smallest scale: its products with -inf are not NaN.
+LEAST_SCALE = 2.0**-126
+# Queries of bfloat16 are copied as they are if sums of pairs fit into registers, else as float32.
+_copied_bfloats = nb.bfloats if HAS_WIDE_VECTORS else nb.floats
+_add_to_one, _add_to_two, _add_to_four = weighted_sums(1), weighted_sums(2), weighted_sums(4)
 
 
 @nb.device_function
-def _attend(q, k_cache, v_cache, out, ids, scratch, options, sizes, strides, scale, at):
+def _attend(q, k_cache, v_cache, out, ids, memory, options, sizes, strides, scale, at):
     """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order. The first
     thread sets the rows of empty and of no sequences to 0."""
     block_table, cu_seqlens_q, seq_lens = ids
@@ -85,7 +92,7 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, options, sizes, strides, sca
                     next_seq, next_head = min(seq + 1, num_seqs - 1), np.int64(0)
                 next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
                 _attend_heads(
-                    q, k_cache, v_cache, out, block_table, scratch, options, strides, scale, at, seq, row, num_queries,
+                    q, k_cache, v_cache, out, block_table, memory, options, strides, scale, at, seq, row, num_queries,
                     length, head, stop, group, num_tokens, size, v_size, block_size, window_left, window_right,
                     chunk_size, next_keys,
                 )  # fmt: skip
@@ -102,84 +109,88 @@ def _place_of_key(block_table, table, key, block_size, stride_block, stride_slot
 
 
 @nb.device_function
-def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, part, num_parts):
-    """Prefetch one of `num_parts` equal parts of keys or values that are `stride` apart."""
-    count = (num_keys + num_parts - 1) // num_parts
-    for key in range(part * count, min(part * count + count, num_keys)):
+def _fetch_keys(cache, start, stride, head_stride, num_heads, size, begin, end):
+    """Prefetch a range of keys or values that are `stride` apart."""
+    for key in range(begin, end):
         for head in range(num_heads):
             prefetch_row(cache, start + key * stride + head * head_stride, size)
 
 
 @nb.inlined
-def _score(scratch, query, cache, key, stride, num_keys, size, to):
+def _score(queries, query, cache, key, stride, num_keys, size, scratch, to):
     """Compute the products of a query with keys that are `stride` apart."""
     end_of_vectors, end_of_tiles = size // LANES * LANES, num_keys // LANES * LANES
     for index in range(0, end_of_tiles, LANES):
-        store_products(scratch, query, cache, key + index * stride, stride, end_of_vectors, scratch, to + index)
+        store_products(queries, query, cache, key + index * stride, stride, end_of_vectors, scratch, to + index)
     for index in range(end_of_tiles, num_keys):
         products = fill(np.float32(0))
         for i in range(0, end_of_vectors, LANES):
             products = multiply_add(
-                load_vector(scratch, query + i), load_vector(cache, key + index * stride + i), products
+                load_vector(queries, query + i), load_vector(cache, key + index * stride + i), products
             )
         scratch[to + index] = sum_of(products)
     if end_of_vectors < size:
         for index in range(num_keys):
             for i in range(end_of_vectors, size):
-                scratch[to + index] += scratch[query + i] * nb.load(cache, key + index * stride + i)
+                scratch[to + index] += nb.load(queries, query + i) * nb.load(cache, key + index * stride + i)
+
+
+@nb.device_function
+def _rows_together(num_rows):
+    """Return how many of a head's last `num_rows` rows share the next reads of values. More sums than 16 vectors of 512
+    bits do not fit into registers."""
+    if HAS_WIDE_VECTORS and num_rows >= 4:
+        return 4
+    if HAS_WIDE_VECTORS and num_rows >= 2:
+        return 2
+    return 1
 
 
 @nb.inlined
-def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
-    """Add the weighted values of keys that are `stride` apart to `sums`."""
-    pairs, ones = size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
-    for i in range(0, pairs, 2 * LANES):  # independent sums do not wait for each other
-        even, odd = load_vector(scratch, sums + i), fill(np.float32(0))
-        next_even, next_odd = load_vector(scratch, sums + i + LANES), odd
-        start = value + i
-        for key in range(0, num_keys - 1, 2):
-            weight, next_weight = fill(scratch[weights + key]), fill(scratch[weights + key + 1])
-            even = multiply_add(weight, load_vector(cache, start), even)
-            next_even = multiply_add(weight, load_vector(cache, start + LANES), next_even)
-            odd = multiply_add(next_weight, load_vector(cache, start + stride), odd)
-            next_odd = multiply_add(next_weight, load_vector(cache, start + stride + LANES), next_odd)
-            start += 2 * stride
-        if num_keys % 2 == 1:
-            weight = fill(scratch[weights + num_keys - 1])
-            even = multiply_add(weight, load_vector(cache, start), even)
-            next_even = multiply_add(weight, load_vector(cache, start + LANES), next_even)
-        store_vector(scratch, sums + i, multiply_add(ones, odd, even))
-        store_vector(scratch, sums + i + LANES, multiply_add(ones, next_odd, next_even))
-    for i in range(pairs, size, LANES):
-        total = load_part(scratch, sums + i, size - i)
-        for key in range(num_keys):
-            values = load_part(cache, value + key * stride + i, size - i)
-            total = multiply_add(fill(scratch[weights + key]), values, total)
-        store_part(scratch, sums + i, total, size - i)
+def _weigh(scratch, sums, step, cache, value, stride, num_keys, size, weights, num_rows):
+    """Add the weighted values of keys, `stride` apart, to the sums of 1, 2 or 4 rows: the first 32 elements of `size`,
+    or all if there are fewer."""
+    if size >= 2 * LANES and num_rows == 4:
+        _add_to_four(scratch, sums, step, weights, _KEYS, cache, value, stride, num_keys)
+    elif size >= 2 * LANES and num_rows == 2:
+        _add_to_two(scratch, sums, step, weights, _KEYS, cache, value, stride, num_keys)
+    elif size >= 2 * LANES:
+        _add_to_one(scratch, sums, step, weights, _KEYS, cache, value, stride, num_keys)
+    else:
+        for row in range(num_rows):
+            for i in range(0, size, LANES):
+                total = load_part(scratch, sums + row * step + i, size - i)
+                for key in range(num_keys):
+                    values = load_part(cache, value + key * stride + i, size - i)
+                    total = multiply_add(fill(scratch[weights + row * _KEYS + key]), values, total)
+                store_part(scratch, sums + row * step + i, total, size - i)
 
 
 @nb.inlined
-def _weights(scratch, scores, num_keys, largest):
-    """Replace a row's scores by 2^(score - largest so far), and pad them with 0 to a multiple of `LANES`; return the
-    largest score and the sum."""
-    maxima = fill(largest)
+def _weights(scratch, scores, num_keys, scale, largest):
+    """Replace a row's scores by 2^(score * scale - largest so far), and pad them with 0 to a multiple of `LANES`;
+    return the largest scaled score and the sum."""
+    maxima = fill(np.float32(-np.inf))
     for j in range(0, num_keys, LANES):
         maxima = larger(maxima, load_vector(scratch, scores + j))
-    new_largest = largest_of(maxima)
-    ones, below, total = fill(np.float32(1)), fill(-new_largest), fill(np.float32(0))
+    new_largest = max(largest, largest_of(maxima) * scale)
+    ones, factor, below = fill(np.float32(1)), fill(scale), fill(-new_largest)
+    total = fill(np.float32(0))
     for j in range(0, num_keys, LANES):
-        weights = exp2_of(multiply_add(ones, load_vector(scratch, scores + j), below))
+        weights = exp2_of(multiply_add(factor, load_vector(scratch, scores + j), below))
         store_vector(scratch, scores + j, weights)
         total = multiply_add(ones, weights, total)
     return new_largest, nb.exp2(largest - new_largest), sum_of(total)
 
 
 @nb.device_function
-def _change(scratch, scores, num_keys, cap, slope, distance):
-    """Apply softcap and ALiBi to a row's scores; distance: of its position from the first key."""
+def _change(scratch, scores, num_keys, scale, cap, slope, distance):
+    """Scale a row's scores, then apply softcap and ALiBi; distance: of its position from the first key."""
+    zeros, factor = fill(np.float32(0)), fill(scale)
     for j in range(0, num_keys, LANES):
         away = distances(fill(distance), count_from(np.float32(j)))
-        score = changed_score(load_vector(scratch, scores + j), cap, fill(slope), away)
+        score = multiply_add(load_vector(scratch, scores + j), factor, zeros)
+        score = changed_score(score, cap, fill(slope), away)
         store_vector(scratch, scores + j, score)
 
 
@@ -192,24 +203,26 @@ def _copy_scaled(source, start, factor, target, to, size):
 
 @nb.device_function
 def _attend_heads(
-    q, k_cache, v_cache, out, block_table, scratch, options, strides, scale, at, seq, row, num_queries, length, head,
+    q, k_cache, v_cache, out, block_table, memory, options, strides, scale, at, seq, row, num_queries, length, head,
     end_head, group, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
 ):  # fmt: skip
     """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
 
     next_keys: place of the keys that are read next, for prefetching.
     """
+    scratch, queries = memory
     sinks, slopes, cap, lse = options
     q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, table_stride = strides
     context, table, num_heads, of_head = length - num_queries, seq * table_stride, end_head - head, num_queries * group
     rows = num_heads * of_head
-    queries, scores = at, at + rows * size
+    scores = at + rows * size  # behind the queries
     sums = scores + rows * _KEYS
     largest, totals = sums + rows * v_size, sums + rows * (v_size + 1)
     for r in range(rows):
         member = (head + r // of_head) * group + r % group
         start = (row + r % of_head // group) * q_token + member * q_head
-        _copy_scaled(q, start, scale, scratch, queries + r * size, size)
+        for i in range(0, size, LANES):
+            store_part(queries, r * size + i, load_part(q, start + i, size - i), size - i)
         for i in range(v_size):
             scratch[sums + r * v_size + i] = np.float32(0)
         scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
@@ -229,48 +242,67 @@ def _attend_heads(
                 following, _ = _place_of_key(block_table, table, tile + j + run, block_size, k_block, k_slot)
             # Mask keys that are not visible: a full vector of keys is faster than single keys.
             num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
-            for r in range(rows):
-                if j + run == num_keys:
-                    _fetch_part(v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, run, r, rows)
-                else:
-                    _fetch_part(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, run, r, rows)
-                query, key, to = queries + r * size, start + (head + r // of_head) * k_head, scores + r * _KEYS + j
-                _score(scratch, query, k_cache, key, k_slot, num_scores, size, to)
+            share = (run + rows - 1) // rows  # keys that are prefetched with each row
+            for h in range(num_heads):
+                key = start + (head + h) * k_head
+                for r in range(h * of_head, (h + 1) * of_head):
+                    begin, end = r * share, min(r * share + share, run)
+                    if j + run == num_keys:
+                        _fetch_keys(v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, begin, end)
+                    else:
+                        _fetch_keys(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, begin, end)
+                    to = scores + r * _KEYS + j
+                    _score(queries, r * size, k_cache, key, k_slot, num_scores, size, scratch, to)
             j += run
-        for r in range(rows):
-            position = context + r % of_head // group
+        padded = nb.rounded_up(num_keys, LANES)
+        for query in range(num_queries):
+            position = context + query
             first, end = visible(position, length, window_left, window_right, chunk_size)
-            at_scores, padded = scores + r * _KEYS, nb.rounded_up(num_keys, LANES)
-            if cap > np.float32(0) or slopes[0] != 0:
-                member = (head + r // of_head) * group + r % group
-                slope, distance = -number_of_head(slopes, member), np.float32(position - tile)
-                _change(scratch, at_scores, padded, cap, slope, distance)
-            if first > tile or end < tile + padded:
-                for j in range(padded):
-                    if tile + j < first or tile + j >= end:
-                        scratch[at_scores + j] = np.float32(-np.inf)
-            new_largest, rescale, total = _weights(scratch, at_scores, padded, scratch[largest + r])
-            scratch[largest + r] = new_largest
-            scratch[totals + r] = scratch[totals + r] * rescale + total
-            _copy_scaled(scratch, sums + r * v_size, rescale, scratch, sums + r * v_size, v_size)
+            for h in range(num_heads):
+                for i in range(group):
+                    r, member, factor = h * of_head + query * group + i, (head + h) * group + i, scale
+                    at_scores = scores + r * _KEYS
+                    if cap > np.float32(0) or slopes[0] != 0:
+                        slope = -number_of_head(slopes, member)
+                        _change(scratch, at_scores, padded, scale, cap, slope, np.float32(position - tile))
+                        factor = np.float32(1)
+                    if first > tile or end < tile + padded:
+                        for j in range(padded):
+                            if tile + j < first or tile + j >= end:
+                                scratch[at_scores + j] = np.float32(-np.inf)
+                    new_largest, rescale, total = _weights(scratch, at_scores, padded, factor, scratch[largest + r])
+                    scratch[largest + r] = new_largest
+                    scratch[totals + r] = scratch[totals + r] * rescale + total
+                    if rescale != np.float32(1):
+                        _copy_scaled(scratch, sums + r * v_size, rescale, scratch, sums + r * v_size, v_size)
         j = 0
         while j < num_keys:
             start, room = _place_of_key(block_table, table, tile + j, block_size, v_block, v_slot)
             run = min(num_keys - j, room)
+            cache, following, next_slot, next_head, next_size = k_cache, next_keys, k_slot, k_head, size
             if j + run < num_keys:
                 following, _ = _place_of_key(block_table, table, tile + j + run, block_size, v_block, v_slot)
+                following += head * v_head
+                cache, next_slot, next_head, next_size = v_cache, v_slot, v_head, v_size
             elif tile + _KEYS < end_key:
                 following, _ = _place_of_key(block_table, table, tile + _KEYS, block_size, k_block, k_slot)
                 following += head * k_head
-            else:
-                following = next_keys
-            for r in range(rows):
-                if j + run < num_keys:
-                    _fetch_part(v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, run, r, rows)
-                else:
-                    _fetch_part(k_cache, following, k_slot, k_head, num_heads, size, run, r, rows)
-                value = start + (head + r // of_head) * v_head
-                _weigh(scratch, sums + r * v_size, v_cache, value, v_slot, run, v_size, scores + r * _KEYS + j)
+            share = (run + rows - 1) // rows
+            for h in range(num_heads):
+                value, r, end_row = start + (head + h) * v_head, h * of_head, (h + 1) * of_head
+                while r < end_row:
+                    num_rows = _rows_together(end_row - r)
+                    begin, end, weights = r * share, min((r + num_rows) * share, run), scores + r * _KEYS + j
+                    # Prefetches between the sums: many at once stop the loads of values.
+                    step = (num_rows * share * 2 * LANES + v_size - 1) // v_size
+                    for column in range(0, v_size, 2 * LANES):
+                        _fetch_keys(
+                            cache, following, next_slot, next_head, num_heads, next_size, begin, min(begin + step, end)
+                        )
+                        begin += step
+                        to, width = sums + r * v_size + column, v_size - column
+                        _weigh(scratch, to, v_size, v_cache, value + column, v_slot, run, width, weights, num_rows)
+                    r += num_rows
             j += run
     for r in range(rows):
         token, member = row + r % of_head // group, (head + r // of_head) * group + r % group
@@ -290,13 +322,14 @@ def _paged_attention(arguments):
     ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
     options, scratch, scratch_size = options_of(values[9:12], values[38:]), values[12], values[13]
     at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
+    floats, queries = nb.floats(scratch), scratch + at * 4  # in bytes
     sizes, strides = values[15:27], values[27:38]
     if is_bf16:
         tensors = nb.bfloats(q), nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(out)
-        _attend(*tensors, ids, nb.floats(scratch), options, sizes, strides, scale, at)
+        _attend(*tensors, ids, (floats, _copied_bfloats(queries)), options, sizes, strides, scale, at)
     else:
         wide = nb.floats(q), nb.floats(k_cache), nb.floats(v_cache), nb.floats(out)
-        _attend(*wide, ids, nb.floats(scratch), options, sizes, strides, scale, at)
+        _attend(*wide, ids, (floats, nb.floats(queries)), options, sizes, strides, scale, at)
 
 
 # First arguments of both attention kernels.
@@ -339,7 +372,7 @@ def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
         call.q.dtype == torch.bfloat16,
         *TENSORS,
         scratch_size,
-        nb.bits(call.softmax_scale * LOG2_E),
+        nb.bits(max(call.softmax_scale * LOG2_E, LEAST_SCALE)),
         len(call.seq_lens),
         max_queries,
         num_kv_heads,

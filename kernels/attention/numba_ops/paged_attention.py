@@ -17,8 +17,6 @@ from .many_queries import KEYS, ROWS
 # Largest number of rows of a KV head (queries times heads of a group) for the kernel for few queries. It takes 0.6 of
 # the other's time for 3 to 8 rows of bfloat16, 0.9 for 16, 1.1 for 20.
 _FEW_ROWS = 16
-# Smallest scale: its products with -inf are not NaN.
-_LEAST_SCALE = 2.0**-126
 # Largest and smallest number of rows of a sequence and KV head for which keys are packed once. Within these bounds a
 # long prompt is split into this many shares per thread.
 _ROWS_AT_ONCE, _SHARES = 512, 4
@@ -94,7 +92,7 @@ def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None)
     arguments: tuple[int | str, ...] = (
         *few_queries.TENSORS,
         scratch_size,
-        nb.bits(max(call.softmax_scale * LOG2_E, _LEAST_SCALE)),
+        nb.bits(max(call.softmax_scale * LOG2_E, few_queries.LEAST_SCALE)),
         *offsets,
         len(call.seq_lens),
         min_queries,

@@ -270,22 +270,6 @@ def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vecto
     builder.store(total, builder.bitcast(builder.gep(pointer, [index]), total.type.as_pointer()), align=2)
 
 
-@emitted()
-def store_products(builder, row, first, rows, start, stride, size, out, to):
-    """Store the products of a row of float32, from `first` on, with 16 rows of `size` elements, a multiple of 16. The
-    rows begin at `start`, `stride` apart."""
-    row_pointer, starts = builder.gep(row, [first]), [start]
-    while len(starts) < LANES:
-        starts.append(builder.add(starts[-1], stride))
-    totals = [sum_from_zero(builder) for _ in starts]
-    with steps(builder, size, LANES) as i:
-        factor = builder.load(at(builder, row_pointer, i, _FLOAT), align=4)
-        for row_start, total in zip(starts, totals, strict=True):
-            vector = load_vector.emit(builder, rows, builder.add(row_start, i))
-            builder.store(multiply_add.emit(builder, factor, vector, builder.load(total)), total)
-    _store_sums(builder, out, to, [builder.load(total) for total in totals])
-
-
 @emitted(_vector)
 def exp2_of(builder, x):
     """Return `exp2` of each element."""
@@ -391,6 +375,83 @@ def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
     high_b = builder.bitcast(builder.and_(b, upper), VECTOR)
     total = multiply_add.emit(builder, low_a, low_b, total)
     return multiply_add.emit(builder, high_a, high_b, total)
+
+
+@emitted()
+def store_products(builder, row, first, rows, start, stride, size, out, to):
+    """Store the products of a row, from `first` on, with 16 rows of `size` elements, a multiple of 16.
+
+    The rows begin at `start`, `stride` apart. If the row is bfloat16, so are they, and pairs are multiplied.
+    """
+    has_pairs = row.type.pointee != _FLOAT
+    step = 2 * LANES if has_pairs else LANES
+
+    def operand(pointer: ir.Value, index: ir.Value) -> ir.Value:
+        if not has_pairs:
+            return load_vector.emit(builder, pointer, index)
+        return builder.load(at(builder, pointer, index, _INT), align=2)
+
+    row_pointer, starts = builder.gep(row, [first]), [start]
+    while len(starts) < LANES:
+        starts.append(builder.add(starts[-1], stride))
+    totals = [sum_from_zero(builder) for _ in starts]
+    end = builder.and_(size, ir.Constant(size.type, -step))
+    with steps(builder, end, step) as i:
+        factor = operand(row_pointer, i)
+        for row_start, total in zip(starts, totals, strict=True):
+            vector = operand(rows, builder.add(row_start, i))
+            builder.store(_add_products(builder, factor, vector, builder.load(total)), total)
+    if has_pairs:
+        with builder.if_then(builder.icmp_signed("<", end, size)):  # half of a step is left
+            factor = load_vector.emit(builder, row_pointer, end)
+            for row_start, total in zip(starts, totals, strict=True):
+                vector = load_vector.emit(builder, rows, builder.add(row_start, end))
+                builder.store(multiply_add.emit(builder, factor, vector, builder.load(total)), total)
+    _store_sums(builder, out, to, [builder.load(total) for total in totals])
+
+
+def weighted_sums(num_rows: int) -> Any:
+    """Return an intrinsic that adds `count` vectors of 32 values, `stride` apart, to `num_rows` rows of 32 sums: values
+    are read and widened once for all rows.
+
+    Row r has its sums from `to` + r * `step` on, and its weights from `first` + r * `weight_step` on. Its bits do not
+    depend on `num_rows`.
+    """
+
+    @emitted()
+    def add(builder, floats, to, step, first, weight_step, values, start, stride, count):
+        def plus(index: ir.Value, number: int) -> ir.Value:
+            return builder.add(index, ir.Constant(index.type, number))
+
+        def add_values(key: ir.Value, totals: Sequence[Sequence[ir.Value]]) -> None:
+            place = builder.add(start, builder.mul(key, stride))
+            vectors = [load_vector.emit(builder, values, plus(place, half)) for half in (0, LANES)]
+            for row, halves in enumerate(totals):
+                weight = splat(builder, builder.load(builder.gep(weights[row], [key])))
+                for vector, total in zip(vectors, halves, strict=True):
+                    builder.store(multiply_add.emit(builder, weight, vector, builder.load(total)), total)
+
+        places, weights = [to], [builder.gep(floats, [first])]
+        while len(places) < num_rows:
+            places.append(builder.add(places[-1], step))
+            weights.append(builder.gep(weights[-1], [weight_step]))
+        # Two sums of each do not wait for each other.
+        even, odd = ([[sum_from_zero(builder) for _ in range(2)] for _ in places] for _ in range(2))
+        pairs = builder.and_(count, ir.Constant(count.type, -2))
+        with steps(builder, pairs, 2) as key:
+            add_values(key, even)
+            add_values(plus(key, 1), odd)
+        with builder.if_then(builder.icmp_signed("<", pairs, count)):
+            add_values(pairs, even)
+        for place, evens, odds in zip(places, even, odd, strict=True):
+            for half in range(2):
+                index = plus(place, half * LANES)
+                total = _sum(builder, builder.load(evens[half]), builder.load(odds[half]))
+                store_vector.emit(
+                    builder, floats, index, _sum(builder, load_vector.emit(builder, floats, index), total)
+                )
+
+    return add
 
 
 def round_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
