@@ -71,7 +71,7 @@ def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> 
     names += _RECURRENT_LOOPS * any(network.own_config.recurrent)
     if has_experts or has_mkl(dtype) or (dtype == torch.bfloat16 and not tiles.multiplies(dtype)):
         names += ("common.numba_ops.linear",)
-    has_products = any(isinstance(layer, (PackedWeights, CpuProducts)) for layer in network.modules())
+    has_products = any(isinstance(layer, PackedModule) for layer in network.modules())
     names += ("common.packed.numba_ops.product",) * has_products
     kernels = []
     for name in names:

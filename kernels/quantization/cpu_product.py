@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..common.device import has_numba, load_numba, loops_of
+from ..common.device import LOOP_DTYPES, has_numba, load_numba, loops_of
 from ..common.packed.packing import E2M1, E2M1_GROUPS, FP8_BLOCK, unpack_codes
 from ..common.packed.torch_ops import product as torch_op
 from ..common.packed.torch_ops.product import rounded_groups, unpack
@@ -23,7 +24,7 @@ _INT4_GROUPS, _INT4_ROWS = (256, 128, 64, 32), 16
 _INT4_BLOCKS = {"AVX512": 64, "AVX2": 32}
 # Rows from which unpacking a tile at a time and a dense product take less time: of 8192 x 1024 on two cores of a Xeon
 # 158 us a row in place of 89, and about 20 ms for the unpacking; on an EPYC that multiplies bfloat16, 99 and 43.
-_MANY_ROWS = 512
+MANY_ROWS = 512
 # Activations are multiplied as unsigned bytes, which is what VNNI takes: signed ones take oneDNN 200 ms in place of 0.5
 # for 8192 x 1024.
 _ZERO = 128
@@ -127,9 +128,31 @@ def _product_of(weight: QuantizedWeight, cpu: Cpu) -> str:
     return choose_product(weight.format, weight.group, *sizes, weight.quantizes_input, cpu)
 
 
-def is_plain(weight: QuantizedWeight, cpu: Cpu) -> bool:
-    """Return whether the product on a CPU is that of plain weights and activations."""
-    return not weight.quantizes_input and weight.input_order is None and _product_of(weight, cpu) == "unpacked"
+def is_plain(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Return whether the product on this CPU is that of plain weights and activations. dtype: of activations."""
+    if weight.quantizes_input or weight.input_order is not None:
+        return False
+    return _product_of(weight, _usable(this_cpu(), weight, dtype)) == "unpacked"
+
+
+def cpu_of_experts(out_features: int, dtype: torch.dtype) -> Cpu:
+    """Return this CPU without oneDNN's products of int8 if numba kernels multiply all experts at once.
+
+    AMX, which only oneDNN uses, is faster for many rows.
+    """
+    cpu = this_cpu()
+    has_loops = cpu.multiplies_codes and not cpu.has_amx and dtype in LOOP_DTYPES and load_numba()
+    if has_loops and out_features % _BLOCK == 0:
+        cpu = cpu._replace(multiplies_int8=False)
+    return cpu
+
+
+def _usable(cpu: Cpu, weight: QuantizedWeight, dtype: torch.dtype) -> Cpu:
+    """Return the CPU without the numba kernels of codes, if they are not to be used."""
+    is_rounded = weight.format in E2M1_GROUPS and dtype != torch.bfloat16
+    if is_rounded or not load_numba():
+        cpu = cpu._replace(multiplies_codes=False)
+    return cpu
 
 
 def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -152,20 +175,18 @@ def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
 class CpuProduct:
     """x @ weight^T + bias, with a copy of the weights in the order of the product chosen for this CPU.
 
-    `tensors` is what it holds. blocks: int8 codes as numba kernels read them; None if they are in another order.
-    is_in_blocks: whether 4-bit codes are in the order of numba kernels, which round activations to int8. by_onednn:
-    whether oneDNN multiplies int8 codes.
+    `tensors` is what it holds. is_in_blocks: whether 4-bit codes are in the order of numba kernels, which round
+    activations to int8. by_onednn: whether oneDNN multiplies int8 codes. onednn_blocks: oneDNN's int8 codes as numba
+    kernels read them; None if they are in another order. factor: of 4-bit weights in blocks, or None.
     """
 
-    blocks: torch.Tensor | None = None
     by_onednn = False
+    onednn_blocks: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, cpu: Cpu | None = None) -> None:
         """dtype: that of activations and results."""
-        cpu = cpu or this_cpu()
-        is_rounded = weight.format in E2M1_GROUPS and dtype != torch.bfloat16
-        if is_rounded or not load_numba():
-            cpu = cpu._replace(multiplies_codes=False)
+        cpu = _usable(cpu or this_cpu(), weight, dtype)
         self.kind = _product_of(weight, cpu)
         self.order, self.form = weight.input_order, weight.format
         self.rounds_input, self.input_scale = weight.quantizes_input, weight.input_scale
@@ -180,9 +201,9 @@ class CpuProduct:
             self.by_onednn = cpu.multiplies_int8
             if self.by_onednn:
                 packed = torch.ops.onednn.qlinear_prepack(weight.values, [_PREPACKED_ROWS, weight.in_features])
-                self.blocks = _blocks_of_onednn(packed, weight.values)
+                self.onednn_blocks = _blocks_of_onednn(packed, weight.values)
             else:
-                packed = self.blocks = _int8_blocks(weight.values)
+                packed = _int8_blocks(weight.values)
             self.tensors = packed, scale, torch.zeros_like(start), start
         elif self.is_in_blocks:
             from ..common.packed.numba_ops.block_product import code_blocks
@@ -199,6 +220,11 @@ class CpuProduct:
             self.tensors = (pack(unpacked(weight, dtype)),)
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether numba kernels multiply by `tensors`, for few rows or always."""
+        return self.is_in_blocks or (self.kind == "int8" and not self.by_onednn)
+
+    @property
     def nbytes(self) -> int:
         """Memory of the weights and their scales."""
         return sum(tensor.nbytes for tensor in self.tensors)
@@ -211,19 +237,48 @@ class CpuProduct:
             return self._product(x.float(), bias).half()
         return self._product(x, bias)
 
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        ends: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the product by numba kernels, if the weights are in blocks.
+
+        bias: float32. ends, rows: as in `code_product`, for weights of `stack`.
+        """
+        from ..common.packed.numba_ops import block_product
+
+        if self.is_in_blocks:
+            codes, scale, *zeros = self.tensors
+            numbers = scale, zeros[0] if zeros else None, self.factor, bias
+            return block_product.code_product(x, self.form, codes, *numbers, ends, rows)
+        blocks, scale, _, start = self.tensors
+        if self.onednn_blocks is not None:
+            blocks = self.onednn_blocks
+        return block_product.int8_product(x, self.input_scale, blocks, start, scale, bias, ends, rows)
+
+    @staticmethod
+    def stack(products: Sequence[CpuProduct]) -> CpuProduct:
+        """Return products of experts as one for `multiply`; their own tensors become views of the stacked ones.
+
+        All have blocks, the same sizes and the same format.
+        """
+        stacked = copy.copy(products[0])
+        stacked.tensors = [torch.stack(tensors) for tensors in zip(*(p.tensors for p in products), strict=True)]
+        for expert, product in enumerate(products):
+            product.tensors = [tensor[expert] for tensor in stacked.tensors]
+        if stacked.factor is not None:
+            stacked.factor = torch.stack([product.factor for product in products if product.factor is not None])
+        return stacked
+
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        loops = self._loops(x)
-        if loops is not None:
+        if self._takes_loops(x):
             if bias is not None:
                 bias = bias.float()
-            product: torch.Tensor
-            if self.is_in_blocks:
-                product = loops.code_product(x, self.form, *self.tensors[:2], self._zeros(), self.factor, bias)
-            else:
-                _, scale, _, start = self.tensors
-                product = loops.int8_product(x, self.input_scale, self.blocks, start, scale, bias)
-            return product
-        if self.is_in_blocks or (self.kind == "int4" and len(x) >= _MANY_ROWS):
+            return self.multiply(x, bias)
+        if self.is_in_blocks or (self.kind == "int4" and len(x) >= MANY_ROWS):
             return _with_bias(self._by_tiles(x), bias, x.dtype)
         if self.kind == "int4":
             return _with_bias(self._int4(x), bias, x.dtype)
@@ -233,26 +288,19 @@ class CpuProduct:
             return linear(rounded_groups(x, FP8_BLOCK, self.form).to(x.dtype), self.tensors[0], bias)
         return self._rounded(x, bias)
 
-    def _zeros(self) -> torch.Tensor | None:
-        return self.tensors[2] if len(self.tensors) > 2 else None
-
-    def _loops(self, x: torch.Tensor) -> Any:
-        """Return the numba kernels that multiply these rows by blocks faster, or None."""
+    def _takes_loops(self, x: torch.Tensor) -> bool:
+        """Return whether numba kernels multiply these rows by blocks, which is then faster."""
         has_amx = this_cpu().has_amx
         if self.is_in_blocks:
-            is_few = len(x) < _MANY_ROWS or not has_amx
+            is_few = len(x) < MANY_ROWS or not has_amx
         elif not self.by_onednn:
-            is_few = self.blocks is not None and len(x) < _MANY_ROWS
+            is_few = self.has_blocks and len(x) < MANY_ROWS
         else:
             max_rows = _MOST_INT8_ROWS_BESIDE_AMX if has_amx else _MOST_INT8_ROWS
-            is_few = self.blocks is not None and len(x) <= max_rows
+            is_few = self.onednn_blocks is not None and len(x) <= max_rows
         if not is_few or x.stride(1) != 1 or loops_of("common.packed.numba_ops.product", x) is None:
-            return None
-        from ..common.packed.numba_ops import block_product
-
-        if self.form not in block_product.KERNELS:
-            return None
-        return block_product
+            return False
+        return self.form in _block_kernels()
 
     def _rounded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Codes are exact in 16 bits; their scale is applied to the product."""

@@ -13,7 +13,7 @@ from transformers.integrations import moe
 from paged.kernels.common.operation import Bound
 from paged.kernels.moe.fused_moe import fused_moe
 from paged.kernels.moe.torch_ops.expert_products import run_experts
-from paged.models.quantization.rounding import as_products
+from paged.models.quantization.rounding import as_experts
 
 # Attribute of experts of transformers that holds ours.
 _OURS = "paged_experts"
@@ -66,10 +66,10 @@ class ModuleExperts(nn.Module):
         return self.fused_moe(x, self.w1, self.w2, weights, ids, activation=self.activation)
 
     def round_to(self, form: str, theirs: Any) -> None:
-        """Hold the weights rounded to int8 or int4, for a CPU, see `as_products`; theirs loses its own."""
-        w1, w2 = as_products(self.w1, form), as_products(self.w2, form)
+        """Hold the weights rounded to int8 or int4, for a CPU, see `as_experts`; theirs loses its own."""
+        w1, w2 = as_experts(self.w1, form), as_experts(self.w2, form)
         if w1 is None or w2 is None:
             return
         self.rounded = nn.ModuleList((w1, w2))
-        self.products = w1.products, w2.products
+        self.products = w1.multiply, w2.multiply
         del self.w1, self.w2, theirs.gate_up_proj, theirs.down_proj

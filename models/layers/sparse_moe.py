@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -22,14 +22,15 @@ from paged.kernels.moe.fused_moe import fused_moe, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
-from paged.kernels.moe.torch_ops.expert_products import Product, run_experts
+from paged.kernels.moe.torch_ops.expert_products import run_experts
 from paged.kernels.moe.weights import ExpertLinear
+from paged.kernels.quantization.cpu_experts import ExpertProducts
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, empty_parameter
 from paged.models.loading.weights import WeightSlots
 from paged.models.quantization.layouts import Quantization
-from paged.models.quantization.packed_weights import CpuProducts, Mxfp4Experts, PackedWeights
-from paged.models.quantization.rounding import as_products
+from paged.models.quantization.packed_weights import CpuExperts, Mxfp4Experts, PackedWeights, experts_for_cpu
+from paged.models.quantization.rounding import as_experts
 
 
 class SparseMoe(nn.Module):
@@ -44,7 +45,8 @@ class SparseMoe(nn.Module):
     ticket: torch.Tensor
     gate_up: ExpertLinear
     down: ExpertLinear
-    products: tuple[Sequence[Product], Sequence[Product]] | None = None
+    products: tuple[ExpertProducts, ExpertProducts] | None = None
+    biases: tuple[torch.Tensor | None, torch.Tensor | None]  # float32, beside products
     rounded: str | None = None  # the format that `round_to` was given
     chosen: list[torch.Tensor] | None = None  # takes the ids of the experts of each call, see `capture_experts`
 
@@ -166,21 +168,20 @@ class SparseMoe(nn.Module):
         for name in ("w1", "w2"):
             weight = getattr(self, name)
             if isinstance(weight, Mxfp4Experts):
-                weight = weight.unpacked(dtype)
+                weight = experts_for_cpu(weight.experts(), dtype)
             elif isinstance(weight, PackedWeights):
-                weight = weight.for_cpu(dtype, len(self.config.experts))
+                weight = experts_for_cpu(weight.experts(len(self.config.experts)), dtype)
             if isinstance(weight, torch.Tensor):
-                weight = weight.view(len(self.config.experts), -1, weight.shape[-1])
                 weight = nn.Parameter(weight, requires_grad=False)
             delattr(self, name)
             setattr(self, name, weight)
         self._use_held_weights()
 
     def round_to(self, form: str) -> None:
-        """Hold the experts rounded to int8 or int4, for a CPU; see `as_products`."""
+        """Hold the experts rounded to int8 or int4, for a CPU; see `as_experts`."""
         self.rounded = form
         for name in ("w1", "w2"):
-            products = as_products(getattr(self, name), form)
+            products = as_experts(getattr(self, name), form)
             if products is not None:
                 delattr(self, name)
                 setattr(self, name, products)
@@ -209,8 +210,9 @@ class SparseMoe(nn.Module):
             "expert_map": self.expert_map,
             "interleaved": self.config.interleaved,
         }
-        if isinstance(self.w1, CpuProducts) or isinstance(self.w2, CpuProducts):
+        if isinstance(self.w1, CpuExperts) or isinstance(self.w2, CpuExperts):
             self.products = _products(self.w1), _products(self.w2)
+            self.biases = _float(self.w1_bias), _float(self.w2_bias)
             for name in ("gate_up", "down"):
                 vars(self).pop(name, None)
         else:
@@ -266,8 +268,8 @@ class SparseMoe(nn.Module):
         if self.config.weighs_inputs:
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         if self.products is not None:
-            biases = self.w1_bias, self.w2_bias
-            out = run_experts(routed, *self.products, topk_weights, topk_ids, biases=biases, **self._options)
+            routes = topk_weights, topk_ids
+            out = run_experts(routed, *self.products, *routes, biases=self.biases, **self._options)
         else:
             weights = self.gate_up.w, self.down.w
             out = self.fused_moe(routed, *weights, topk_weights, topk_ids, aligned=aligned, **self._options)
@@ -384,11 +386,17 @@ def choose_by_mixer(logits: torch.Tensor, margin: float) -> tuple[torch.Tensor, 
     return torch.cat(weights, -1), torch.cat(ids, -1).int()
 
 
-def _products(weight: Any) -> Sequence[Product]:
-    """Return each expert's product. weight: plain ones [num_experts, out_features, in_features], or CpuProducts."""
-    if isinstance(weight, CpuProducts):
-        return weight.products
-    return [partial(_plain_product, matrix) for matrix in weight]
+def _products(weight: Any) -> ExpertProducts:
+    """Return each expert's product. weight: plain ones [num_experts, out_features, in_features], or CpuExperts."""
+    if isinstance(weight, CpuExperts):
+        return weight.multiply
+    return ExpertProducts([partial(_plain_product, matrix) for matrix in weight], weight.shape[1])
+
+
+def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    return bias.float()
 
 
 def _plain_product(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

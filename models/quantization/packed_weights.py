@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -12,7 +12,8 @@ from torch import nn
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.packed.packing import FP8_BLOCK, MXFP4_GROUP, num_words, pack_codes, unpack_pairs
-from paged.kernels.quantization.cpu_product import CpuProduct, is_plain, this_cpu, unpacked
+from paged.kernels.quantization.cpu_experts import ExpertProducts
+from paged.kernels.quantization.cpu_product import CpuProduct, cpu_of_experts, is_plain, unpacked
 from paged.kernels.quantization.gemm import row_counts
 from paged.kernels.quantization.quantized_linear import quantized_linear
 from paged.kernels.quantization.weight import QuantizedWeight
@@ -70,20 +71,18 @@ class PackedWeights(PackedModule):
             quantized_linear(x, weight, bias=None if bias is None else bias[rows], out=out[:, rows])
         return out
 
-    def for_cpu(self, dtype: torch.dtype, num_experts: int | None = None) -> CpuProducts | torch.Tensor:
-        """Return the weights as a CPU multiplies them fastest: products, or plain weights in `dtype`.
-
-        num_experts: experts in these weights, each with a product of its own; None for one projection.
-        """
+    def for_cpu(self, dtype: torch.dtype) -> CpuProducts | torch.Tensor:
+        """Return the weights as a CPU multiplies them fastest: products, or plain weights in `dtype`."""
         weights = [weight for _, weight in self.runs]
-        if num_experts is not None:
-            step = len(self.sizes) // num_experts
-            starts = range(0, len(self.sizes), step)
-            # As in `fused_moe`, each token has a scale of its own.
-            weights = [replace(self._weight(start, start + step), input_scale=None) for start in starts]
-        if all(is_plain(weight, this_cpu()) for weight in weights):
+        if all(is_plain(weight, dtype) for weight in weights):
             return torch.cat([unpacked(weight, dtype) for weight in weights])
         return CpuProducts([CpuProduct(weight, dtype) for weight in weights], self.num_weights())
+
+    def experts(self, count: int) -> list[QuantizedWeight]:
+        """Return the weights of each of `count` experts. As in `fused_moe`, each token has a scale of its own."""
+        step = len(self.sizes) // count
+        starts = range(0, len(self.sizes), step)
+        return [replace(self._weight(start, start + step), input_scale=None) for start in starts]
 
     def stacked(self, count: int) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
         """Return weights, scales, zero points and tensor scales of `count` experts in `fused_moe`'s layout.
@@ -148,7 +147,7 @@ class PackedWeights(PackedModule):
 
 
 class CpuProducts(PackedModule):
-    """Packed weights of several projections, or of each expert, in the order of a CPU's products."""
+    """Packed weights of several projections in the order of a CPU's products."""
 
     def __init__(self, products: Sequence[CpuProduct], num_weights: int) -> None:
         super().__init__()
@@ -169,6 +168,25 @@ class CpuProducts(PackedModule):
             return torch.cat([product(x, None) for product in self.products], 1)
         parts = bias.split([product.rows for product in self.products])
         return torch.cat([product(x, part) for product, part in zip(self.products, parts, strict=True)], 1)
+
+
+class CpuExperts(CpuProducts):
+    """Packed weights of one projection of all experts in the order of a CPU's products; called as `multiply`."""
+
+    def __init__(self, weights: Iterable[QuantizedWeight], dtype: torch.dtype) -> None:
+        """dtype: of activations."""
+        products: list[CpuProduct] = []
+        for weight in weights:
+            products.append(CpuProduct(weight, dtype, cpu_of_experts(weight.out_features, dtype)))
+        super().__init__(products, sum(product.rows * product.columns for product in products))
+        self.multiply = ExpertProducts(products, products[0].rows)
+
+
+def experts_for_cpu(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> CpuExperts | torch.Tensor:
+    """Return experts as a CPU multiplies them fastest: products, or plain weights [num_experts, rows, columns]."""
+    if all(is_plain(weight, dtype) for weight in weights):
+        return torch.stack([unpacked(weight, dtype) for weight in weights])
+    return CpuExperts(weights, dtype)
 
 
 def _by_rows(scale: torch.Tensor) -> torch.Tensor:
@@ -254,12 +272,10 @@ class Mxfp4Experts(PackedModule):
         shape = torch.Size((*self.scale.shape, MXFP4_GROUP // 2))
         return {f"{name}_blocks": ConvertedSlot(shape, torch.uint8, self._take), f"{name}_scales": self.scale}
 
-    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return plain weights [num_experts, out_features, in_features]."""
-        experts: list[torch.Tensor] = []
-        for values, scale in zip(self.values, self.scale, strict=True):
-            experts.append(unpacked(QuantizedWeight(values, scale, self.in_features), dtype))
-        return torch.stack(experts)
+    def experts(self) -> list[QuantizedWeight]:
+        """Return the weights of each expert."""
+        pairs = zip(self.values, self.scale, strict=True)
+        return [QuantizedWeight(values, scale, self.in_features) for values, scale in pairs]
 
     def _take(self, blocks: torch.Tensor) -> None:
         # One expert at a time on the device: sorting takes eight times the codes' memory.

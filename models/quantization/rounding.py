@@ -7,7 +7,7 @@ import torch
 from paged.kernels.common.packed.packing import pack_codes
 from paged.kernels.quantization.cpu_product import CpuProduct
 from paged.kernels.quantization.weight import QuantizedWeight
-from paged.models.quantization.packed_weights import CpuProducts
+from paged.models.quantization.packed_weights import CpuExperts, CpuProducts
 
 # Columns that share a scale in int4: the first that divides a row.
 GROUPS = (128, 64, 32)
@@ -44,18 +44,31 @@ def nearest_codes(weight: torch.Tensor, form: str, group_size: int) -> tuple[tor
 
 
 def as_products(weight: torch.Tensor, form: str) -> CpuProducts | None:
-    """Round weights [rows, columns], or of experts [num_experts, rows, columns], to the nearest codes.
+    """Round weights [rows, columns] to the nearest codes.
 
     int8 has a scale for each row and rounds activations for each token; int4 has one for 128, 64 or 32 columns. None
     where a row is no whole number of groups.
     """
-    columns = weight.shape[-1]
-    group = next((size for size in GROUPS if columns % size == 0), None) if form == "int4" else columns
+    group = _group_size(weight, form)
     if group is None:
         return None
-    matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
-    products = [CpuProduct(_quantized(matrix, form, group), weight.dtype) for matrix in matrices]
-    return CpuProducts(products, weight.numel())
+    return CpuProducts([CpuProduct(_quantized(weight, form, group), weight.dtype)], weight.numel())
+
+
+def as_experts(weight: torch.Tensor, form: str) -> CpuExperts | None:
+    """Round weights of experts [num_experts, rows, columns] as `as_products` does."""
+    group = _group_size(weight, form)
+    if group is None:
+        return None
+    return CpuExperts((_quantized(matrix, form, group) for matrix in weight), weight.dtype)
+
+
+def _group_size(weight: torch.Tensor, form: str) -> int | None:
+    """Return the number of columns that share a scale, or None if it divides no row."""
+    columns = weight.shape[-1]
+    if form != "int4":
+        return columns
+    return next((size for size in GROUPS if columns % size == 0), None)
 
 
 def _quantized(weight: torch.Tensor, form: str, group: int) -> QuantizedWeight:

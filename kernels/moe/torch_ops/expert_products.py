@@ -1,52 +1,71 @@
-"""Mixture of experts in PyTorch, with a product of its own for each expert."""
+"""Mixture of experts in PyTorch, with products in place of weights."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
+from ...common.device import loops_of
 from ...common.torch_ops.rows import gated_activation
 from .fused_moe import sort_entries
 from .moe_align_block_size import expert_rows
 
-# Of rows [num_rows, in_features] with an expert's weights, plus its bias or None.
-Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+class Experts(Protocol):
+    """One projection of all experts, such as `kernels.quantization.cpu_experts.ExpertProducts`."""
+
+    def __len__(self) -> int: ...
+
+    def __call__(
+        self, x: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor: ...
 
 
 def run_experts(
     x: torch.Tensor,
-    gate_up: Sequence[Product],
-    down: Sequence[Product],
+    gate_up: Experts,
+    down: Experts,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
-    biases: Sequence[torch.Tensor | None] = (None, None),
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     activation: str = "silu",
     expert_map: torch.Tensor | None = None,
     interleaved: bool = False,
 ) -> torch.Tensor:
     """Return what `fused_moe` does, [num_tokens, hidden_size], with products in place of weights.
 
-    biases: of gate_up and of down, [num_experts, rows].
+    biases: of gate_up and of down, float32 [num_experts, rows].
     """
-    experts = topk_ids
-    if expert_map is not None:
-        experts = expert_rows(topk_ids, expert_map)
-    ends, rows, _, positions = sort_entries(experts, len(gate_up))
+    loops = loops_of("moe.numba_ops.fused_moe", x)
+    if loops is not None:
+        entries = loops.sort_entries(topk_ids, len(gate_up), expert_map)
+    else:
+        experts = topk_ids
+        if expert_map is not None:
+            experts = expert_rows(topk_ids, expert_map)
+        entries = sort_entries(experts, len(gate_up))
     gate_up_bias, down_bias = biases
-    parts = x.new_zeros(len(rows) + 1, x.shape[1])  # position -1 takes the zeros at the end
-    for expert, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
-        if end > start:
-            projected = gate_up[expert](x[rows[start:end]], _row(gate_up_bias, expert))
-            activated = gated_activation(projected.float(), activation, interleaved).to(x.dtype)
-            parts[start:end] = down[expert](activated, _row(down_bias, expert))
-    chosen = parts[positions].float().view(*topk_ids.shape, -1)
-    return torch.bmm(topk_weights.unsqueeze(1), chosen).squeeze(1).to(x.dtype)
+    projected = gate_up(x, entries.ends, entries.rows, gate_up_bias)  # [num_entries, 2 * intermediate_size]
+    activated = _activated(projected, activation, interleaved)
+    parts = down(activated, entries.ends, None, down_bias)  # [num_entries, hidden_size]
+    if loops is not None:
+        out = torch.empty_like(x)
+        loops.combine_parts(parts, entries.positions, topk_weights, out)
+        return out
+    parts = functional.pad(parts, (0, 0, 0, 1))[entries.positions]  # position -1 takes the zeros at the end
+    parts = parts.float().view(*topk_ids.shape, -1)
+    return torch.bmm(topk_weights.unsqueeze(1), parts).squeeze(1).to(x.dtype)
 
 
-def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    if bias is None:
-        return None
-    return bias[expert]
+def _activated(projected: torch.Tensor, activation: str, interleaved: bool) -> torch.Tensor:
+    loops: Any = None
+    if activation == "silu" and not interleaved:
+        loops = loops_of("common.numba_ops.gated_activation", projected)
+    if loops is None:
+        return gated_activation(projected.float(), activation, interleaved).to(projected.dtype)
+    out = projected.new_empty(len(projected), projected.shape[1] // 2)
+    loops.prepare(projected)({"x_ptr": projected, "out_ptr": out})
+    return out

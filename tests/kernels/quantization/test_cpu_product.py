@@ -57,7 +57,7 @@ def test_choice(form: str, group: tuple[int, int], rows: int, rounds: bool, cpu:
 def test_every_format(name: str, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within what rounding weights, or their scales and zero points, to the dtype of x moves the result."""
     monkeypatch.setenv("PAGED_BACKEND", backend)
-    monkeypatch.setattr(cpu_product, "_MANY_ROWS", 40)
+    monkeypatch.setattr(cpu_product, "MANY_ROWS", 40)
     few, many = 208, 128
     if dtype == torch.bfloat16:
         few, many = many, few
@@ -92,9 +92,9 @@ def _check_rounded(product: CpuProduct, problem: Problem) -> None:
     ("name", "text", "replacement"),
     [
         ("int4 g128 zeros", "", ""),  # no fault
-        ("int4 g128 zeros", "zeros + output * 2", "zeros"),  # the first block's zero points
+        ("int4 g128 zeros", "zeros + at_scale", "zeros"),  # the first block's zero points
         ("int4 g128 zeros", "= -offset * total", "= offset * total"),  # codes beside the wrong zero
-        ("nvfp4", "nb.floats(factor)[0] if factor", "np.float32(1) if factor"),
+        ("nvfp4", "nb.floats(factor)[group] if factor", "np.float32(1) if factor"),
         ("mxfp4", "_E2M1_OFFSET + int(", "_E2M1_OFFSET - int("),  # the sign is lost
         ("int8 channel", "rows + (row + 1) * row_bytes - 4", "rows + row_bytes - 4"),  # the first row's scale
         ("int8 channel", "nb.floats(sums), i * BLOCK", "nb.floats(sums), 0"),  # another row's sums
@@ -201,12 +201,12 @@ def test_rows_that_numba_kernels_take(has_amx: bool, most: int, monkeypatch: pyt
     monkeypatch.setenv("PAGED_BACKEND", "numba")
     monkeypatch.setattr(cpu_product, "this_cpu", lambda: this_cpu()._replace(has_amx=has_amx))
     product = CpuProduct(Problem.make(torch.device("cpu"), "int8 channel", size=(64, 384)).weight, torch.float32)
-    if product._loops(torch.zeros(1, 384)) is None:
+    if not product._takes_loops(torch.zeros(1, 384)):
         pytest.skip("no int8 products in vectors of 64")
     if not product.by_onednn:
-        most = cpu_product._MANY_ROWS - 1
-    assert product._loops(torch.zeros(most, 384)) is not None
-    assert product._loops(torch.zeros(most + 1, 384)) is None
+        most = cpu_product.MANY_ROWS - 1
+    assert product._takes_loops(torch.zeros(most, 384))
+    assert not product._takes_loops(torch.zeros(most + 1, 384))
 
 
 @pytest.mark.by_cpu

@@ -1,4 +1,4 @@
-"""Numba kernels of products with int8 and 4-bit weights in blocks of 64 outputs.
+"""Numba kernels of products with int8 and 4-bit weights in blocks of 64 outputs, of one matrix or of all experts.
 
 They round the rows to int8, multiply, scale, and add the bias in one pass over the weights.
 """
@@ -58,28 +58,72 @@ def _multiply_by(tile: Callable[[int], Any]) -> Any:
     return multiply
 
 
+def _multiply_groups(multiply_chunk: Any) -> Any:
+    """Return a function for all groups from one for a chunk of a group's entries and blocks of outputs.
+
+    Threads get equal shares of the work: four rows of a block take about as long as one.
+    """
+
+    @exact
+    def multiply(x, out, places, addresses, sizes):
+        rows, ends = places
+        num_groups, num_entries, num_outputs = sizes[:3]
+        num_blocks = num_outputs // BLOCK
+        total, begin = np.int64(0), np.int64(0)
+        for group in range(num_groups):
+            stop = np.int64(nb.int32s(ends)[group]) if ends else num_entries
+            for entry in range(begin, stop, _CHUNK):
+                total += (min(_CHUNK, stop - entry) + 3) // 4
+            begin = stop
+        first, end = nb.share(total * num_blocks)
+        done, begin = np.int64(0), np.int64(0)
+        for group in range(num_groups):
+            stop = np.int64(nb.int32s(ends)[group]) if ends else num_entries
+            for entry in range(begin, stop, _CHUNK):
+                count = min(_CHUNK, stop - entry)
+                cost = (count + 3) // 4
+                low = max(first - done + cost - 1, 0) // cost
+                high = min(max(end - done + cost - 1, 0) // cost, num_blocks)
+                if low < high:
+                    multiply_chunk(x, out, rows, (entry, count, group, low, high), addresses, sizes[2:])
+                done += cost * num_blocks
+            begin = stop
+
+    return multiply
+
+
+@exact
+def _row_of(rows, entry):
+    return nb.int64s(rows)[entry] if rows else entry
+
+
 _multiply_int8_block = _multiply_by(int8_tile)
 
 
 @exact
-def _multiply_int8(x, out, addresses, sizes):
+def _multiply_int8_chunk(x, out, rows_of_x, chunk, addresses, sizes):
     input_scale, w, start, scale, bias, scratch = addresses
-    num_rows, num_outputs, size, stride = sizes
+    entry, count, group, low, high = chunk
+    num_outputs, size, stride = sizes
     width = nb.rounded_up(size, _COLUMNS)
     row_bytes = width + 4
     rows = scratch + nb.thread_index() * (_CHUNK * row_bytes + 4 * _SUMS)
     sums = rows + _CHUNK * row_bytes
-    first, end = nb.share(num_outputs // BLOCK)
-    for begin in range(0, num_rows, _CHUNK):
-        count = min(_CHUNK, num_rows - begin)
-        for row in range(count):
-            place, to = (begin + row) * stride, rows + row * row_bytes
-            nb.floats(to + width)[0] = round_row_to_int8(x, place, input_scale, nb.uint8s(to), 0, size)
-        for output in range(first * BLOCK, end * BLOCK, BLOCK):
-            of_block = nb.int32s(start + output * 4), nb.floats(scale + output * 4)
-            block = width, nb.uint8s(w + output * width), *of_block
-            to = begin * num_outputs + output
-            _multiply_int8_block(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs)
+    for row in range(count):
+        place, to = _row_of(rows_of_x, entry + row) * stride, rows + row * row_bytes
+        nb.floats(to + width)[0] = round_row_to_int8(x, place, input_scale, nb.uint8s(to), 0, size)
+    of_group = group * num_outputs
+    if bias:
+        bias += of_group * 4
+    for output in range(low * BLOCK, high * BLOCK, BLOCK):
+        place = of_group + output
+        of_block = nb.int32s(start + place * 4), nb.floats(scale + place * 4)
+        block = width, nb.uint8s(w + place * width), *of_block
+        to = entry * num_outputs + output
+        _multiply_int8_block(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs)
+
+
+_multiply_int8 = _multiply_groups(_multiply_int8_chunk)
 
 
 @exact
@@ -105,35 +149,39 @@ def _multiply_codes(numbers: Sequence[int], offset: int, group_of_x: int) -> Any
     multiply_block = _multiply_by(partial(code_tile, numbers=numbers, step=group_of_x))
 
     @exact
-    def multiply(x, out, addresses, sizes):
+    def multiply_chunk(x, out, rows_of_x, chunk, addresses, sizes):
         w, scales, zeros, bias, factor, scratch = addresses
-        num_rows, num_outputs, width, stride, step, group = sizes
+        entry, count, group, low, high = chunk
+        num_outputs, width, stride, step, columns = sizes
         row_bytes = width + 8 * (width // step) + 4
         rows = scratch + nb.thread_index() * nb.rounded_up(_CHUNK * row_bytes + 4 * _SUMS, 64)
         sums = rows + _CHUNK * row_bytes
-        first, end = nb.share(num_outputs // BLOCK)
-        for begin in range(0, num_rows, _CHUNK):
-            count = min(_CHUNK, num_rows - begin)
-            for row in range(count):
-                to = rows + row * row_bytes
-                _round_groups(x, (begin + row) * stride, width, step, np.int32(offset), nb.uint8s(to), to + width)
-                nb.floats(to + row_bytes - 4)[0] = nb.floats(factor)[0] if factor else np.float32(1)
-            for output in range(first * BLOCK, end * BLOCK, BLOCK):
-                of_zeros = zeros
-                if zeros:
-                    of_zeros = zeros + output * 2
-                codes = nb.uint8s(w + output * (width // 2))
-                of_block = codes, nb.bfloats(scales + output * 2), nb.bfloats(of_zeros)
-                block = row_bytes, width, group, *of_block, num_outputs
-                to = begin * num_outputs + output
-                multiply_block(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs)
+        for row in range(count):
+            place, to = _row_of(rows_of_x, entry + row) * stride, rows + row * row_bytes
+            _round_groups(x, place, width, step, np.int32(offset), nb.uint8s(to), to + width)
+            nb.floats(to + row_bytes - 4)[0] = nb.floats(factor)[group] if factor else np.float32(1)
+        of_group = group * num_outputs
+        if bias:
+            bias += of_group * 4
+        for output in range(low * BLOCK, high * BLOCK, BLOCK):
+            at_scale = 2 * (of_group * (width // columns) + output)
+            of_zeros = zeros
+            if zeros:
+                of_zeros = zeros + at_scale
+            codes = nb.uint8s(w + (of_group + output) * (width // 2))
+            of_block = codes, nb.bfloats(scales + at_scale), nb.bfloats(of_zeros)
+            block = row_bytes, width, columns, *of_block, num_outputs
+            to = entry * num_outputs + output
+            multiply_block(rows, row_bytes, count, block, sums, bias, output, out, to, num_outputs)
+
+    multiply = _multiply_groups(multiply_chunk)
 
     @exact
     def multiply_of_dtype(values):
         if values[1]:
-            multiply(nb.bfloats(values[2]), nb.bfloats(values[3]), values[4:10], values[10:])
+            multiply(nb.bfloats(values[2]), nb.bfloats(values[3]), values[4:6], values[6:12], values[12:])
         else:
-            multiply(nb.floats(values[2]), nb.floats(values[3]), values[4:10], values[10:])
+            multiply(nb.floats(values[2]), nb.floats(values[3]), values[4:6], values[6:12], values[12:])
 
     return multiply_of_dtype
 
@@ -145,26 +193,26 @@ _multiply_nvfp4 = _multiply_codes(_E2M1_NUMBERS, _E2M1_OFFSET, NVFP4_GROUP)
 
 @nb.Kernel
 def _int8_product(arguments):
-    values = nb.unpack(arguments, 14)
+    values = nb.unpack(arguments, 17)
     if values[1]:
-        _multiply_int8(nb.bfloats(values[2]), nb.bfloats(values[3]), values[4:10], values[10:])
+        _multiply_int8(nb.bfloats(values[2]), nb.bfloats(values[3]), values[4:6], values[6:12], values[12:])
     else:
-        _multiply_int8(nb.floats(values[2]), nb.floats(values[3]), values[4:10], values[10:])
+        _multiply_int8(nb.floats(values[2]), nb.floats(values[3]), values[4:6], values[6:12], values[12:])
 
 
 @nb.Kernel
 def _int4_product(arguments):
-    _multiply_int4(nb.unpack(arguments, 16))
+    _multiply_int4(nb.unpack(arguments, 19))
 
 
 @nb.Kernel
 def _mxfp4_product(arguments):
-    _multiply_mxfp4(nb.unpack(arguments, 16))
+    _multiply_mxfp4(nb.unpack(arguments, 19))
 
 
 @nb.Kernel
 def _nvfp4_product(arguments):
-    _multiply_nvfp4(nb.unpack(arguments, 16))
+    _multiply_nvfp4(nb.unpack(arguments, 19))
 
 
 _KERNELS = {"int8": _int8_product, "int4": _int4_product, "mxfp4": _mxfp4_product, "nvfp4": _nvfp4_product}
@@ -179,15 +227,20 @@ def int8_product(
     start: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
+    ends: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return rounded x [num_rows, columns], by a given scale or one for each row, times weights, plus a float32 bias.
 
     blocks: int8, of 64 outputs, in each four columns of every output before the next four. start: int32 [num_outputs],
-    -128 times the sum of an output's codes. scale: float32 [num_outputs].
+    -128 times the sum of an output's codes. scale: float32 [num_outputs]. ends, rows: as in `code_product`.
     """
-    out = x.new_empty(len(x), len(scale))
-    launch = _launch_int8(x.dtype == torch.bfloat16, *out.shape, x.shape[1], x.stride(0))
-    launch({"x": x, "out": out, "input_scale": input_scale, "w": blocks, "start": start, "scale": scale, "bias": bias})
+    num_groups = _num_groups(ends)
+    num_entries = len(x) if rows is None else len(rows)
+    out = x.new_empty(num_entries, scale.shape[-1])
+    launch = _launch_int8(x.dtype == torch.bfloat16, num_groups, *out.shape, x.shape[1], x.stride(0))
+    weights = {"w": blocks, "start": start, "scale": scale, "bias": bias}
+    launch({"x": x, "out": out, "rows": rows, "ends": ends, "input_scale": input_scale, **weights})
     return out
 
 
@@ -199,18 +252,32 @@ def code_product(
     zeros: torch.Tensor | None,
     factor: torch.Tensor | None,
     bias: torch.Tensor | None,
+    ends: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x [num_rows, columns] times 4-bit weights, plus a float32 bias; groups of x are rounded to int8 first.
 
     A group of x has 32 columns, of NVFP4 16. codes: uint8 [num_outputs, columns / 2] in the order of `code_blocks`.
     scale, zeros: bfloat16 [groups, num_outputs]. factor: float32 [], of all weights; None for 1.
+
+    With ends, int32 [num_experts], the end of each expert's entries, weights and bias have one more dimension, the
+    first. rows: int64 [num_entries], each entry's row of x; None if entries are rows. Results beyond the last end are
+    not written.
     """
-    num_groups, num_outputs = scale.shape
-    out = x.new_empty(len(x), num_outputs)
-    step = E2M1_GROUPS.get(form, _STEP)
-    launch = _launch_codes(form, x.dtype == torch.bfloat16, *out.shape, x.shape[1], x.stride(0), step, num_groups)
-    launch({"x": x, "out": out, "w": codes, "scale": scale, "zeros": zeros, "bias": bias, "factor": factor})
+    *_, num_scales, num_outputs = scale.shape
+    num_entries = len(x) if rows is None else len(rows)
+    out = x.new_empty(num_entries, num_outputs)
+    sizes = _num_groups(ends), *out.shape, x.shape[1], x.stride(0), E2M1_GROUPS.get(form, _STEP), num_scales
+    weights = {"w": codes, "scale": scale, "zeros": zeros, "bias": bias, "factor": factor}
+    launch = _launch_codes(form, x.dtype == torch.bfloat16, *sizes)
+    launch({"x": x, "out": out, "rows": rows, "ends": ends, **weights})
     return out
+
+
+def _num_groups(ends: torch.Tensor | None) -> int:
+    if ends is None:
+        return 1
+    return len(ends)
 
 
 def code_blocks(codes: torch.Tensor) -> torch.Tensor:
@@ -229,16 +296,16 @@ def codes_of_blocks(packed: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def _launch_int8(is_bf16: bool, *sizes: int) -> LoopLaunch:
-    rows, outputs, columns, _ = sizes
-    names = is_bf16, "x", "out", "input_scale", "w", "start", "scale", "bias", SCRATCH
+    _, entries, outputs, columns, _ = sizes
+    names = is_bf16, "x", "out", "rows", "ends", "input_scale", "w", "start", "scale", "bias", SCRATCH
     scratch = _CHUNK * (-(-columns // _COLUMNS) * _COLUMNS + 4) // 4 + _SUMS
-    return LoopLaunch(_int8_product.address, rows * outputs * columns, (*names, *sizes), scratch_size=scratch)
+    return LoopLaunch(_int8_product.address, entries * outputs * columns, (*names, *sizes), scratch_size=scratch)
 
 
 @lru_cache(maxsize=1024)
 def _launch_codes(form: str, is_bf16: bool, *sizes: int) -> LoopLaunch:
-    rows, outputs, columns, stride, step, num_groups = sizes
-    names = is_bf16, "x", "out", "w", "scale", "zeros", "bias", "factor", SCRATCH
+    *_, entries, outputs, columns, _, step, num_scales = sizes
+    names = is_bf16, "x", "out", "rows", "ends", "w", "scale", "zeros", "bias", "factor", SCRATCH
     scratch = -(-(_CHUNK * (columns + 8 * (columns // step) + 4) + 4 * _SUMS) // 64) * 16
-    arguments = *names, rows, outputs, columns, stride, step, columns // num_groups
-    return LoopLaunch(KERNELS[form].address, rows * outputs * columns, arguments, scratch_size=scratch)
+    arguments: tuple[int | str, ...] = *names, *sizes[:-1], columns // num_scales
+    return LoopLaunch(KERNELS[form].address, entries * outputs * columns, arguments, scratch_size=scratch)
