@@ -24,9 +24,9 @@ from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
-from paged.models.loading.weights import Track, untracked
+from paged.models.loading.weights import PackedModule, Track, untracked
 from paged.models.parallel.draw import CANDIDATES
-from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
+from paged.models.quantization.packed_weights import PackedWeights
 from paged.staging import to_device
 
 # Adapter rows take twice as many blocks, so half as many splits are enough; from 512 blocks on, one is.

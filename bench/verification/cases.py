@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
 from paged.kernels.common.device import use_triton
 from paged.kernels.quantization import reference
-from paged.kernels.quantization.cpu_product import CpuProduct
+from paged.kernels.quantization.cpu_experts import ExpertProducts
+from paged.kernels.quantization.cpu_product import CpuProduct, cpu_of_experts
 from paged.kernels.quantization.quantize import quantize
+from paged.kernels.quantization.weight import QuantizedWeight
 
 Results = Iterator[Result]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
@@ -140,17 +143,40 @@ def _cpu_product(form: str, _: torch.device, dtype: torch.dtype) -> Results:
     """Packed weights in the order of this CPU's product. Integers up to 127 in every group of activations, and scales
     in bfloat16, are rounded by no product."""
     for num_rows, biased in ((1, False), (7, True)):
-        x = torch.randint(-126, 127, (num_rows, 384)).to(dtype)
-        x[:, ::16] = 127
-        weight = quantize(torch.randn(192, 384), form, group_size=128 if form == "int4" else -1)
-        if form == "int4":
-            weight = replace(weight, scale=weight.scale.bfloat16().float())
+        x, weight = _unrounded_rows(num_rows, dtype), _unrounded_weight(form)
         bias = None
         if biased:
-            bias = torch.randn(192, dtype=dtype)
+            bias = torch.randn(len(weight.values), dtype=dtype)
         want = reference.quantized_linear(x, weight, bias=bias)
         # ATen's product of int4 is in bfloat16.
         yield Result(CpuProduct(weight, dtype)(x, bias), want, judged_as=torch.bfloat16)
+
+
+def _cpu_experts(form: str, _: torch.device, dtype: torch.dtype) -> Results:
+    """Packed weights of experts, of which one has no entries."""
+    weights = [_unrounded_weight(form) for _ in range(4)]
+    num_outputs = len(weights[0].values)
+    cpu = cpu_of_experts(num_outputs, dtype)
+    multiply = ExpertProducts([CpuProduct(weight, dtype, cpu) for weight in weights], num_outputs)
+    x, bias = _unrounded_rows(9, dtype), torch.randn(len(weights), num_outputs).to(dtype).float()
+    ends, rows = torch.tensor([1, 6, 6, 12], dtype=torch.int32), torch.randint(len(x), (12,))
+    out = multiply(x, ends, rows, bias)
+    for expert, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        want = reference.quantized_linear(x[rows[start:end]], weights[expert], bias=bias[expert])
+        yield Result(out[start:end], want, judged_as=torch.bfloat16)
+
+
+def _unrounded_rows(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randint(-126, 127, (num_rows, 384)).to(dtype)
+    x[:, ::16] = 127
+    return x
+
+
+def _unrounded_weight(form: str) -> QuantizedWeight:
+    weight = quantize(torch.randn(192, 384), form, group_size=128 if form == "int4" else -1)
+    if form == "int4":
+        weight = replace(weight, scale=weight.scale.bfloat16().float())
+    return weight
 
 
 def _routing(device: torch.device, dtype: torch.dtype) -> Results:
@@ -295,6 +321,7 @@ def _listed() -> list[Check]:
         checks.append(Check(f"fused_moe: {layout}", partial(_quantized_moe, layout)))
     for form in ("int8", "int4", "mxfp4", "nvfp4"):
         checks.append(Check(f"product on a CPU: {form}", partial(_cpu_product, form)))
+        checks.append(Check(f"experts on a CPU: {form}", partial(_cpu_experts, form)))
     return checks
 
 

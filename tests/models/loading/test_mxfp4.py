@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from paged.errors import UnsupportedError
+from paged.executors.llm_executor import LlmExecutor
 from paged.kernels.common import reference
+from paged.kernels.quantization.cpu_product import this_cpu
 from paged.models.quantization.packed_weights import Mxfp4Experts
 from paged.models.registry import load_model
+from tests.backends import needs_numba
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, assert_same_logits, logits_of, save_checkpoint, tokens
 
@@ -90,6 +93,30 @@ def test_experts_stay_packed_on_the_device(packed: tuple[Path, Any]) -> None:
     assert sum(parameter.nbytes for parameter in experts.values()) == layers * count * expected
     assert all(named[name].dtype == torch.bfloat16 for name in named.keys() - experts.keys())
     assert model.num_parameters() == theirs.num_parameters()
+
+
+@needs_numba
+@pytest.mark.by_cpu
+def test_experts_stay_packed_on_a_cpu(packed: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a byte a weight and two for 32, and the logits of the weights unpacked."""
+    if not this_cpu().multiplies_codes:
+        pytest.skip("no numba kernels for 4-bit weights")
+    folder, theirs = packed
+    logits: dict[str, torch.Tensor] = {}
+    weight_bytes: dict[str, int] = {}
+    for backend in ("torch", "numba"):
+        monkeypatch.setenv("PAGED_BACKEND", backend)
+        executor = LlmExecutor.from_pretrained(folder, dtype=torch.bfloat16, num_blocks=8)
+        executor.warmup()
+        logits[backend] = executor.model.forward_verify("a", tokens(40))
+        weight_bytes[backend] = executor.model.parameter_bytes()
+    count, hidden, inner = theirs.config.num_hidden_layers * 4, 64, 96
+    num_weights = count * 3 * inner * hidden
+    assert weight_bytes["torch"] - weight_bytes["numba"] == num_weights * 2 - num_weights * 9 // 16
+    want = logits_of(theirs, tokens(40))
+    # bfloat16 alone moves these logits by a tenth, as it moves the router's choice.
+    errors = {backend: (logits[backend] - want).norm() / want.norm() for backend in logits}
+    assert errors["numba"] <= 2 * errors["torch"] + 0.01
 
 
 def test_packed_experts_are_bfloat16_where_the_configuration_names_no_type(packed: tuple[Path, Any]) -> None:
