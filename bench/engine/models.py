@@ -43,6 +43,27 @@ _QWEN3: dict[str, Any] = {"vocab_size": 151_936, "tie_word_embeddings": False, "
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _8B = (4096, 12_288, 36, 32, 8)
 _FEW_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+_HALF_EXPERTS = _EXPERTS | {"moe_intermediate_size": 384}
+_NEXT_EXPERTS = _EXPERTS | {
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
+_GATED_DELTA = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+_OSS_EXPERTS = {
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 # Items of their config.json that matter here. The larger Qwens are as published; Llama-8B is Qwen3-8B without its norms
 # of queries and keys, and with a small vocabulary. Llama-6-layers has the sizes of a 0.4B model; the two after it have
 # those of Qwen2.5, in a Llama, which llama.cpp's process writes as GGUF.
@@ -56,6 +77,13 @@ MODELS = {
     "Qwen3-MoE-110M": _config("Qwen3Moe", "qwen3_moe", 512, 1024, 8, 8, 2, head_dim=64, **_SMALL, **_FEW_EXPERTS),
     "Qwen2.5-0.5B": _config("Qwen2", "qwen2", 896, 4864, 24, 14, 2, rope_theta=1e6, **_TIED),
     "Qwen3-8B": _config("Qwen3", "qwen3", *_8B, **_QWEN3),
+    # Layers of half the width of Qwen3-30B-A3B's and Qwen3-Next-80B-A3B's, of which the latter have 512 experts, and of
+    # 0.53 of gpt-oss-20b's: all fit a small machine several times.
+    "Qwen3-MoE": _config("Qwen3Moe", "qwen3_moe", 1024, 3072, 4, 16, 2, head_dim=128, **_SMALL, **_HALF_EXPERTS),
+    "Qwen3-Next": _config(
+        "Qwen3Next", "qwen3_next", 1024, 2560, 4, 8, 1, head_dim=256, **_SMALL, **_NEXT_EXPERTS, **_GATED_DELTA
+    ),
+    "gpt-oss": _config("GptOss", "gpt_oss", 1536, 1536, 4, 32, 4, head_dim=64, **_SMALL, **_OSS_EXPERTS),
     "Qwen3-30B-A3B": _config("Qwen3Moe", "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3, **_EXPERTS),
 }
 
@@ -94,16 +122,26 @@ def load(folder: str | Path, device: torch.device, dtype: torch.dtype, num_token
     )
 
 
-def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens: int) -> LlmExecutor:
-    """Return a config.json's model with random weights made on the device; its cache holds num_tokens if they fit."""
-    dtype = benchmark_dtype(device)
+def random_executor(
+    config: Mapping[str, Any],
+    device: torch.device,
+    num_tokens: int,
+    *,
+    dtype: torch.dtype | None = None,
+    quantization: str | None = None,
+) -> LlmExecutor:
+    """Return a config.json's model with random weights made on the device; its cache holds num_tokens if they fit.
+
+    dtype: None for that of benchmarks on the device. quantization: as in `LoadOptions`.
+    """
+    dtype = dtype or benchmark_dtype(device)
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(registry, "load_network", _random_network):
         (Path(folder) / "config.json").write_text(json.dumps(config))
         if device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(device)
             room = summarize(Path(folder), device_bytes=int(free_bytes * _MEMORY_SHARE), dtype=dtype)["kv_tokens"]
             num_tokens = min(num_tokens, room or 0)
-        return load(folder, device, dtype, num_tokens)
+        return load(folder, device, dtype, num_tokens, quantization=quantization, progress=False)
 
 
 def warm_up(executor: LlmExecutor) -> None:
@@ -128,10 +166,17 @@ def _random_network(
     device: torch.device,
     **_: bool,
 ) -> Llama:
-    """Replace loading: weights from a normal distribution that keeps the variance of activations, and norms of 1."""
+    """Replace loading: weights from a normal distribution that keeps the variance of activations, and norms of 1.
+
+    Codes of MXFP4 are uniform, and each is worth 2^-7.
+    """
     network = meta_network(network_class, config, dtype).to_empty(device=device)
     for weight in network.parameters():
-        if weight.dim() == 1:
+        if weight.dtype == torch.int32:
+            weight.data.random_()
+        elif weight.dtype == torch.uint8:
+            weight.data.fill_(127 - 7)
+        elif weight.dim() == 1:
             weight.data.fill_(1.0)
         else:
             weight.data.normal_(0.0, weight.shape[-1] ** -0.5)

