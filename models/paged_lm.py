@@ -24,7 +24,7 @@ from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.device_memory import DeviceMemory
 from paged.models.draft_steps import DraftSteps
 from paged.models.families.llama import Llama
-from paged.models.layers.sparse_moe import capture_experts
+from paged.models.layers.sparse_moe import SparseMoe, capture_experts
 from paged.models.loading.weights import Track, num_weights, untracked
 from paged.models.logits_policy import Draws, answer_batch, draws_of
 from paged.models.lora.adapters import LoraAdapters
@@ -91,8 +91,8 @@ class PagedCausalLM(DecoderOnlyLLM):
         # Only positions that the cache can hold: for 10 million positions of a small model the table takes 2.5 GB.
         num_positions = min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len)
         cache = kv_manager.config
-        num_blocks, weight_bytes = cache.num_blocks // len(cache.tables), self.parameter_bytes()
-        sizes = graph_sizes(cuda_graphs, self.device, num_blocks, weight_bytes=weight_bytes)
+        num_blocks = cache.num_blocks // len(cache.tables)
+        sizes = graph_sizes(cuda_graphs, self.device, num_blocks, step_bytes=self.step_bytes(1))
         self.graphs = StepGraphs(
             network,
             cache,
@@ -122,6 +122,19 @@ class PagedCausalLM(DecoderOnlyLLM):
         for module in self.network.modules():
             if isinstance(module, CpuProducts):
                 num_bytes += module.nbytes
+        return num_bytes
+
+    def step_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of weights that a step of `num_tokens` reads.
+
+        An embedding counts if it is also the head, and experts if evenly spread tokens reach them.
+        """
+        num_bytes = self.parameter_bytes()
+        if self.network.lm_head is not None:
+            num_bytes -= self.network.embed_tokens.nbytes
+        for module in self.network.modules():
+            if isinstance(module, SparseMoe):
+                num_bytes -= int(module.idle_share(num_tokens) * module.expert_bytes)
         return num_bytes
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:

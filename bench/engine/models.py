@@ -128,11 +128,11 @@ def random_executor(
     num_tokens: int,
     *,
     dtype: torch.dtype | None = None,
-    quantization: str | None = None,
+    **options: Any,
 ) -> LlmExecutor:
     """Return a config.json's model with random weights made on the device; its cache holds num_tokens if they fit.
 
-    dtype: None for that of benchmarks on the device. quantization: as in `LoadOptions`.
+    dtype: None for that of benchmarks on the device. options: of `LoadOptions`.
     """
     dtype = dtype or benchmark_dtype(device)
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(registry, "load_network", _random_network):
@@ -141,7 +141,7 @@ def random_executor(
             free_bytes, _ = torch.cuda.mem_get_info(device)
             room = summarize(Path(folder), device_bytes=int(free_bytes * _MEMORY_SHARE), dtype=dtype)["kv_tokens"]
             num_tokens = min(num_tokens, room or 0)
-        return load(folder, device, dtype, num_tokens, quantization=quantization, progress=False)
+        return load(folder, device, dtype, num_tokens, progress=False, **options)
 
 
 def warm_up(executor: LlmExecutor) -> None:

@@ -19,7 +19,6 @@ from paged.bench.engine import llama_cpp_process
 from paged.bench.engine.models import MODELS, load, random_executor, save_random
 from paged.bench.engine.peer_process import PEERS, PeerProcess
 from paged.bench.timing import Sample, ceilings
-from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantized_writer import quantize_checkpoint
 
@@ -108,8 +107,14 @@ class _Models:
             config = config | _MXFP4
         elif form != "plain":
             quantization = form
-        options = {"dtype": torch.bfloat16, "quantization": quantization}
-        return random_executor(config, torch.device("cpu"), max(_LENGTHS), **options)
+        return random_executor(
+            config,
+            torch.device("cpu"),
+            max(_LENGTHS),
+            dtype=torch.bfloat16,
+            quantization=quantization,
+            num_state_slots=2 * max(_LARGE_BATCHES),
+        )
 
     @cache  # noqa: B019
     def peer(self, form: str) -> PeerProcess:
@@ -124,18 +129,10 @@ _models = lru_cache(maxsize=1)(_Models)
 
 def step_bytes(model: PagedCausalLM, batch: int) -> int:
     """Return the bytes that a decode step of `batch` sequences must read: weights, keys and values at the context's
-    end, and recurrent states. An embedding counts if it is also the head, and experts if evenly spread tokens reach
-    them."""
-    num_bytes = model.parameter_bytes()
-    network = model.network
-    if network.lm_head is not None:
-        num_bytes -= network.embed_tokens.nbytes
-    for module in network.modules():
-        if isinstance(module, SparseMoe):
-            share_idle = (1 - module.routing.top_k / module.config.num_experts) ** batch
-            num_bytes -= int(share_idle * (module.w1.nbytes + module.w2.nbytes))
-    stats, block_size = model.kv_manager.stats(), model.kv_manager.config.block_size
-    return num_bytes + batch * (_CONTEXT * stats.bytes_per_block // block_size + stats.bytes_per_state)
+    end, and recurrent states."""
+    stats, cache = model.kv_manager.stats(), model.kv_manager.config
+    token_bytes = len(cache.tables) * stats.bytes_per_block // cache.block_size
+    return model.step_bytes(batch) + batch * (_CONTEXT * token_bytes + stats.bytes_per_state)
 
 
 def decode_step(name: str, form: str, batch: int, size: str, setting: Setting) -> Json:

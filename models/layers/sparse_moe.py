@@ -152,6 +152,17 @@ class SparseMoe(nn.Module):
         """Whether experts are held as the checkpoint packs them."""
         return isinstance(self.w1, PackedWeights | Mxfp4Experts) or isinstance(self.w2, PackedWeights | Mxfp4Experts)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Memory of the weights of all experts that are held."""
+        num_bytes: int = self.w1.nbytes + self.w2.nbytes
+        return num_bytes
+
+    def idle_share(self, num_tokens: int) -> float:
+        """Return the share of the experts that evenly spread tokens do not reach."""
+        share: float = (1 - self.config.top_k / self.config.num_experts) ** num_tokens
+        return share
+
     def bytes_to_pack(self, dtype: torch.dtype) -> int:
         """Return the bytes that `pack` would reorder."""
         num_bytes = 0

@@ -300,15 +300,19 @@ class PackedModule(nn.Module):
         """Return the number of weights, without scales and zero points."""
         return self.values[..., 0].numel() * self.in_features
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, with scales and zero points."""
+        return sum(tensor.nbytes for tensor in self.parameters(recurse=False))
+
     def bytes_to_pack(self, dtype: torch.dtype) -> int:
         """Return the bytes that a CPU would hold in another order.
 
         0 where Triton kernels read them, or where memory for them in `dtype`, if that became necessary, is short.
         """
-        tensors = list(self.parameters(recurse=False))
-        if use_triton(tensors[0]) or not _has_memory(self.num_weights() * dtype.itemsize):
+        if use_triton(next(self.parameters(recurse=False))) or not _has_memory(self.num_weights() * dtype.itemsize):
             return 0
-        return sum(tensor.nbytes for tensor in tensors)
+        return self.nbytes
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move to another device; keep the dtypes if the network's dtype changes."""

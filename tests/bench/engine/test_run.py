@@ -167,3 +167,18 @@ def test_quantised_steps_take_turns_with_plain_ones_and_llama_cpp(
     flops = 2 * 512 * (4 * 128 * 128 + 3 * 128 * 256) + 4 * 128 * (512 * 513 // 2)
     assert row["detail"]["percent_of_matmul"] == pytest.approx(100 * flops / row["median_us"] / 1e12 * 1e6)
     quantized._models.cache_clear()
+
+
+def test_a_step_reads_the_experts_that_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setitem(models.MODELS, "gpt-oss", models.MODELS["gpt-oss"] | small | {"vocab_size": 128})
+    for module in (benchmark, quantized):
+        monkeypatch.setattr(module, "ceilings", lambda *_: Ceilings(copy=1e9, read=2e9, matmul=1e12))
+    quantized._models.cache_clear()
+    [case] = [case for case in bench_engine.CASES if case.name == "quantized.gpt-oss.MXFP4.8"]
+    detail = case.measure(Setting(CPU, 2))["detail"]
+    of_experts = 4 * 32 * 3 * 64 * 64 * 2  # by PyTorch unpacked to bfloat16
+    of_cache = 8 * 32 * 4 * 2 * 64 * 2  # keys and values of 32 tokens
+    read_bytes = detail["weights_mb"] * 1e6 - (1 - 4 / 32) ** 8 * of_experts + of_cache
+    assert detail["read_mb"] * 1e6 == pytest.approx(read_bytes)
+    quantized._models.cache_clear()
