@@ -19,7 +19,7 @@ from paged.models.generic.network import ModuleNetwork
 from paged.models.module_check import check_module
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import Ranks
-from paged.models.quantization.packed_weights import CpuProducts
+from paged.models.quantization.packed_weights import CpuExperts, CpuProducts
 from paged.models.registry import load_model
 from tests.backends import needs_numba
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
@@ -159,10 +159,10 @@ def test_layers_are_replaced(name: str, expected: tuple[int, int, int], form: st
     model = load_model(tmp_path, num_blocks=16, model_impl="transformers", quantization=form)
     counts = Counter(type(part) for part in model.network.modules())
     assert (counts[ModuleLinear], counts[ModuleNorm], counts[ModuleExperts]) == expected
-    num_rounded = 0
+    num_rounded = num_experts = 0
     if form is not None:  # all but the head; two products of each layer's experts
-        num_rounded = expected[0] - 1 + 2 * expected[2]
-    assert counts[CpuProducts] == num_rounded
+        num_rounded, num_experts = expected[0] - 1, 2 * expected[2]
+    assert (counts[CpuProducts], counts[CpuExperts]) == (num_rounded, num_experts)
     assert counts[nn.Linear] == 0
 
 
