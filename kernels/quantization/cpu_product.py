@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..common.device import LOOP_DTYPES, has_numba, load_numba, loops_of
+from ..common.device import LOOP_DTYPES, backend, has_numba, load_numba, loops_of
 from ..common.packed.packing import E2M1, E2M1_GROUPS, FP8_BLOCK, unpack_codes
 from ..common.packed.torch_ops import product as torch_op
 from ..common.packed.torch_ops.product import rounded_groups, unpack
@@ -229,6 +229,17 @@ class CpuProduct:
         """Memory of the weights and their scales."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def has_invariant_rows(self) -> bool:
+        """Whether no row's bits depend on the rows beside it, in an invariant forward (see `Backend`).
+
+        That holds for numba kernels, whatever the number of rows, and for `linear` with codes as numbers.
+        """
+        if self.kind == "unpacked":
+            return True
+        has_blocks = self.has_blocks or self.onednn_blocks is not None
+        return has_blocks and self.form in _block_kernels()
+
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product of x [num_rows, in_features], in its dtype."""
         if self.order is not None:
@@ -291,7 +302,9 @@ class CpuProduct:
     def _takes_loops(self, x: torch.Tensor) -> bool:
         """Return whether numba kernels multiply these rows by blocks, which is then faster."""
         has_amx = this_cpu().has_amx
-        if self.is_in_blocks:
+        if backend().is_invariant:
+            is_few = self.has_blocks or self.onednn_blocks is not None
+        elif self.is_in_blocks:
             is_few = len(x) < MANY_ROWS or not has_amx
         elif not self.by_onednn:
             is_few = self.has_blocks and len(x) < MANY_ROWS

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from paged.cache.manager import PagedKvCacheManager
-from paged.kernels.common.device import use_triton, using_numba, wants_loops
+from paged.kernels.common.device import LOOP_DTYPES, use_triton, using_numba, wants_loops
 from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
@@ -175,14 +175,14 @@ class DecoderLayer(nn.Module):
     @property
     def has_invariant_rows(self) -> bool:
         """See `Llama.has_invariant_rows`."""
-        attention, mlp = self.self_attn, getattr(self, self.mlp_name, None)
-        if type(self).forward is not DecoderLayer.forward or self.experts is not None:
+        attention = self.self_attn
+        if type(self).forward is not DecoderLayer.forward or self.experts is not None or not self.has_mlp:
             return False
-        if type(attention) is not Attention or type(mlp) is not GatedMlp or mlp.activation != "silu":
+        if type(attention) is not Attention or not self.ffn.has_invariant_rows:
             return False
         if attention.options or attention.gate_proj is not None or attention.config.output_gate:
             return False
-        return all(module.packed is None for module in self.modules() if isinstance(module, Linear))
+        return all(module.has_invariant_rows for module in self.modules() if isinstance(module, Linear))
 
     @staticmethod
     def num_sums(config: DecoderConfig, index: int) -> int:
@@ -346,18 +346,18 @@ class Llama(nn.Module):
     def has_invariant_rows(self) -> bool:
         """Whether, within `computing(is_invariant=True)`, no row's bits depend on the rows beside it.
 
-        That holds for numba kernels and products in blocks. It is not known of experts, adapters, packed weights, and
+        That holds for numba kernels and products in blocks. It is not known of adapters, of packed experts, and of
         activations in PyTorch, whose vectors end where a thread's share does. Sums of three ranks have no fixed order.
         """
-        with self.computing():
-            if use_triton(self.embed_tokens) or not wants_loops() or self.ranks.size > 2:
-                return False
         is_own = type(self).forward is not Llama.forward or type(self).layer_inputs is not Llama.layer_inputs
-        if is_own or self.draft_head is not None or self.config.logits_softcap:
+        if is_own or self.draft_head is not None or self.config.logits_softcap or self.ranks.size > 2:
             return False
-        if self.lm_head is not None and self.lm_head.packed is not None:
-            return False
-        return all(layer.has_invariant_rows for layer in self.layers)
+        with self.computing():
+            if use_triton(self.embed_tokens) or not wants_loops() or self.embed_tokens.dtype not in LOOP_DTYPES:
+                return False
+            if self.lm_head is not None and not self.lm_head.has_invariant_rows:
+                return False
+            return all(layer.has_invariant_rows for layer in self.layers)
 
     def pack(self, track: Track = untracked) -> None:
         """Reorder weights so that a CPU multiplies faster: plain ones as `kernels.common.torch_ops.linear.pack`,

@@ -62,6 +62,13 @@ class Linear(nn.Module):
         out = linear(x, self.weight, self.bias) if self.packed is None else self.packed(x, self.bias)
         return out if lora is None or self.adapters is None else self.add_lora(out, x, self.adapters, batch=lora)
 
+    @property
+    def has_invariant_rows(self) -> bool:
+        """See `Llama.has_invariant_rows`."""
+        if isinstance(self.packed, PackedWeights):
+            return False
+        return self.packed is None or self.packed.has_invariant_rows
+
     def quantize(self, prefix: str, quantization: Quantization) -> None:
         """Hold the weights of projections `prefix`.name packed, if the checkpoint packs them.
 
@@ -210,6 +217,11 @@ class GatedMlp(nn.Module):
         for rows in x.split(at_once):
             rows.copy_(self._project(rows, None))
         return x
+
+    @property
+    def has_invariant_rows(self) -> bool:
+        """See `Llama.has_invariant_rows`. Vectors of PyTorch's activations end where a thread's share does."""
+        return type(self) is GatedMlp and self.activation == "silu"
 
     def _rows_at_once(self, x: torch.Tensor) -> int:
         if x.dtype != torch.float32:

@@ -23,6 +23,7 @@ from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
 from paged.kernels.moe.torch_ops.expert_products import run_experts
+from paged.kernels.moe.torch_ops.fused_moe import has_invariant_rows
 from paged.kernels.moe.weights import ExpertLinear
 from paged.kernels.quantization.cpu_experts import ExpertProducts
 from paged.models.layers.config import DecoderConfig, MoeConfig
@@ -229,6 +230,18 @@ class SparseMoe(nn.Module):
         else:
             self.gate_up, self.down = self._tensors(self.w1, self.w1_bias), self._tensors(self.w2, self.w2_bias)
             self._options |= self.gate_up.options("w1") | self.down.options("w2")
+
+    @property
+    def has_invariant_rows(self) -> bool:
+        """See `Llama.has_invariant_rows`. The gate of a shared MLP is PyTorch's, and so are groups of experts."""
+        moe = self.config
+        if self.products is not None or moe.mixer_margin is not None or self.shared_gate is not None:
+            return False
+        if self.routing.topk_groups < self.routing.num_expert_groups:
+            return False
+        if self.shared is not None and not self.shared.has_invariant_rows:
+            return False
+        return has_invariant_rows(self.gate_up, self.down, self.activation, moe.interleaved)
 
     def token_counts(self, limit: int, dtype: torch.dtype) -> list[int]:
         """Return the least number of tokens, up to `limit`, for each code path."""

@@ -160,6 +160,11 @@ class CpuProducts(PackedModule):
     def nbytes(self) -> int:
         return sum(product.nbytes for product in self.products)
 
+    @property
+    def has_invariant_rows(self) -> bool:
+        """Whether no row's bits depend on the rows beside it, in a forward that asks for that."""
+        return all(product.has_invariant_rows for product in self.products)
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x [num_rows, in_features] times the weights, plus the bias [out_features]."""
         if len(self.products) == 1:

@@ -1,5 +1,7 @@
 """`EngineConfig.batch_invariant`: the same bits alone and beside others, in any budget and through preemptions."""
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ from tests.executors.oracle import make_executor, prompt
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
 Answer = list[tuple[list[int], Any, Any]]
+# Options of `from_pretrained` of models whose steps are one forward by numba kernels, by family.
+IN_ONE_FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "experts": ("qwen3_moe", {}),
+    "experts and a shared MLP": ("ernie4_5_moe", {}),
+    "int8": ("llama", {"quantization": "int8"}),
+    "int4": ("llama", {"quantization": "int4"}),
+}
 # Experts, states and latents have kernels of their own.
 OTHERS = ("qwen3_moe", "qwen3_next", "deepseek_v3", "gemma3")
 # By budget: blocks of 8 tokens, and what a full cache does.
@@ -43,35 +53,68 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
-def answers(executor: LlmExecutor, given: list[Any], **config: Any) -> tuple[list[Answer], Engine]:
+def answers(
+    executor: LlmExecutor, given: list[Any], *, between_steps: Callable[[], object] = int, **config: Any
+) -> tuple[list[Answer], Engine]:
     engine = Engine(executor, EngineConfig(**{"batch_invariant": True, **config}))
     outputs = [engine.add_request(prompt, params) for prompt, params in given]
     while engine.num_unfinished:
         engine.step()
+        between_steps()
     assert [one.error for one in outputs] == [None] * len(given)
     return [[(o.token_ids, o.logprobs, each.prompt_logprobs) for o in each.outputs] for each in outputs], engine
 
 
-def check(folder: Path, dtype: torch.dtype, count: int, budgets: list[int], *, is_packed: bool = False) -> int:
-    """Return the number of preemptions. is_packed: by numba kernels, where a step is one forward."""
+def save(name: str, folder: Path) -> dict[str, Any]:
+    """Save a checkpoint of `IN_ONE_FORWARD`; return its options."""
+    family, options = IN_ONE_FORWARD[name]
+    config = FAMILIES[family]
+    if options:
+        config.intermediate_size = 192  # full blocks of 64 columns
+    save_checkpoint(config, folder)
+    return options
+
+
+def skip_without_blocks(executor: LlmExecutor, options: dict[str, Any]) -> None:
+    """Skip the rest of a test if weights are quantised and not in the order that numba kernels multiply."""
+    if "quantization" in options and not executor.capabilities().has_invariant_rows:
+        pytest.skip("no numba kernels of blocks")
+
+
+def check(
+    folder: Path, dtype: torch.dtype, count: int, budgets: list[int], *, is_packed: bool = False, **options: Any
+) -> int:
+    """Return the number of preemptions.
+
+    is_packed: by numba kernels, where a step is one forward; a model by PyTorch runs between the steps.
+    options: of `from_pretrained`.
+    """
 
     def load(num_blocks: int, **swap: int) -> LlmExecutor:
         executor = LlmExecutor.from_pretrained(
-            folder, dtype=dtype, block_size=8, num_blocks=num_blocks, progress=False, **swap
+            folder, dtype=dtype, block_size=8, num_blocks=num_blocks, progress=False, **options, **swap
         )
         if is_packed:
             executor.model.pack()
+            skip_without_blocks(executor, options)
         assert executor.capabilities().has_invariant_rows == is_packed
         return executor
 
     given, preempted = requests(count), 0
     executor = load(400)
     alone = [answers(executor, [one])[0][0] for one in given]
+    other = LlmExecutor.from_pretrained(folder, dtype=dtype, block_size=8, num_blocks=20, progress=False)
+
+    def run_other() -> None:
+        if is_packed:
+            other.unified_decode(UnifiedBatch([UnifiedBatchItem("a", tokens(5))]))
+            other.release_cache("a")
+
     for budget in budgets:
         num_blocks, preemption = TOGETHER[budget]
         executor = load(num_blocks, **({"num_swap_blocks": 40} if preemption == "swap" else {}))
-        options = {"token_budget": budget, "preemption": preemption, "admission_tokens": 0}
-        together, engine = answers(executor, given, **options)
+        config = {"token_budget": budget, "preemption": preemption, "admission_tokens": 0}
+        together, engine = answers(executor, given, between_steps=run_other, **config)
         assert together == alone
         assert engine.metrics.cached_tokens, "no cached prefix"
         assert (executor.status().forwards == engine.metrics.steps) == is_packed
@@ -92,17 +135,23 @@ def numba_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_numba
 @pytest.mark.parametrize(
-    ("dtype", "count", "budgets"),
+    ("name", "dtype", "count", "budgets"),
     [
-        (torch.float32, 9, [64]),
-        pytest.param(torch.float32, 200, [16, 64, 4096], marks=pytest.mark.thorough),
-        pytest.param(torch.bfloat16, 200, [16, 64, 4096], marks=pytest.mark.thorough),
+        ("plain", torch.float32, 8, [64]),
+        ("experts", torch.bfloat16, 8, [64]),
+        ("int8", torch.float32, 8, [64]),
+        *(
+            pytest.param(name, dtype, 150, [16, 64, 4096], marks=pytest.mark.thorough)
+            for name in IN_ONE_FORWARD
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
     ],
 )
 def test_in_one_forward(
-    llama_folder: Path, numba_kernels: None, dtype: torch.dtype, count: int, budgets: list[int]
+    name: str, dtype: torch.dtype, count: int, budgets: list[int], numba_kernels: None, tmp_path: Path
 ) -> None:
-    assert check(llama_folder, dtype, count, budgets, is_packed=True) or count < 200, "no preemption"
+    options = save(name, tmp_path)
+    assert check(tmp_path, dtype, count, budgets, is_packed=True, **options) or count < 150, "no preemption"
 
 
 @pytest.mark.thorough
@@ -139,6 +188,46 @@ def test_a_product_that_depends_on_its_rows(
         executor.model.pack()
     alone = [answers(executor, [one], batch_invariant=invariant)[0][0] for one in given]
     assert (answers(executor, given, batch_invariant=invariant)[0] == alone) == invariant
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [
+        ("experts", "common.numba_ops.linear", "grouped_linear"),
+        ("int8", "common.packed.numba_ops.block_product", "int8_product"),
+        ("int4", "common.packed.numba_ops.block_product", "code_product"),
+    ],
+)
+def test_checks_see_products_that_depend_on_their_rows(
+    name: str, module: str, function: str, numba_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last bits, as those of tiles do that are chosen by the number of rows."""
+    kernels = import_module(f"paged.kernels.{module}")
+    multiply = getattr(kernels, function)
+
+    def product(*args: Any, **options: Any) -> torch.Tensor:
+        out: torch.Tensor = multiply(*args, **options)
+        return out * (1 + len(out) * 2.0**-22)
+
+    monkeypatch.setattr(kernels, function, product)
+    options, given = save(name, tmp_path), requests(4)
+    executor = LlmExecutor.from_pretrained(
+        tmp_path, dtype=torch.float32, block_size=8, num_blocks=100, progress=False, **options
+    )
+    executor.model.pack()
+    skip_without_blocks(executor, options)
+    alone = [answers(executor, [one])[0][0] for one in given]
+    assert answers(executor, given)[0] != alone
+
+
+@needs_numba
+def test_float16_has_no_invariant_rows(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba kernels do not take it."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    executor = LlmExecutor.from_pretrained(llama_folder, dtype=torch.float16, num_blocks=10, progress=False)
+    executor.model.pack()
+    assert not executor.capabilities().has_invariant_rows
 
 
 def test_speculation_is_refused(llama_folder: Path) -> None:

@@ -54,15 +54,20 @@ def test_completions_of_the_newest_weights(name: str, tmp_path: Path) -> None:
 
 
 @needs_numba
+@pytest.mark.parametrize(("family", "quantization"), [("llama", None), ("qwen3_moe", None), ("llama", "int4")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_have_the_bits_of_the_rollout(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, quantization: str | None, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forward of whole completions, against their decode steps in one batch."""
     monkeypatch.setenv("PAGED_BACKEND", "numba")
     monkeypatch.setattr(request, "FIXED_CHUNK", 16)
-    save_checkpoint(FAMILIES["llama"], tmp_path)
-    executor = LlmExecutor.from_pretrained(tmp_path, dtype=dtype, block_size=8, num_blocks=200, progress=False)
+    save_checkpoint(FAMILIES[family], tmp_path)
+    executor = LlmExecutor.from_pretrained(
+        tmp_path, dtype=dtype, block_size=8, num_blocks=200, quantization=quantization, progress=False
+    )
+    if quantization is not None and not executor.capabilities().has_invariant_rows:
+        pytest.skip("no numba kernels of blocks")
     engine = Engine(executor, EngineConfig(batch_invariant=True, logprobs_mode="processed"), eos_token_ids=())
     trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=0))
     params = SamplingParams(temperature=0.8, max_tokens=40, seed=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from . import kernel as nb
@@ -21,15 +23,30 @@ def _activate(x, out, num_rows, size, stride):
 
 @nb.Kernel
 def _silu_and_mul(arguments):
-    _, is_bf16, x, out, num_rows, size, stride = nb.unpack(arguments, 7)
+    _, is_bf16, is_rounded, x, out, num_rows, size, stride = nb.unpack(arguments, 8)
     if is_bf16:
         _activate(nb.bfloats(x), nb.bfloats(out), num_rows, size, stride)
+    elif is_rounded:
+        _activate(nb.floats(x), nb.bfloats(out), num_rows, size, stride)
     else:
         _activate(nb.floats(x), nb.floats(out), num_rows, size, stride)
 
 
-def prepare(rows: torch.Tensor) -> LoopLaunch:
-    """Return a launch of gated SiLU for tensors like `rows` [num_rows, 2 * size], with a contiguous result."""
-    num_rows, size = rows.shape[0], rows.shape[1] // 2
-    arguments = rows.dtype == torch.bfloat16, "x_ptr", "out_ptr", num_rows, size, rows.stride(0)
-    return LoopLaunch(_silu_and_mul.address, rows.numel() * 4, arguments)
+def prepare(rows: torch.Tensor, dtype: torch.dtype | None = None) -> LoopLaunch:
+    """Return a launch of gated SiLU for tensors like `rows` [num_rows, 2 * size], with a contiguous result of `dtype`:
+    that of `rows`, as None, or bfloat16."""
+    num_rows, width = rows.shape
+    return _launch(rows.dtype == torch.bfloat16, dtype == torch.bfloat16, num_rows, width // 2, rows.stride(0))
+
+
+def silu_and_mul(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return gated SiLU of rows [num_rows, 2 * size]; dtype: as in `prepare`."""
+    out = torch.empty(len(rows), rows.shape[1] // 2, dtype=dtype)
+    prepare(rows, dtype)({"x_ptr": rows, "out_ptr": out})
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _launch(is_bf16: bool, is_rounded: bool, *sizes: int) -> LoopLaunch:
+    num_rows, size, _ = sizes
+    return LoopLaunch(_silu_and_mul.address, num_rows * size * 8, (is_bf16, is_rounded, "x_ptr", "out_ptr", *sizes))

@@ -88,12 +88,24 @@ def max_rows(weight: torch.Tensor) -> float:
     out_features, in_features]; 0 if they do not take this dtype or these sizes."""
     if tile_linear.takes(weight):
         return math.inf
-    size = OPERAND_SIZES.get(weight.dtype)
-    _, num_outputs, in_features = weight.shape
-    is_even = size is not None and num_outputs % OUTPUTS == 0 and in_features % size == 0
-    if not is_even or weight.stride(2) != 1:
+    if not takes_rows(weight):
         return 0
     return _MAX_ROWS[weight.dtype]
+
+
+def takes_rows(weight: torch.Tensor) -> bool:
+    """Return whether weights [..., out_features, in_features] can be multiplied row by row, as `by_row` asks for."""
+    size = OPERAND_SIZES.get(weight.dtype)
+    num_outputs, in_features = weight.shape[-2:]
+    if size is None or weight.stride(-1) != 1:
+        return False
+    return num_outputs % OUTPUTS == 0 and in_features % size == 0
+
+
+def prefers_rows(weight: torch.Tensor) -> bool:
+    """Return whether a product by row is no slower than blocks of 16 rows: not where those go by AMX."""
+    has_amx = weight.dtype == torch.bfloat16 and tile_linear.takes(weight)
+    return takes_rows(weight) and not has_amx
 
 
 def takes(weight: torch.Tensor) -> bool:
@@ -103,18 +115,24 @@ def takes(weight: torch.Tensor) -> bool:
     return tile_linear.takes(weight) or (is_alone and max_rows(weight[None]) > 0)
 
 
-def _in_blocks(weight: torch.Tensor, num_entries: int) -> bool:
+def _in_blocks(weight: torch.Tensor, num_entries: int, by_row: bool) -> bool:
+    if by_row:
+        return False
     num_groups = len(weight) if weight.dim() == 3 else 1
     is_many = weight.dtype == torch.bfloat16 or num_entries >= _MIN_ROWS_IN_BLOCKS * num_groups
     return is_many and tile_linear.takes(weight)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, by_row: bool = False
+) -> torch.Tensor:
     """Return x [num_rows, in_features] times a weight that `takes` accepts, plus a contiguous bias: [num_rows,
-    out_features]. All have one dtype."""
-    if _in_blocks(weight, len(x)):
+    out_features]. All have one dtype.
+
+    by_row: whether a row's bits must not depend on the others; the weight is one that `takes_rows` accepts."""
+    if _in_blocks(weight, len(x), by_row):
         return tile_linear.linear(x, weight, bias=bias)
-    out = grouped_linear(x, weight[None], _end(len(x)), dtype=x.dtype)
+    out = grouped_linear(x, weight[None], _end(len(x)), dtype=x.dtype, by_row=by_row)
     if bias is not None:
         out += bias
     return out
@@ -132,14 +150,15 @@ def grouped_linear(
     rows: torch.Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float32,
+    by_row: bool = False,
 ) -> torch.Tensor:
     """Return x [num_rows, in_features] times each group's weights, [num_entries, out_features] of float32 or x's dtype.
 
     ends: int32 [num_groups], the end of each group's entries. rows: int64 [num_entries], each entry's row of x; None if
-    entries are rows. Results beyond the last end are not written.
+    entries are rows. by_row: as in `linear`. Results beyond the last end are not written.
     """
     num_entries, (num_groups, num_outputs, size) = _num_entries(x, rows), weight.shape
-    if _in_blocks(weight, num_entries):
+    if _in_blocks(weight, num_entries, by_row):
         return tile_linear.linear(x, weight, ends, rows, dtype=dtype)
     out = torch.empty(num_entries, num_outputs, dtype=dtype)
     sizes = num_groups, num_outputs, size, x.stride(0), weight.stride(0), weight.stride(1)
@@ -160,7 +179,7 @@ def linear_and_silu(
     """Return silu(gate) * up of the two halves of a product's outputs, in x's dtype [num_entries, out_features / 2].
 
     The product is `linear` or, with ends, `grouped_linear`. Returns None if no kernel does it in one pass."""
-    if not _in_blocks(weight, _num_entries(x, rows)):
+    if not _in_blocks(weight, _num_entries(x, rows), by_row=False):
         return None
     return tile_linear.linear(x, weight, ends, rows, is_gated=True)
 

@@ -52,9 +52,9 @@ _MOST_BF16_ROWS = 256
 if MULTIPLIES_BF16:
     _MOST_BF16_ROWS = 512 if _capabilities.get("amx_bf16") else 64
 _ROWS_IN_LOOPS = {torch.bfloat16: range(1, _MOST_BF16_ROWS + 1), torch.float32: range(4, 129)}
-# Rows of every product of an invariant forward. Kernels and their orders of sums are chosen by the number of rows: on
-# an AMD EPYC 1 row of float32 has other bits than 2 and, by MKL, than 4. MKL's bits also depend on a row's place in
-# blocks of fewer than 12 rows.
+# Rows of every product of an invariant forward by libraries and by AMX. Kernels and their orders of sums are chosen by
+# the number of rows: on an AMD EPYC 1 row of float32 has other bits than 2 and, by MKL, than 4. MKL's bits also depend
+# on a row's place in blocks of fewer than 12 rows. Other numba kernels multiply any number of rows, row by row.
 _INVARIANT_ROWS = 16
 
 
@@ -79,8 +79,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if x.is_cuda or torch.compiler.is_dynamo_compiling():
         return functional.linear(x, weight, bias)
     current = forward_backend() or backend()
-    if current.is_invariant and len(x) != _INVARIANT_ROWS:
-        return _linear_in_blocks(x, weight, bias)
+    if current.is_invariant:
+        loops = _loops_by_row(x, weight, bias)
+        if loops is not None:
+            by_row: torch.Tensor = loops.linear(x, weight, bias, by_row=True)
+            return by_row
+        if len(x) != _INVARIANT_ROWS:
+            return _linear_in_blocks(x, weight, bias)
     if current.wants_loops and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous())):
         loops = _loops(x, weight)
         if loops is not None:
@@ -147,6 +152,18 @@ def _loops(x: torch.Tensor, weight: torch.Tensor) -> Any:
     if not is_few:
         return None
     return _loops_of(weight)
+
+
+def _loops_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """Return the numba kernels if they multiply these row by row, and not by AMX, or None."""
+    if x.dtype != weight.dtype or x.dim() != 2 or x.stride(1) != 1:
+        return None
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
+        return None
+    loops = _loops_of(weight)
+    if loops is None or not loops.prefers_rows(weight):
+        return None
+    return loops
 
 
 def _loops_of(weight: torch.Tensor) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ...common.device import loops_of
+from ...common.device import backend, loops_of
 from ...common.packed.packing import FP8_BLOCK
 from ...common.packed.torch_ops.product import quantized_product, rounded_groups
 from ...common.torch_ops import linear as linear_op
@@ -36,6 +36,14 @@ _MIN_ROWS_ALONE = math.inf if _CPU_INFO.exists() and "GenuineIntel" in _CPU_INFO
 
 Formats = tuple[str, str]
 """`ExpertLinear.format` of both projections."""
+
+
+def has_invariant_rows(gate_up: ExpertLinear, down: ExpertLinear, activation: str, interleaved: bool) -> bool:
+    """Return whether numba kernels take these experts so that no row's bits depend on the rows beside it."""
+    if (gate_up.format, down.format) != ("", "") or activation != "silu" or interleaved:
+        return False
+    products = loops_of("common.numba_ops.linear", gate_up.w, down.w)
+    return products is not None and products.takes_rows(gate_up.w) and products.takes_rows(down.w)
 
 
 class SortedEntries(NamedTuple):
@@ -65,21 +73,23 @@ def bind(
     products = None
     if is_plain:
         products = loops_of("common.numba_ops.linear", x, gate_up.w, down.w)
-    if products is not None:
+    is_invariant = backend().is_invariant
+    if products is not None and not is_invariant:
         most_rows = min(products.max_rows(gate_up.w), products.max_rows(down.w))
         if num_entries > most_rows * len(gate_up.w):
             products = None
     loops = loops_of("moe.numba_ops.fused_moe", x)
     if loops is not None:
-        return partial(_by_loops, loops, products, formats)
+        return partial(_by_loops, loops, products, formats, is_invariant)
     if is_plain and num_entries <= _MAX_UNSORTED[x.dtype]:
         return _unsorted
     return partial(_sorted, products, formats)
 
 
-def _by_loops(loops: Any, products: Any, formats: Formats, call: MoeCall, _: object) -> None:
+def _by_loops(loops: Any, products: Any, formats: Formats, by_row: bool, call: MoeCall, _: object) -> None:
     entries = loops.sort_entries(call.topk_ids, len(call.gate_up.w), call.expert_map)
-    loops.combine_parts(*_parts(call, entries, products, formats), call.topk_weights, call.out)
+    parts, positions = _parts(call, entries, products, formats, by_row=by_row)
+    loops.combine_parts(parts, positions, call.topk_weights, call.out)
 
 
 def _sorted(products: Any, formats: Formats, call: MoeCall, _: object) -> None:
@@ -122,21 +132,29 @@ def sort_entries(experts: torch.Tensor, num_experts: int) -> SortedEntries:
     return SortedEntries(ends, entries // top_k, ids.clamp(max=num_experts - 1), positions)
 
 
-def _parts(call: MoeCall, entries: SortedEntries, loops: Any, formats: Formats) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(
+    call: MoeCall, entries: SortedEntries, loops: Any, formats: Formats, *, by_row: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts' results of entries, float32 or in the dtype of hidden_states, and each entry's row in them.
 
     The row is -1 for entries of no expert.
 
-    loops: numba kernels for the products, or None.
+    loops: numba kernels for the products, or None. by_row: as in their `linear`.
     """
     x, gate_up, down, (ends, rows, experts, positions) = call.hidden_states, call.gate_up, call.down, entries
     if loops is not None:
+        is_silu = call.activation == "silu" and not call.interleaved
         activated = None
-        if gate_up.bias is None and call.activation == "silu" and not call.interleaved:
+        if is_silu and gate_up.bias is None and not by_row:
             activated = loops.linear_and_silu(x, gate_up.w, ends, rows)
         if activated is None:
-            activated = _activated(call, _with_bias(loops.grouped_linear(x, gate_up.w, ends, rows), gate_up, experts))
-        return _with_bias(loops.grouped_linear(activated, down.w, ends), down, experts), positions
+            projected = loops.grouped_linear(x, gate_up.w, ends, rows, by_row=by_row)
+            projected = _with_bias(projected, gate_up, experts)
+            if is_silu:
+                activated = loops_of("common.numba_ops.gated_activation", x).silu_and_mul(projected, x.dtype)
+            else:
+                activated = _activated(call, projected)
+        return _with_bias(loops.grouped_linear(activated, down.w, ends, by_row=by_row), down, experts), positions
     bounds = [0, *ends.tolist()]
     lengths: list[int] = []
     if formats == ("", ""):

@@ -278,8 +278,12 @@ def test_threads_that_run_steps_move_blocks_load_adapters_and_warm_up(mortals: F
 
 @needs_numba
 @pytest.mark.thorough
-def test_the_same_bits_in_any_batch(followers: Followers, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_the_same_bits_in_any_batch(
+    name: str, followers: Followers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two ranks, whose sums have one order; they sleep in between."""
+    save_checkpoint(FAMILIES[name], tmp_path)
     monkeypatch.setenv("PAGED_BACKEND", "numba")
     config = EngineConfig(batch_invariant=True, token_budget=32)
     prompts = [tokens(30)[: 4 * index] + tokens(1 + index, index) for index in range(6)]
@@ -289,7 +293,7 @@ def test_the_same_bits_in_any_batch(followers: Followers, llama: Path, monkeypat
         outputs = Engine(spread, config, eos_token_ids=()).generate(prompts, params, progress=False)
         return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
-    with followers.load(llama, 2, **OPTIONS) as spread:
+    with followers.load(tmp_path, 2, **OPTIONS) as spread:
         spread.warmup()
         assert spread.capabilities().has_invariant_rows
         together = answers(prompts, params)
