@@ -11,7 +11,7 @@ import torch
 from . import kernel as nb
 from . import tile_linear
 from .launch import LoopLaunch
-from .vectors import HAS_BF16_PRODUCTS, OPERAND_SIZES, OUTPUTS, product_tile
+from .vectors import OPERAND_SIZES, OUTPUTS, product_tile
 
 _tile_1, _tile_2, _tile_4 = product_tile(1), product_tile(2), product_tile(4)
 
@@ -73,11 +73,12 @@ def _linear(arguments):
         _multiply(nb.floats(x), nb.floats(w), nb.floats(out), *indices_and_sizes)
 
 
-# Largest average number of rows per group for these kernels, if no tiles are used. On 2 cores of a Xeon with AMX, 16,
-# 64 and 128 entries of 32 experts of 512 x 512 take 0.29, 0.56 and 0.77 of a batch's time in bfloat16, 256 take 1.2. In
-# float32, 16 and 1,024 take 0.44 and 0.72 of it, 1.15 and 0.64 of the grouped products' time. On a CPU without products
-# of bfloat16 256, 1,024 and 4,096 entries take 0.25, 0.47 and 0.47 of PyTorch's time.
-_MAX_ROWS = {torch.float32: 32, torch.bfloat16: 5 if HAS_BF16_PRODUCTS else math.inf}
+# Largest average number of rows per group for these kernels, if no tiles are used. In float32, 16 and 1,024 entries of
+# 32 experts of 512 x 512 take 0.44 and 0.72 of a batch's time, 1.15 and 0.64 of the grouped products' time. In bfloat16
+# 16, 64, 128 and 256 entries take 0.29, 0.56, 0.77 and 1.2 of it on 2 cores of a Xeon with AMX. Without AMX any number
+# of rows is faster: on an EPYC with products of bfloat16, 6 to 512 rows for each of 32 or 128 experts take 0.06 to 0.95
+# of PyTorch's time; on a CPU without, 256, 1,024 and 4,096 entries take 0.25, 0.47 and 0.47.
+_MAX_ROWS = {torch.float32: 32, torch.bfloat16: 5}
 # Average number of rows per group from which float32 is multiplied in blocks of 32 rows: 16, 24, 32 and 64 for 32
 # experts of 512 x 512 and 512 x 1024 take 1.0 to 1.1, 0.85, 0.9 and 0.85 to 0.9 of the time of single rows.
 _MIN_ROWS_IN_BLOCKS = 17
@@ -90,6 +91,8 @@ def max_rows(weight: torch.Tensor) -> float:
         return math.inf
     if not takes_rows(weight):
         return 0
+    if weight.dtype == torch.bfloat16 and not tile_linear.multiplies(weight.dtype):
+        return math.inf
     return _MAX_ROWS[weight.dtype]
 
 
