@@ -133,7 +133,8 @@ class TestAttention:
 
     def test_what_pytorch_computes_is_an_obstacle(self) -> None:
         """It looks at the lengths in every call."""
-        attend, options = Bound(paged.paged_attention), {**self.ids, "max_seqlen_q": 1, "plan": self.plan}
+        options = {**self.ids, "max_seqlen_q": 1, "plan": self.plan, "mask": torch.ones(4, 1, dtype=torch.bool)}
+        attend = Bound(paged.paged_attention)
         for _ in range(2):
-            recording = Recording(lambda: attend(self.out.clone(), *self.caches, **options, softcap=5.0))  # type: ignore[arg-type,return-value]
+            recording = Recording(lambda: attend(self.out.clone(), *self.caches, **options))  # type: ignore[arg-type,return-value]
         assert recording.obstacle.startswith("paged_attention")
