@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import paged
 from paged.bench.limits import Cost
 from paged.bench.moe.formats import FORMATS, MXFP4, NVFP4, Format, quantize
 from paged.bench.timing import Call
+from paged.kernels.moe.weights import ExpertLinear
 
 ROUTINGS = ("balanced", "zipf")
 # The sizes that goals are set for come first, so that a budget that runs out costs little.
@@ -59,25 +60,20 @@ CPU_MODEL = MoeModel("small-cpu", 16, 4, 256, 256, 16)
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """The weights of one layer.
+    """The weights of one layer. expert_map: None unless the layer holds a rank's part."""
 
-    expert_map: None unless the layer holds a rank's part. quantization: scales and other tensors of quantised weights,
-    by their names in `fused_moe`.
-    """
-
-    w1: torch.Tensor
-    w2: torch.Tensor
+    gate_up: ExpertLinear
+    down: ExpertLinear
     expert_map: torch.Tensor | None = None
-    quantization: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `fused_moe`."""
-        return {"expert_map": self.expert_map, **self.quantization}
+        return {"expert_map": self.expert_map, **self.gate_up.options("w1"), **self.down.options("w2")}
 
     def arguments(self, batch: MoeBatch) -> list[torch.Tensor]:
         """Positional arguments of `fused_moe`."""
-        return [batch.hidden_states, self.w1, self.w2, batch.topk_weights, batch.topk_ids]
+        return [batch.hidden_states, self.gate_up.w, self.down.w, batch.topk_weights, batch.topk_ids]
 
     def call(self, batch: MoeBatch) -> Call:
         return lambda: paged.fused_moe(*self.arguments(batch), **self.options)
@@ -86,7 +82,7 @@ class MoeLayer:
     def expert_bytes(self) -> int:
         """Of one expert's weights and scales, as they are stored."""
         num_bytes = 0
-        for tensor in (self.w1, self.w2, *self.quantization.values()):
+        for tensor in (*self.gate_up, *self.down):
             if tensor is not None:
                 num_bytes += tensor[0].nbytes
         return num_bytes
@@ -166,9 +162,8 @@ class MoeCase:
             ids = torch.arange(model.num_experts, device=device, dtype=torch.int32)
             expert_map = torch.where(ids < model.num_local_experts, ids, -1)
         if self.format is None:
-            return MoeLayer(w1, w2, expert_map)
-        first, second = quantize(w1, self.format), quantize(w2, self.format)
-        return MoeLayer(first.w, second.w, expert_map, first.options("w1") | second.options("w2"))
+            return MoeLayer(ExpertLinear(w1), ExpertLinear(w2), expert_map)
+        return MoeLayer(quantize(w1, self.format), quantize(w2, self.format), expert_map)
 
     def batch(self, device: torch.device, dtype: torch.dtype) -> MoeBatch:
         """Distinct experts a token, drawn without replacement (the largest of logarithms plus Gumbel noise)."""

@@ -24,6 +24,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of
 from paged.kernels.common.packed.quantize_rows import quantize_rows
 from paged.kernels.moe.fused_moe import moe_sum
+from paged.kernels.moe.weights import ExpertLinear
 
 _QWEN3_MOE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 # How vLLM's tables are named by what they were tuned for.
@@ -140,7 +141,8 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
     num_entries, block_m = ids.numel(), tile["BLOCK_SIZE_M"]
     is_integer = _kind(case) in ("int8", "int4")
     is_naive = not is_integer and layer.expert_map is None and num_entries * 4 <= case.model.num_experts
-    w1, w2 = _as_unsigned(layer.w1), _as_unsigned(layer.w2)
+    gate_up = layer.gate_up._replace(w=_as_unsigned(layer.gate_up.w))
+    down = layer.down._replace(w=_as_unsigned(layer.down.w))
 
     def call() -> torch.Tensor:
         num_padded = torch.full((1,), num_entries * block_m, dtype=torch.int32, device=ids.device)
@@ -152,15 +154,15 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
                 rows = torch.where(experts >= 0, layer.expert_map[experts.clamp(min=0)], -1)
                 aligned = (aligned[0], rows, aligned[2])
 
-        def product(x: torch.Tensor, w: torch.Tensor, name: str, weights: torch.Tensor | None) -> torch.Tensor:
+        def product(x: torch.Tensor, linear: ExpertLinear, weights: torch.Tensor | None) -> torch.Tensor:
             """Return the first product, or with `weights` the second, whose rows are entries."""
+            w, scale = linear.w, linear.scale
             out = x.new_empty(1, num_entries, w.shape[1])
             dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
             top_k = 1
             if weights is None:
                 top_k = case.model.top_k
             routing = (weights, *aligned, weights is not None, top_k, tile, dtype)
-            scale = layer.quantization.get(f"{name}_scale")
             if is_integer:
                 assert case.format is not None
                 kinds = (_kind(case) == "int8", _kind(case) == "int4")
@@ -175,10 +177,10 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
                 launch(x, w, out, x_scale, scale, *routing, True, False, False, False, False, [128, 128])
             return out[0]
 
-        gate_up = product(batch.hidden_states, w1, "w1", None)
-        parts = product(paged.silu_and_mul(gate_up), w2, "w2", batch.topk_weights)
+        activated = paged.silu_and_mul(product(batch.hidden_states, gate_up, None))
+        parts = product(activated, down, batch.topk_weights)
         out = torch.empty_like(batch.hidden_states)
-        moe_sum(parts, batch.topk_weights, ids, len(w2), layer.expert_map, out)
+        moe_sum(parts, batch.topk_weights, ids, len(layer.down.w), layer.expert_map, out)
         return out
 
     return call
@@ -211,13 +213,13 @@ def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batc
     """The experts of its Qwen3-MoE, with one of the implementations that its models choose from."""
     from transformers import Qwen3MoeConfig
 
-    num_experts, hidden_size, intermediate_size = layer.w2.shape
+    num_experts, hidden_size, intermediate_size = layer.down.w.shape
     config = Qwen3MoeConfig(num_experts=num_experts, hidden_size=hidden_size, moe_intermediate_size=intermediate_size)
     config._experts_implementation = implementation
     with torch.device("meta"):
         experts = importlib.import_module(_QWEN3_MOE).Qwen3MoeExperts(config)
-    experts.gate_up_proj = torch.nn.Parameter(layer.w1, requires_grad=False)
-    experts.down_proj = torch.nn.Parameter(layer.w2, requires_grad=False)
+    experts.gate_up_proj = torch.nn.Parameter(layer.gate_up.w, requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(layer.down.w, requires_grad=False)
     ids = batch.topk_ids.long()
     return lambda: experts(batch.hidden_states, ids, batch.topk_weights)
 

@@ -16,7 +16,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,7 +46,6 @@ from paged.kernels.moe.config import (
 )
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import moe_align_block_size
-from paged.kernels.moe.weights import ExpertLinear
 
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 REPEATS = 7
@@ -149,10 +148,10 @@ def tune(
 def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[Candidate], float]:
     """Median seconds of one GEMM with a tile; infinite where it does not run."""
     num_entries, top_k = batch.topk_ids.numel(), batch.topk_ids.shape[1]
-    (num_experts, hidden_size, _), intermediate_size = layer.w2.shape, layer.w1.shape[1] // 2
+    gate_up, down = layer.gate_up, layer.down
+    (num_experts, hidden_size, _), intermediate_size = down.w.shape, gate_up.w.shape[1] // 2
     activated = torch.randn(num_entries, intermediate_size, device=device, dtype=batch.hidden_states.dtype)
     parts = torch.empty(num_entries, hidden_size, device=device, dtype=activated.dtype)
-    gate_up, down = _linear("w1", layer.w1, layer.quantization), _linear("w2", layer.w2, layer.quantization)
     out = torch.empty_like(activated)
 
     def seconds(candidate: Candidate) -> float:
@@ -171,11 +170,6 @@ def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[C
             return math.inf
 
     return seconds
-
-
-def _linear(name: str, w: torch.Tensor, quantization: Mapping[str, torch.Tensor | None]) -> ExpertLinear:
-    scale, zeros = quantization.get(f"{name}_scale"), quantization.get(f"{name}_zeros")
-    return ExpertLinear(w, scale=scale, zeros=zeros, tensor_scale=quantization.get(f"{name}_tensor_scale"))
 
 
 def shape_of(model: MoeModel, num_tokens: int, packed: str = "") -> MoeShape:

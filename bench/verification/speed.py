@@ -28,6 +28,7 @@ from paged.bench.operations import DEFINITIONS, Arguments
 from paged.bench.timing import Call
 from paged.bench.verification.candidate import Candidate, needed
 from paged.bench.verification.replay import Replay, about, backends
+from paged.kernels.moe.weights import ExpertLinear
 
 # Arguments of calls without options.
 _ATTENTION = ["q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seq_lens"]
@@ -118,5 +119,5 @@ def _experts(arguments: Arguments) -> Entrants | None:
         return None
     model = MoeModel("recorded", num_experts, topk_ids.shape[1], hidden_size, intermediate_size, num_experts)
     case = MoeCase(model, len(hidden_states), "recorded")
-    layer, batch = MoeLayer(w1, w2), MoeBatch(hidden_states, topk_weights, topk_ids)
+    layer, batch = MoeLayer(ExpertLinear(w1), ExpertLinear(w2)), MoeBatch(hidden_states, topk_weights, topk_ids)
     return Entrants(MOE_PEERS, case, lambda peer: [peer.make(case, layer, batch)])

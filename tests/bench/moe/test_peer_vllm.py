@@ -30,5 +30,5 @@ def test_result_is_ours(num_tokens: int, layout: Format | None, monkeypatch: pyt
     case = MoeCase(MODELS[0], num_tokens, "balanced", layout).small()
     case = replace(case, model=replace(case.model, num_experts=8, top_k=2, num_local_experts=8))
     layer, batch = (make(torch.device("cpu"), torch.float16) for make in (case.layer, case.batch))
-    ours = paged.fused_moe(batch.hidden_states, layer.w1, layer.w2, batch.topk_weights, batch.topk_ids, **layer.options)
+    ours = paged.fused_moe(*layer.arguments(batch), **layer.options)
     Result(vllm_call(case, layer, batch)(), ours, budgets=1 if layout is None else 2).check()
