@@ -123,7 +123,8 @@ def _attention_case(
             call.setdefault(name, option(rows // _GROUP))
     launch, programs_per_sm = planned_launch(_attention_kernel, target, paged_attention, **call)
     launch.arguments["CLEAR_PADDING"] = True  # which only the first launch of a step does; without it code is less
-    block_m, block_n, uses_boxes = (launch.arguments[name] for name in ("BLOCK_M", "BLOCK_N", "USE_TMA"))
+    block_m, block_n = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
+    uses_boxes = launch.arguments["USE_TMA"]
     copy = "load_dwordx4"
     matrix = TENSOR_CORES[target]
     if target.startswith("sm"):
@@ -186,7 +187,10 @@ def _call(head_dim: int, v_head_dim: int, dtype: str, cache: str, *, rows: int, 
         "return_lse": True,
     }
     for name, size in (("k_cache", head_dim), ("v_cache", v_head_dim)):
-        call[name] = empty(element, 4, block_size, 1, size + (box == 0))[..., :size]
+        row_size = size
+        if box == 0:
+            row_size = size + 1
+        call[name] = empty(element, 4, block_size, 1, row_size)[..., :size]
         if cache == "int8":
             call[f"{name[0]}_scale"] = empty("fp32", 4, block_size, 1)
     return call

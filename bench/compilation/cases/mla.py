@@ -123,9 +123,12 @@ def _write_case(kind: str, fused: bool) -> CompileCase:
     if kind == "e4m3":
         scale = empty("fp32", 1)
     write = latent, k_rope, cache, slots
-    name, (launch,) = "concat_and_cache_mla", launches_of("sm_80", concat_and_cache_mla, *write, scale=scale)
     if fused:
+        name = "mla_norm_rope_and_cache"
         q, rotation = empty("bf16", 1, 128, 64), (empty("i64", 1), empty("fp32", 1, 64), empty("bf16", 512))
-        name, options = "mla_norm_rope_and_cache", {"interleaved": True, "scale": scale}
+        options = {"interleaved": True, "scale": scale}
         (launch,) = launches_of("sm_80", mla_norm_rope_and_cache, q, *write, *rotation, **options)
+    else:
+        name = "concat_and_cache_mla"
+        (launch,) = launches_of("sm_80", concat_and_cache_mla, *write, scale=scale)
     return launch_case(f"{name} {kind or 'bf16'} cache", launch)

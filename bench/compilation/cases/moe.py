@@ -104,13 +104,16 @@ def gemm_case(
 ) -> CompileCase:
     """One of the two GEMMs. layout: the format of quantised weights, and the rows and columns of a group; those that
     `shape` says are packed have scales, and zero points, whose rows are neighbours."""
-    columns, depth, entries_per_row, entry_weights = shape.intermediate_size, shape.hidden_size, 8, None
-    if not gated:
-        columns, depth, entries_per_row, entry_weights = depth, columns, 1, empty("fp32", 8)
-        activation = ""
     kind = layout[0]
+    if gated:
+        columns, depth = shape.intermediate_size, shape.hidden_size
+        num_rows, entries_per_row, entry_weights = 2 * columns, 8, None
+    else:
+        columns, depth = shape.hidden_size, shape.intermediate_size
+        num_rows, entries_per_row, entry_weights = columns, 1, empty("fp32", 8)
+        activation = ""
     x, out = empty(dtype, 8 // entries_per_row, depth), empty(dtype, 8, columns)
-    linear = _linear(layout, columns * (1 + gated), depth, dtype, shape.packed, biased=biased, zeros=zeros)
+    linear = _linear(layout, num_rows, depth, dtype, shape.packed, biased=biased, zeros=zeros)
     launch = launch_of(
         _expert_gemm_kernel,
         target,
