@@ -80,11 +80,13 @@ class GraphShape:
         longest_query: largest number of tokens of one sequence.
         num_tokens: largest number of tokens, and of sequences.
         is_adapted: whether steps have adapters.
+        is_invariant: as in `ForwardStep`.
     """
 
     longest_query: int
     num_tokens: int
     is_adapted: bool = False
+    is_invariant: bool = False
 
 
 def graph_shapes(sizes: Sequence[int], *, is_adapted: bool) -> list[GraphShape]:
@@ -155,6 +157,7 @@ class StepGraphs:
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._features: dict[GraphShape, torch.Tensor] = {}
         self._num_adapted_layers = 0
+        self._has_invariant = False
         self._inputs: dict[GraphShape, FixedCopy] = {}
         self._table = self._product = torch.empty(0)
         # For each shape and number of tokens: these tokens' input ids, and their rows of the product.
@@ -198,22 +201,36 @@ class StepGraphs:
             self._capture(self._record, track(graph_shapes(self._sizes, is_adapted=True)))
         self._num_adapted_layers = self._adapters.num_layers
 
+    def _capture_invariant(self) -> None:
+        """Record invariant decode steps, at the first of them: few engines have any.
+
+        Steps of several ranks cannot be recorded, and ranks do not come here together.
+        """
+        self._has_invariant = True
+        if self._record is None or not self._recorded_only or not self.are_captured:
+            return
+        shapes = [GraphShape(1, size, is_invariant=True) for size in reversed(self._sizes)]
+        with self._network.computing(is_invariant=True):
+            self._capture(self._record, shapes)
+
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
         """Return the graph that runs a step; None if none fits, if no logits or more than logits are wanted, or if
-        it has embedded rows or is invariant."""
+        it has embedded rows."""
         num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
         is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
         has_logits = len(step.row_ids) and not step.returns_hidden
-        if step.captured is not None or step.is_invariant or are_calls_watched():
+        if step.captured is not None or are_calls_watched():
             return None
         if step.embeds is not None or is_stale or num_tokens > self._sizes[-1] or not has_logits:
             return None
-        fitting = (
-            shape
-            for shape in self._replays
-            if shape.is_adapted == is_adapted and num_tokens <= shape.num_tokens and longest <= shape.longest_query
-        )
-        return next(fitting, None)
+        if step.is_invariant and not self._has_invariant:
+            self._capture_invariant()
+        kind = is_adapted, step.is_invariant
+        for shape in self._replays:
+            is_fitting = num_tokens <= shape.num_tokens and longest <= shape.longest_query
+            if is_fitting and (shape.is_adapted, shape.is_invariant) == kind:
+                return shape
+        return None
 
     def run(
         self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None

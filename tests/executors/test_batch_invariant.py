@@ -86,16 +86,16 @@ def check(
 ) -> int:
     """Return the number of preemptions.
 
-    is_packed: by numba kernels, where a step is one forward; a model by PyTorch runs between the steps.
-    options: of `from_pretrained`.
+    is_packed: by numba kernels, where a step is one forward, and a recording if it decodes; a model by PyTorch runs
+        between the steps. options: of `from_pretrained`.
     """
 
-    def load(num_blocks: int, **swap: int) -> LlmExecutor:
+    def load(num_blocks: int, *, is_recorded: bool = False, **swap: int) -> LlmExecutor:
         executor = LlmExecutor.from_pretrained(
             folder, dtype=dtype, block_size=8, num_blocks=num_blocks, progress=False, **options, **swap
         )
         if is_packed:
-            executor.model.pack()
+            executor.model.prepare() if is_recorded else executor.model.pack()
             skip_without_blocks(executor, options)
         assert executor.capabilities().has_invariant_rows == is_packed
         return executor
@@ -112,12 +112,13 @@ def check(
 
     for budget in budgets:
         num_blocks, preemption = TOGETHER[budget]
-        executor = load(num_blocks, **({"num_swap_blocks": 40} if preemption == "swap" else {}))
+        executor = load(num_blocks, is_recorded=is_packed, **({"num_swap_blocks": 40} if preemption == "swap" else {}))
         config = {"token_budget": budget, "preemption": preemption, "admission_tokens": 0}
         together, engine = answers(executor, given, between_steps=run_other, **config)
         assert together == alone
         assert engine.metrics.cached_tokens, "no cached prefix"
         assert (executor.status().forwards == engine.metrics.steps) == is_packed
+        assert (executor.status().graph_replays > 0) == is_packed
         preempted += sum(engine.metrics.preempted.values())
     return preempted
 
