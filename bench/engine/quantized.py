@@ -52,6 +52,8 @@ _LENGTHS, _PROMPT_FORMATS = (512, 4096), ("plain", "int4", "int8")
 _MOST_PROMPT_S = 60.0
 # Rows of the larger sizes: sequences, and formats.
 _LARGE_BATCHES, _LARGE_FORMATS = (1, 8, 32), ("plain", "int4 head", "int8 head")
+# Tokens of a sequence at which all begin anew: 32 of them fill the cache.
+_MOST_TOKENS = max(_LENGTHS) // max(_LARGE_BATCHES)
 
 
 def rows() -> Iterator[tuple[str, str, int, str]]:
@@ -216,11 +218,15 @@ def _prompt_of(model: PagedCausalLM, length: int) -> Sample:
 def _steps_of(model: PagedCausalLM, batch: int) -> Sample:
     """Return a function that runs some steps and returns the median of their seconds. Sequences have different tokens,
     which reach different experts."""
-    model.reset()
-    for seq in range(batch):
-        model.prefill(seq, list(range(seq, seq + _CONTEXT)))
+
+    def begin() -> None:
+        model.reset()
+        for seq in range(batch):
+            model.prefill(seq, list(range(seq, seq + _CONTEXT)))
 
     def sample() -> float:
+        if model.kv_manager.handles()[0].num_tokens + _STEPS > _MOST_TOKENS:
+            begin()
         seconds = []
         for _ in range(_STEPS):
             position = model.kv_manager.handles()[0].num_tokens
@@ -230,4 +236,5 @@ def _steps_of(model: PagedCausalLM, batch: int) -> Sample:
             seconds.append(perf_counter() - start)
         return median(seconds)
 
+    begin()
     return sample
