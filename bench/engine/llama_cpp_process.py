@@ -4,8 +4,9 @@
 
 Writes a plain Llama checkpoint as GGUF beside it, in FORMAT (Q4_0, Q8_0), its embeddings in Q8_0. Queries and keys stay
 in their order: texts differ, times do not. Then for each line of stdin with `batch`, `steps` and `context` it writes
-the seconds of decode steps, and for one with `prompt` those of a prompt of so many tokens. `LLAMA_CPP_LIB_PATH` may
-name a folder with the library.
+the seconds of decode steps behind so many tokens, and begins anew before sequences have more than `most_tokens`. For
+one with `prompt` it writes those of a prompt of so many tokens. `LLAMA_CPP_LIB_PATH` may name a folder with the
+library.
 """
 
 from __future__ import annotations
@@ -74,6 +75,13 @@ class Decoder:
         self.context = self.lib.llama_init_from_model(model, params)
         self.batch, self.tokens, self.position = batch, self.lib.llama_batch_init(batch, 0, 1), 0
 
+    def begin(self, context: int) -> None:
+        """Run steps until sequences have so many tokens."""
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        self.position = 0
+        for _ in range(context):
+            self.step()
+
     def step(self) -> float:
         """Run a step and return its seconds."""
         tokens = self.tokens
@@ -124,16 +132,17 @@ def main(folder: str, form: str, threads: str) -> None:
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(os.fsencode(path), lib.llama_model_default_params())
     print(json.dumps({"version": lib.__version__, "bytes": path.stat().st_size}), file=answers, flush=True)
-    decoder = cache(lambda batch: Decoder(model, batch, int(threads)))
+    decoder_of = cache(lambda batch: Decoder(model, batch, int(threads)))
     prompt = cache(lambda length: Prompt(model, length, int(threads)))
     for line in sys.stdin:
         job = json.loads(line)
         if "prompt" in job:
             seconds = [prompt(job["prompt"]).run()]
         else:
-            while decoder(job["batch"]).position < job["context"]:
-                decoder(job["batch"]).step()
-            seconds = [decoder(job["batch"]).step() for _ in range(job["steps"])]
+            decoder = decoder_of(job["batch"])
+            if not decoder.position or decoder.position + job["steps"] > job["most_tokens"]:
+                decoder.begin(job["context"])
+            seconds = [decoder.step() for _ in range(job["steps"])]
         print(json.dumps(seconds), file=answers, flush=True)
 
 

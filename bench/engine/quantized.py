@@ -148,7 +148,7 @@ def decode_step(name: str, form: str, batch: int, size: str, setting: Setting) -
     entries = Contest({"name": name}, setting)
     read_bytes = step_bytes(model, batch)
     detail = {"weights_mb": model.parameter_bytes() / 1e6, "read_mb": read_bytes / 1e6}
-    job = {"batch": batch, "steps": _STEPS, "context": _CONTEXT}
+    job = {"batch": batch, "steps": _STEPS, "context": _CONTEXT, "most_tokens": _MOST_TOKENS}
     row = _in_turns(entries, models, form, lambda ours: _steps_of(ours, batch), job, detail)
     detail["percent_of_read"] = 100 * read_bytes / (row["median_us"] / 1e6) / setting.limits.read
     return row | {"detail": detail}
