@@ -326,9 +326,9 @@ def softcapped(builder, x, cap):
 
 
 @emitted(_vector)
-def distances(builder, position, others):
-    """Return |position - other| of each pair."""
-    return call(builder, f"fabs.v{LANES}f32", VECTOR, builder.fsub(position, others, flags=_FLAGS))
+def distances(builder, position, keys):
+    """Return |position - key| of each pair."""
+    return call(builder, f"fabs.v{LANES}f32", VECTOR, builder.fsub(position, keys, flags=_FLAGS))
 
 
 @emitted(_vector)
