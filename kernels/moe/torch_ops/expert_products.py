@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional
 
 from ...common.device import loops_of
 from ...common.torch_ops.rows import gated_activation
-from .fused_moe import sort_entries
+from .fused_moe import parts_of_entries, sort_entries, weighted_sums
 from .moe_align_block_size import expert_rows
 
 
@@ -55,9 +54,7 @@ def run_experts(
         out = torch.empty_like(x)
         loops.combine_parts(parts, entries.positions, topk_weights, out)
         return out
-    parts = functional.pad(parts, (0, 0, 0, 1))[entries.positions]  # position -1 takes the zeros at the end
-    parts = parts.float().view(*topk_ids.shape, -1)
-    return torch.bmm(topk_weights.unsqueeze(1), parts).squeeze(1).to(x.dtype)
+    return weighted_sums(parts_of_entries(parts, entries.positions), topk_weights).to(x.dtype)
 
 
 def _activated(projected: torch.Tensor, activation: str, interleaved: bool) -> torch.Tensor:
@@ -66,6 +63,5 @@ def _activated(projected: torch.Tensor, activation: str, interleaved: bool) -> t
         loops = loops_of("common.numba_ops.gated_activation", projected)
     if loops is None:
         return gated_activation(projected.float(), activation, interleaved).to(projected.dtype)
-    out = projected.new_empty(len(projected), projected.shape[1] // 2)
-    loops.prepare(projected)({"x_ptr": projected, "out_ptr": out})
-    return out
+    activated: torch.Tensor = loops.silu_and_mul(projected, projected.dtype)
+    return activated

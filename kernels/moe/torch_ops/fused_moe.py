@@ -94,15 +94,14 @@ def _by_loops(loops: Any, products: Any, formats: Formats, by_row: bool, call: M
 
 def _sorted(products: Any, formats: Formats, call: MoeCall, _: object) -> None:
     parts, positions = _parts(call, sort_entries(_experts(call), len(call.gate_up.w)), products, formats)
-    parts = functional.pad(parts, (0, 0, 0, 1))[positions]  # position -1 takes the zeros at the end
-    _combine(call, parts)
+    call.out.copy_(weighted_sums(parts_of_entries(parts, positions), call.topk_weights))
 
 
 def _unsorted(call: MoeCall, _: object) -> None:
     ids = _experts(call).flatten().tolist()
     projected = _vectors(call.hidden_states, call.gate_up, ids).float()
     activated = gated_activation(projected, call.activation, call.interleaved).to(call.hidden_states.dtype)
-    _combine(call, _vectors(activated, call.down, ids))
+    call.out.copy_(weighted_sums(_vectors(activated, call.down, ids), call.topk_weights))
 
 
 def _experts(call: MoeCall) -> torch.Tensor:
@@ -112,10 +111,14 @@ def _experts(call: MoeCall) -> torch.Tensor:
     return expert_rows(call.topk_ids, call.expert_map)
 
 
-def _combine(call: MoeCall, parts: torch.Tensor) -> None:
-    """Write the weighted sums of each token's parts, [num_tokens * top_k, hidden_size]."""
-    weighted = torch.bmm(call.topk_weights.unsqueeze(1), parts.float().view(*call.topk_ids.shape, -1))
-    call.out.copy_(weighted.squeeze(1))
+def parts_of_entries(parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return each entry's part; 0 for entries of no expert, whose position is -1."""
+    return functional.pad(parts, (0, 0, 0, 1))[positions]  # position -1 takes the zeros at the end
+
+
+def weighted_sums(parts: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sums of each token's parts, [num_tokens * top_k, hidden_size], in float32."""
+    return torch.bmm(topk_weights.unsqueeze(1), parts.float().view(*topk_weights.shape, -1)).squeeze(1)
 
 
 def _activated(call: MoeCall, projected: torch.Tensor) -> torch.Tensor:
