@@ -39,7 +39,9 @@ class ParallelLayer(DecoderLayer):
 
 def _cohere(hf: HfConfig) -> dict[str, Any]:
     """Command R and Aya (Cohere, 2024): every layer rotates and sees all tokens; Command R+ norms its heads."""
-    norm = "layer" if hf.flag("use_qk_norm") else None
+    norm = None
+    if hf.flag("use_qk_norm"):
+        norm = "layer"
     return dict(**_fields(hf), rope=rope_config(hf, interleaved=True), qk_norm=norm)
 
 

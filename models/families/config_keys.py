@@ -10,7 +10,7 @@ from typing import Any
 from paged.errors import UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import ACTIVATIONS
+from paged.models.layers.decoder_config import ACTIVATIONS, by_window, for_kind
 from paged.models.loading.hf_config import HfConfig
 
 # From decoders' configurations in transformers 5.23, and of well-known models with their own code. Keys of training,
@@ -73,7 +73,15 @@ def _is_interleaved(config: DecoderConfig) -> bool:
 
 
 def _of_experts(field: str) -> Callable[[DecoderConfig], Any]:
-    return lambda config: next((getattr(moe, field) for moe in config.moe if moe is not None), None)
+    """Return a function that reads the field of the first experts, None if no layer has any."""
+
+    def read(config: DecoderConfig) -> Any:
+        for moe in config.moe:
+            if moe is not None:
+                return getattr(moe, field)
+        return None
+
+    return read
 
 
 # Keys that only repeat a property of the configuration, often for the authors' own code: key -> that property. A value
@@ -124,11 +132,9 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights", "is_causal"), lambda value, _: value is True),
     # Empty, or an entry for each layer that agrees with the configuration.
     "layer_types": lambda value, config: (
-        value in ([], ["full_attention" if window is None else "sliding_attention" for window in config.windows])
+        value in ([], list(by_window(config.windows, "full_attention", "sliding_attention")))
     ),
-    "mlp_layer_types": lambda value, config: (
-        value in ([], ["dense" if moe is None else "sparse" for moe in config.moe])
-    ),
+    "mlp_layer_types": lambda value, config: value in ([], list(for_kind(config.moe, None, "dense", "sparse"))),
     "layers_block_type": lambda value, config: value in ([], ["attention"] * config.num_layers),
     "no_rope_layers": lambda value, config: value in ([], [1] * config.num_layers),
     "sliding_window": lambda value, config: type(value) is int and value >= config.max_position_embeddings,

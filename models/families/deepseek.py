@@ -12,7 +12,7 @@ from paged.models.families.dense import query_growth
 from paged.models.families.llama import family
 from paged.models.families.sigmoid_experts import after_dense, by_mlp_layer_types, grouped_experts, sigmoid_experts
 from paged.models.layers.config import IndexConfig, LatentConfig, MoeConfig
-from paged.models.layers.decoder_config import count_layers, moe_config
+from paged.models.layers.decoder_config import count_layers, for_kind, moe_config
 from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig
 
@@ -31,7 +31,8 @@ def _latent_attention(hf: HfConfig, index: IndexConfig | None = None) -> dict[st
         raise UnsupportedError(f"{hf.source}: num_key_value_heads {kv_heads}, expected num_attention_heads {num_heads}")
     for key in ("head_dim", "qk_head_dim"):
         hf.value(key)  # transformers writes both, of other sizes; neither is read
-    rank, nope, rope = (hf.integer(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+    rank = hf.integer("kv_lora_rank")
+    nope, rope = hf.integer("qk_nope_head_dim"), hf.integer("qk_rope_head_dim")
     v_head_dim = hf.integer("v_head_dim", hf.integer("hidden_size") // num_heads)
     for key, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)):
         if size % 16 or size > 512:
@@ -114,10 +115,7 @@ def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
     fields = _with_indexer(hf, interleaved=True)
     with_indexer: LatentConfig = fields["latent"]
     without_indexer = replace(with_indexer, index=None, shares_choice=True)
-    latents: list[LatentConfig] = []
-    for kind in _indexer_types(hf):
-        latents.append(with_indexer if kind == "full" else without_indexer)
-    return {**fields, "latent": tuple(latents)}
+    return {**fields, "latent": for_kind(_indexer_types(hf), "full", with_indexer, otherwise=without_indexer)}
 
 
 def _indexer_types(hf: HfConfig) -> list[str]:
@@ -153,8 +151,9 @@ def _indexer_types(hf: HfConfig) -> list[str]:
 def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
     if kinds := {*hf.items("layer_types", str)} - {"indexed_attention"}:
         raise UnsupportedError(f"{hf.source}: layer type {min(kinds)!r}, known is 'indexed_attention'")
-    num_heads, head_dim, top_k = (hf.integer(key) for key in ("index_n_heads", "index_head_dim", "index_topk"))
-    fields = _latent_attention(hf, IndexConfig(num_heads, head_dim, top_k, interleaved))
+    head_dim = hf.integer("index_head_dim")
+    index = IndexConfig(hf.integer("index_n_heads"), head_dim, hf.integer("index_topk"), interleaved)
+    fields = _latent_attention(hf, index)
     if head_dim < fields["latent"].rope_dim:
         raise CheckpointError(f"{hf.source}: index_head_dim {head_dim} is less than qk_rope_head_dim")
     hf.integer("q_lora_rank")  # the indexer reads the queries' latent

@@ -180,9 +180,9 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     },
     "falcon_h1": {
-        **_MAMBA, "mamba_d_ssm": 1024,
-        **dict.fromkeys(("lm_head_multiplier", "key_multiplier", "embedding_multiplier"), 1.0),
-        **{f"{part}_{end}_multiplier": 1.0 for part in ("ssm", "attention") for end in ("in", "out")},
+        **_MAMBA, "mamba_d_ssm": 1024, "lm_head_multiplier": 1.0, "key_multiplier": 1.0, "embedding_multiplier": 1.0,
+        "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 1.0,
     },
     "gemma": {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     "gemma2": {

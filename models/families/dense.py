@@ -15,6 +15,7 @@ from paged.models.layers.decoder_config import (
     ACTIVATIONS,
     PLAIN_ACTIVATIONS,
     by_window,
+    for_kind,
     layer_windows,
     periodic_windows,
     read_head_dim,
@@ -81,7 +82,9 @@ def exaone_attention(hf: HfConfig) -> dict[str, Any]:
     """
     window, pattern = hf.optional_integer("sliding_window"), hf.value("sliding_window_pattern")
     # Published models also give a pattern such as "LLLG", beside `layer_types`.
-    period = 1 if window is None or isinstance(pattern, str) else hf.integer("sliding_window_pattern")
+    period = 1
+    if window is not None and not isinstance(pattern, str):
+        period = hf.integer("sliding_window_pattern")
     windows, rope = layer_windows(hf, window, lambda layer: (layer + 1) % period != 0), rope_config(hf)
     rope_of_all = None
     if window is None:
@@ -93,8 +96,10 @@ def exaone_attention(hf: HfConfig) -> dict[str, Any]:
 def _gemma(hf: HfConfig) -> dict[str, Any]:
     """Gemma (Gemma Team, 2024): "gelu" means its approximation by tanh."""
     activation = ACTIVATIONS[hf.choice("hidden_act", *ACTIVATIONS)]
+    if activation == "gelu":
+        activation = "gelu_tanh"
     return {
-        "activation": "gelu_tanh" if activation == "gelu" else activation,
+        "activation": activation,
         "embedding_scale": hf.integer("hidden_size") ** 0.5,
         "zero_centred": True,
     }
@@ -270,14 +275,18 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 def _qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
     """Return each layer's window by `layer_types` or `max_window_layers`, if `use_sliding_window` is true."""
     window = window_if_used(hf)
-    first = 0 if window is None else hf.integer("max_window_layers", minimum=0)
+    first = 0
+    if window is not None:
+        first = hf.integer("max_window_layers", minimum=0)
     return layer_windows(hf, window, lambda layer: window is not None and layer >= first)
 
 
 def window_if_used(hf: HfConfig) -> int | None:
     """Return `sliding_window` if `use_sliding_window` is true, else None."""
     hf.value("sliding_window")
-    return hf.optional_integer("sliding_window") if hf.flag("use_sliding_window") else None
+    if not hf.flag("use_sliding_window"):
+        return None
+    return hf.optional_integer("sliding_window")
 
 
 def _seed_oss(hf: HfConfig) -> dict[str, Any]:
@@ -308,7 +317,7 @@ def _smollm3(hf: HfConfig) -> dict[str, Any]:
     """SmolLM3 (Hugging Face, 2025): every fourth layer does not rotate; only these may have a window."""
     rotates, rope, window = rotating_layers(hf), rope_config(hf), window_if_used(hf)
     return {
-        "rope": tuple(rope if is_rotated else None for is_rotated in rotates),
+        "rope": for_kind(rotates, 1, rope),
         "window": layer_windows(hf, window, lambda layer: window is not None and not rotates[layer]),
         "mlp_bias": hf.flag("mlp_bias"),
     }

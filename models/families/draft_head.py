@@ -90,10 +90,8 @@ class _Attention(Attention):
     ) -> None:
         _, lse = self._whole_attention(q, k_cache, v_cache, **options, out=out, return_lse=True)
         blocks = _first_blocks(len(q), options)
-        keys, values = (
-            _unscaled(cache, scale, blocks)
-            for cache, scale in ((k_cache, options["k_scale"]), (v_cache, options["v_scale"]))
-        )
+        keys = _unscaled(k_cache, options["k_scale"], blocks)
+        values = _unscaled(v_cache, options["v_scale"], blocks)
         _leave_out(out, lse, q, keys, values, options["softmax_scale"])
 
 
@@ -142,7 +140,9 @@ def _unscaled(cache: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Ten
     rows = cache[:, 0].view(torch.uint8)[blocks].view(cache.dtype).float()
     if scale is None:
         return rows
-    return rows * (scale[blocks, 0] if scale.dim() == 3 else scale.expand(cache.shape[2]))[..., None]
+    if scale.dim() == 3:
+        return rows * scale[blocks, 0, :, None]
+    return rows * scale.expand(cache.shape[2])[:, None]
 
 
 class _Layer(DecoderLayer):
@@ -172,7 +172,9 @@ class _EagleLayer(_Layer):
         normed = self.hidden_norm(hidden)[0]
         joined = torch.cat([self.before_attention(tokens)[0], normed], -1)
         attended = self.attend(joined, metadata.positions, metadata, outputs)
-        residual = rows_of((normed if self.norms_residual else hidden).clone(), outputs)
+        if self.norms_residual:
+            hidden = normed
+        residual = rows_of(hidden.clone(), outputs)
         mixed, residual = self.before_mlp(attended, residual)
         return self.ffn(mixed, None), residual
 
@@ -201,9 +203,13 @@ class MultiTokenHead(DraftHead):
         outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = [self.token_norm(self.embed(input_ids))[0], self.hidden_norm(features)[0]]
-        joined = self.projection(torch.cat(inputs[::-1] if self.names.hidden_first else inputs, -1))
+        if self.names.hidden_first:
+            inputs.reverse()
+        joined = self.projection(torch.cat(inputs, -1))
         normed, stream = self.norm(*self.layer(joined, None, metadata.positions, metadata, outputs))
-        return normed, normed if self.names.normed else stream
+        if self.names.normed:
+            return normed, normed
+        return normed, stream
 
     def weight_slots(self) -> WeightSlots:
         names, prefix = self.names, self.prefix
@@ -211,8 +217,10 @@ class MultiTokenHead(DraftHead):
         norms = {names.token_norm: self.token_norm, names.hidden_norm: self.hidden_norm, names.norm: self.norm}
         for name, norm in norms.items():
             slots |= norm.weight_slots(f"{prefix}.{name}")
-        copies = {names.embedding: self.embed_tokens, names.lm_head: self.lm_head}
-        return slots | {f"{prefix}.{name}.weight": copy for name, copy in copies.items() if copy is not None}
+        for name, copy in ((names.embedding, self.embed_tokens), (names.lm_head, self.lm_head)):
+            if copy is not None:
+                slots[f"{prefix}.{name}.weight"] = copy
+        return slots
 
 
 class Eagle3Head(DraftHead):
@@ -256,4 +264,7 @@ class Eagle3Head(DraftHead):
         )
         slots |= self.norm.weight_slots("norm") | self.fc.weight_slots("")
         copies = {"embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head, "d2t": self.offsets}
-        return slots | {name: copy for name, copy in copies.items() if copy is not None}
+        for name, copy in copies.items():
+            if copy is not None:
+                slots[name] = copy
+        return slots

@@ -21,6 +21,7 @@ from paged.models.families.llama import family
 from paged.models.layers.config import MoeConfig, QueryGrowth
 from paged.models.layers.decoder_config import (
     count_layers,
+    for_kind,
     layer_windows,
     moe_config,
     rotating_layers,
@@ -116,12 +117,15 @@ def granite_moe(hf: HfConfig) -> dict[str, Any]:
 def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
     """Hunyuan-A13B (Tencent, 2025): Hunyuan with experts and a shared MLP in every layer; `moe_topk` may be a list."""
     layers = count_layers(hf)
-    listed = isinstance(hf.value("moe_topk"), list)
-    top_ks = hf.items("moe_topk", int) if listed else [hf.integer("moe_topk")] * layers
+    if isinstance(hf.value("moe_topk"), list):
+        top_ks = hf.items("moe_topk", int)
+    else:
+        top_ks = [hf.integer("moe_topk")] * layers
     if len(top_ks) != layers:
         raise CheckpointError(f"{hf.source}: {len(top_ks)} entries in moe_topk for {layers} layers")
-    moe = {
-        top_k: moe_config(
+    experts: list[MoeConfig] = []
+    for top_k in top_ks:
+        moe = moe_config(
             hf.overridden({"moe_topk": top_k}),
             top_k_key="moe_topk",
             renormalize=True,
@@ -130,9 +134,8 @@ def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
             shared_size=hf.integer("intermediate_size"),
             shared_name="shared_mlp",
         )
-        for top_k in set(top_ks)
-    }
-    return dict(**hunyuan(hf), moe=tuple(moe[top_k] for top_k in top_ks))
+        experts.append(moe)
+    return dict(**hunyuan(hf), moe=tuple(experts))
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
@@ -142,14 +145,20 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
     Norms follow the rotation. They give the same before it, in fewer launches, unless it also scales heads.
     """
     rotates, rope = rotating_layers(hf), rope_config(hf, interleaved=True)
-    growth = QueryGrowth(hf.number("attn_scale"), hf.integer("floor_scale"), offset=1)
-    tuning = hf.value("attn_temperature_tuning")  # published as a number or a bool
-    growth_elsewhere = growth if tuning else None
-    norm = "unit" if hf.flag("use_qk_norm") else None
+    growth: QueryGrowth | None = QueryGrowth(hf.number("attn_scale"), hf.integer("floor_scale"), offset=1)
+    if not hf.value("attn_temperature_tuning"):  # published as a number or a bool
+        growth = None
+    norm = None
+    if hf.flag("use_qk_norm"):
+        norm = "unit"
     rotates_first = norm is not None and rope.attention_factor != 1
-    layers, has_list = range(count_layers(hf)), hf.value("moe_layers") is not None
-    step = hf.integer("interleave_moe_layer_step", minimum=0 if has_list else 1)
-    sparse = hf.items("moe_layers", int) if has_list else layers[step - 1 :: step]
+    layers = range(count_layers(hf))
+    if hf.value("moe_layers") is not None:
+        hf.integer("interleave_moe_layer_step", minimum=0)
+        sparse = hf.items("moe_layers", int)
+    else:
+        step = hf.integer("interleave_moe_layer_step")
+        sparse = list(layers[step - 1 :: step])
     moe = None
     if sparse:
         hf.choice("num_experts_per_tok", 1)
@@ -171,10 +180,10 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
         "intermediate_size": hf.integer("intermediate_size_mlp"),
         "mlp_name": "feed_forward",
         "moe": tuple(moe if layer in sparse else None for layer in layers),
-        "rope": tuple(rope if is_rotated else None for is_rotated in rotates),
-        "qk_norm": tuple(norm if is_rotated else None for is_rotated in rotates),
-        "norm_after_rope": tuple(bool(is_rotated) and rotates_first for is_rotated in rotates),
-        "query_growth": tuple(None if is_rotated else growth_elsewhere for is_rotated in rotates),
+        "rope": for_kind(rotates, 1, rope),
+        "qk_norm": for_kind(rotates, 1, norm),
+        "norm_after_rope": for_kind(rotates, 1, rotates_first, otherwise=False),
+        "query_growth": for_kind(rotates, 0, growth),
         "chunk_size": chunks if size < max_positions else None,
     }
 

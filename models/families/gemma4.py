@@ -23,7 +23,14 @@ from paged.models.families.dense import gemma_fields
 from paged.models.families.llama import DecoderLayer, Llama, rows_of
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter, stream_norm
-from paged.models.layers.decoder_config import by_window, decoder_config, layer_windows, moe_config, read_head_dim
+from paged.models.layers.decoder_config import (
+    by_window,
+    decoder_config,
+    for_kind,
+    layer_windows,
+    moe_config,
+    read_head_dim,
+)
 from paged.models.layers.rope import ropes_by_kind
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
@@ -171,7 +178,9 @@ class Gemma4(Llama):
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots()
-        return slots if self.own_inputs is None else slots | self.own_inputs.weight_slots("model")
+        if self.own_inputs is not None:
+            slots |= self.own_inputs.weight_slots("model")
+        return slots
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
@@ -180,9 +189,16 @@ class Gemma4(Llama):
         windows = (*windows[:-1], None)  # the last layer has no window whatever its type, as in transformers
         ropes = ropes_by_kind(hf, hf.number("rope_theta"))
         k_eq_v = hf.flag("attention_k_eq_v")
-        layers = [_layer(hf, index, sees_all=window is None, k_eq_v=k_eq_v) for index, window in enumerate(windows)]
-        sources, size = _sources(hf, windows), hf.integer("intermediate_size")
-        widened = 2 * size if hf.flag("use_double_wide_mlp") else size
+        head_dims: list[int] = []
+        num_kv_heads: list[int] = []
+        for index, window in enumerate(windows):
+            layer = _layer(hf, index, sees_all=window is None, k_eq_v=k_eq_v)
+            head_dims.append(read_head_dim(layer))
+            num_kv_heads.append(layer.integer("num_key_value_heads"))
+        sources = _sources(hf, windows)
+        size = widened = hf.integer("intermediate_size")
+        if hf.flag("use_double_wide_mlp"):
+            widened = 2 * size
         input_size, vocab_size = hf.integer("hidden_size_per_layer_input", minimum=0), hf.integer("vocab_size")
         input_vocab_size = hf.integer("vocab_size_per_layer_input")
         if input_size and input_vocab_size < vocab_size:
@@ -207,12 +223,12 @@ class Gemma4(Llama):
             layer_input_vocab_size=input_vocab_size,
             window=windows,
             rope=by_window(windows, *ropes),
-            head_dim=tuple(read_head_dim(layer) for layer in layers),
-            num_kv_heads=tuple(layer.integer("num_key_value_heads") for layer in layers),
+            head_dim=tuple(head_dims),
+            num_kv_heads=tuple(num_kv_heads),
             shares_kv_with=sources,
-            intermediate_size=tuple(size if source is None else widened for source in sources),
+            intermediate_size=for_kind(sources, None, size, otherwise=widened),
             moe=moe,
-            k_eq_v=tuple(k_eq_v and window is None for window in windows),
+            k_eq_v=by_window(windows, k_eq_v, windowed=False),
             qk_norm="head",
             v_norm=True,
         )
@@ -227,13 +243,18 @@ def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, .
         CheckpointError: there is no layer to read.
     """
     first = len(windows) - hf.integer("num_kv_shared_layers", 0, minimum=0, maximum=len(windows) - 1)
-    latest = {window: layer for layer, window in enumerate(windows[:first])}
-    if unknown := [layer for layer, window in enumerate(windows) if window not in latest]:
-        raise CheckpointError(
-            f"{hf.source}: no layer has keys and values for layer {unknown[0]}, one of the last num_kv_shared_layers, "
-            "which read another layer's"
-        )
-    return tuple(None if layer < first else latest[window] for layer, window in enumerate(windows))
+    latest: dict[int | None, int] = {}
+    for layer, window in enumerate(windows[:first]):
+        latest[window] = layer
+    sources: list[int | None] = [None] * first
+    for layer, window in enumerate(windows[first:], first):
+        if window not in latest:
+            raise CheckpointError(
+                f"{hf.source}: no layer has keys and values for layer {layer}, one of the last num_kv_shared_layers, "
+                "which read another layer's"
+            )
+        sources.append(latest[window])
+    return tuple(sources)
 
 
 def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfig:

@@ -12,8 +12,9 @@ from paged.errors import CheckpointError
 from paged.models.families.dense import NORMS_AFTER
 from paged.models.families.experts import qwen_experts
 from paged.models.families.llama import DecoderLayer, family
+from paged.models.families.sigmoid_experts import after_dense
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import CONV_ACTIVATIONS, layer_kinds, moe_config
+from paged.models.layers.decoder_config import CONV_ACTIVATIONS, for_kind, layer_kinds, moe_config
 from paged.models.layers.recurrent_config import GatedDeltaConfig, ShortConvConfig
 from paged.models.layers.rope import rope_config, rope_section
 from paged.models.loading.hf_config import HfConfig
@@ -33,6 +34,9 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
     interval = hf.integer("full_attention_interval")
     kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[(layer + 1) % interval == 0])
     fraction = hf.number("partial_rotary_factor")
+    gate = "silu"
+    if hf.choice("output_gate_type", "silu", "swish", "sigmoid") == "sigmoid":
+        gate = "sigmoid"
     recurrent = _gated_delta(
         hf,
         num_heads=hf.integer("linear_num_value_heads"),
@@ -42,10 +46,10 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
         conv_width=hf.integer("linear_conv_kernel_dim", minimum=2),
         by_head=by_head,
         eps=hf.number("rms_norm_eps"),
-        gate="sigmoid" if hf.choice("output_gate_type", "silu", "swish", "sigmoid") == "sigmoid" else "silu",
+        gate=gate,
     )
     return {
-        "recurrent": tuple(recurrent if kind == _KINDS[0] else None for kind in kinds),
+        "recurrent": for_kind(kinds, _KINDS[0], recurrent),
         "rope": rope_config(hf, fraction=fraction, is_partial=True),
         "qk_norm": "head",
         "output_gate": True,
@@ -100,7 +104,7 @@ def _lfm2_fields(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
         conv_width=hf.integer("conv_L_cache", minimum=2), size=hf.integer("hidden_size"), bias=hf.flag("conv_bias")
     )
     return {
-        "recurrent": tuple(conv if kind == "conv" else None for kind in kinds),
+        "recurrent": for_kind(kinds, "conv", conv),
         "activation": "silu",  # no key says so
         "qk_norm": "head",
         "qkv_bias": False,
@@ -127,17 +131,18 @@ def _lfm2(hf: HfConfig) -> dict[str, Any]:
 def _lfm2_moe(hf: HfConfig) -> dict[str, Any]:
     """LFM2 MoE (Liquid AI, 2025): sigmoid routing, for which a bias chooses; the first layers are dense."""
     kinds = layer_kinds(hf, _LFM2_KINDS, lambda layer: "full_attention")
+    correction_bias = None
+    if hf.flag("use_expert_bias", True):
+        correction_bias = "expert_bias"
     moe = moe_config(
         hf,
         size_key="moe_intermediate_size",
         renormalize=hf.flag("norm_topk_prob"),
         scoring="sigmoid",
-        correction_bias="expert_bias" if hf.flag("use_expert_bias", True) else None,
+        correction_bias=correction_bias,
         routed_scaling_factor=hf.number("routed_scaling_factor"),
     )
-    num_dense = hf.integer("num_dense_layers", minimum=0)
-    experts = tuple(None if layer < num_dense else moe for layer in range(len(kinds)))
-    return dict(**_lfm2_fields(hf, kinds), moe=experts)
+    return dict(**_lfm2_fields(hf, kinds), moe=after_dense(hf, moe, "num_dense_layers"))
 
 
 # Published names of norms; the norms' places follow from the kind of layer.
@@ -183,6 +188,9 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
     heads = hf.integer("num_attention_heads")
     key_heads = hf.integer("linear_num_key_heads", heads)
     key_dim = hf.integer("linear_key_head_dim", int(0.75 * hf.integer("hidden_size") / key_heads))
+    beta_scale = 1.0
+    if hf.flag("linear_allow_neg_eigval", True):
+        beta_scale = 2.0
     recurrent = _gated_delta(
         hf,
         num_heads=hf.integer("linear_num_value_heads", heads),
@@ -192,16 +200,16 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
         conv_width=hf.integer("linear_conv_kernel_dim", minimum=2),
         splits_qkv=True,
         splits_conv=True,
-        beta_scale=2.0 if hf.flag("linear_allow_neg_eigval", True) else 1.0,
+        beta_scale=beta_scale,
         eps=1e-5,  # whatever rms_norm_eps says, in the authors' code and in transformers
     )
-    section = rope_section(hf).values
-    theta = (section if "rope_theta" in section else hf.values).get("rope_theta", hf.defaults["rope_theta"])
+    theta = hf.defaults["rope_theta"]
+    for values in (hf.values, rope_section(hf).values):
+        theta = values.get("rope_theta", theta)
     rope = None
     if theta is not None:
         rope = rope_config(hf)
-    layers = tuple(recurrent if kind == _KINDS[0] else None for kind in kinds)
-    return dict(**NORMS_AFTER, qk_norm="width", recurrent=layers, rope=rope)
+    return dict(**NORMS_AFTER, qk_norm="width", recurrent=for_kind(kinds, _KINDS[0], recurrent), rope=rope)
 
 
 # Keys are names in `architectures` of config.json.

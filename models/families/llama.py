@@ -87,7 +87,10 @@ class DecoderLayer(nn.Module):
             self.norm_names["before_mlp"] = config.norms.before_mlp
             self.norm_names["after_mlp"] = config.norms.after_mlp
         for attribute, name in self.norm_names.items():
-            setattr(self, attribute, None if name is None else stream_norm(config))
+            norm = None
+            if name is not None:
+                norm = stream_norm(config)
+            setattr(self, attribute, norm)
 
     def _attention(self, config: DecoderConfig, index: int) -> Attention | LatentAttention:
         layer = config.attention[index]
@@ -216,8 +219,9 @@ def _stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor
 
 def _enter_without_norm(hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `hidden` to the residual stream; return the input of attention or an MLP, and the stream."""
-    residual = hidden if residual is None else residual.add_(hidden)
-    return residual.clone(), residual  # an MLP may overwrite its input
+    if residual is not None:
+        hidden = residual.add_(hidden)
+    return hidden.clone(), hidden  # an MLP may overwrite its input
 
 
 class Llama(nn.Module):
@@ -253,8 +257,9 @@ class Llama(nn.Module):
         self.draft_head: DraftHead | None = None
         self.num_weights: int | None = None
         self._packed_embedding: torch.Tensor | None = None
-        sizes = config.hidden_size, {"lm_head": self.num_logits}
-        self.lm_head = None if config.tie_word_embeddings else Linear(*sizes, bias=config.head_bias)
+        self.lm_head: Linear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, {"lm_head": self.num_logits}, bias=config.head_bias)
         if config.quantization is not None:
             quantize(self, "model", config, config.quantization)
 
@@ -378,9 +383,12 @@ class Llama(nn.Module):
     def quantize(self, form: str, track: Track = untracked) -> None:
         """Round the layers' projections and experts to int8 or int4 for a CPU, see `rounding`."""
         layers = cast("nn.ModuleList", self.layers)
-        modules = [module for module in layers.modules() if isinstance(module, (Linear, SparseMoe))]
-        for module in track(modules, desc="quantising", unit="projection"):
-            module.round_to(form)
+        modules: list[Linear | SparseMoe] = []
+        for module in layers.modules():
+            if isinstance(module, (Linear, SparseMoe)):
+                modules.append(module)
+        for projection in track(modules, desc="quantising", unit="projection"):
+            projection.round_to(form)
 
     def drop_packed_embedding(self) -> None:
         """Free the packed head until `bind_weights` packs it again."""
@@ -419,7 +427,9 @@ class Llama(nn.Module):
             hidden.index_copy_(0, embeds.row_ids, embeds.rows)
         inputs = self.layer_inputs(input_ids, hidden)
         residual: torch.Tensor | None = None
-        taps = () if self.draft_head is None or boundaries is None else self.draft_head.taps
+        taps: tuple[int, ...] = ()
+        if self.draft_head is not None and boundaries is not None:
+            taps = self.draft_head.taps
         last = len(self.layers) - 1
         for index, (layer, layer_input) in enumerate(zip(self.layers, inputs, strict=True)):
             if boundaries is not None and index in taps:
@@ -448,7 +458,7 @@ class Llama(nn.Module):
             return self(input_ids, metadata.positions, metadata, outputs), None
         boundaries: dict[int, torch.Tensor] = {}
         hidden = self(input_ids, metadata.positions, metadata, None, boundaries)
-        return hidden if outputs is None else hidden[outputs.rows], head.features(hidden, boundaries)
+        return rows_of(hidden, outputs), head.features(hidden, boundaries)
 
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         """Return each layer's inputs beside the residual stream. hidden: the embedded tokens."""
@@ -457,10 +467,13 @@ class Llama(nn.Module):
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits in the weights' dtype, [num_rows, num_logits], in `out` if given."""
         if self.lm_head is not None and (self.lm_head.packed is not None or self.lm_head.bias is not None):
-            logits = self.lm_head(hidden)
+            logits: torch.Tensor = self.lm_head(hidden)
         else:
-            tied = self.embed_tokens if self._packed_embedding is None else self._packed_embedding
-            weight = tied if self.lm_head is None else self.lm_head.weight
+            weight: torch.Tensor = self.embed_tokens
+            if self.lm_head is not None:
+                weight = self.lm_head.weight
+            elif self._packed_embedding is not None:
+                weight = self._packed_embedding
             if out is not None and not out.is_cpu:
                 logits = torch.mm(hidden, weight.T, out=out)
             else:
@@ -469,7 +482,9 @@ class Llama(nn.Module):
             logits.mul_(self.config.logits_scale)
         if softcap := self.config.logits_softcap:
             logits.div_(softcap).tanh_().mul_(softcap)
-        return logits if out is None or logits is out else out.copy_(logits)
+        if out is None or logits is out:
+            return logits
+        return out.copy_(logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits, float32 [num_rows, num_logits]."""
@@ -505,7 +520,10 @@ def quantize(root: nn.Module, prefix: str, config: DecoderConfig, quantization: 
         if isinstance(module, SparseMoe):
             module.quantize(name, quantization)
         elif isinstance(module, Linear):
-            module.quantize("" if path == "lm_head" else name.rpartition(".")[0], quantization)
+            parent = name.rpartition(".")[0]
+            if path == "lm_head":
+                parent = ""
+            module.quantize(parent, quantization)
 
 
 def family(

@@ -20,6 +20,7 @@ from paged.models.layers.decoder_config import (
     CONV_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
     decoder_config,
+    for_kind,
     layer_kinds,
     read_head_dim,
 )
@@ -56,7 +57,9 @@ def _dt_limits(hf: HfConfig) -> tuple[float, float] | None:
     limits: list[float] = []
     try:
         for limit in value or (0.0, math.inf):
-            limits.append(float(limit["__float__"] if isinstance(limit, dict) else limit))
+            if isinstance(limit, dict):
+                limit = limit["__float__"]
+            limits.append(float(limit))
         low, high = limits
     except (KeyError, TypeError, ValueError, OverflowError):
         low, high = math.nan, math.nan
@@ -73,8 +76,10 @@ def _mamba(hf: HfConfig, size: int, *, bias: bool, eps: float | None, **fields: 
     """Read the keys that Granite and Falcon-H1 share. size: elements of all heads."""
     hf.choice("hidden_act", *CONV_ACTIVATIONS)
     heads = hf.integer("mamba_n_heads")
-    is_auto = hf.value("mamba_d_head") == "auto"
-    head_dim = max(1, size // heads) if is_auto else hf.integer("mamba_d_head")
+    if hf.value("mamba_d_head") == "auto":
+        head_dim = max(1, size // heads)
+    else:
+        head_dim = hf.integer("mamba_d_head")
     if heads * head_dim != size:
         raise CheckpointError(f"{hf.source}: {heads} mamba heads of {head_dim}, expected {size} elements")
     return Mamba2Config(
@@ -107,10 +112,9 @@ def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
         mamba = _mamba(hf, size, bias=hf.flag("mamba_proj_bias"), eps=hf.number("rms_norm_eps"))
     rotates = hf.choice("position_embedding_type", "rope", "nope") == "rope"
     hf.value("partial_rotary_factor")  # has no effect without rotation
-    fields = {
-        "recurrent": tuple(mamba if kind == _KINDS[0] else None for kind in kinds),
-        "rope": rope_config(hf) if rotates else None,
-    }
+    fields: dict[str, Any] = {"recurrent": for_kind(kinds, _KINDS[0], mamba), "rope": None}
+    if rotates:
+        fields["rope"] = rope_config(hf)
     if _has_experts(hf):
         return dict(**granite_moe(hf), **fields)
     hf.value("num_experts_per_tok")  # published, and ignored
@@ -149,7 +153,9 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     this.
     """
     pattern = hf.text("hybrid_override_pattern", "ME*-")
-    listed = hf.items("layers_block_type", str) or [_PATTERN.get(letter, letter) for letter in pattern]
+    listed = hf.items("layers_block_type", str)
+    if not listed:
+        listed = [_PATTERN.get(letter, letter) for letter in pattern]
     hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 leaves it out
     kinds = layer_kinds(hf, _NEMOTRON_KINDS, lambda layer: listed[layer], "layers_block_type")
     hf.choice("mamba_hidden_act", *CONV_ACTIVATIONS)
@@ -172,13 +178,14 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
         eps=hf.number("layer_norm_epsilon"),
     )
     size = hf.integer("intermediate_size")
-    # `fused_moe` has one activation without a gate.
-    activations = ("relu2",) if "moe" in kinds else ("relu2", "gelu_pytorch_tanh")
+    activations = ["relu2"]
+    if "moe" not in kinds:  # `fused_moe` has one activation without a gate
+        activations.append("gelu_pytorch_tanh")
     return {
-        "recurrent": tuple(mamba if kind == "linear_attention" else None for kind in kinds),
-        "attends": tuple(kind == "full_attention" for kind in kinds),
-        "intermediate_size": tuple(size if kind == "mlp" else 0 for kind in kinds),
-        "moe": tuple(moe if kind == "moe" else None for kind in kinds),
+        "recurrent": for_kind(kinds, "linear_attention", mamba),
+        "attends": for_kind(kinds, "full_attention", value=True, otherwise=False),
+        "intermediate_size": for_kind(kinds, "mlp", size, otherwise=0),
+        "moe": for_kind(kinds, "moe", moe),
         "rope": None,
         "gated": False,
         "activation": PLAIN_ACTIVATIONS[hf.choice("mlp_hidden_act", *activations)],
@@ -203,9 +210,9 @@ class _FalconLayer(DecoderLayer):
         assert self.linear_attn is not None
         before, after, after_mamba = cast(Mamba2Config, self.linear_attn.config).beside_attention
         mixed: torch.Tensor = self.linear_attn(hidden, metadata, outputs)
-        attended: torch.Tensor = self.self_attn(
-            hidden if before == 1 else hidden * before, positions, metadata, outputs
-        )
+        if before != 1:
+            hidden = hidden * before
+        attended: torch.Tensor = self.self_attn(hidden, positions, metadata, outputs)
         return attended.mul_(after).add_(mixed, alpha=after_mamba)
 
 
@@ -218,16 +225,22 @@ def _falcon_h1(hf: HfConfig) -> dict[str, Any]:
         hf.choice(key, False)
     size = hf.optional_integer("mamba_d_ssm") or hf.integer("mamba_expand") * hf.integer("hidden_size")
     into = hf.number("ssm_in_multiplier")
+    eps = None
+    if hf.flag("mamba_rms_norm"):
+        eps = hf.number("rms_norm_eps")
+    beside_attention = (
+        hf.number("attention_in_multiplier"),
+        hf.number("attention_out_multiplier"),
+        hf.number("ssm_out_multiplier"),
+    )
     mamba = _mamba(
         hf,
         size,
         bias=False,
-        eps=hf.number("rms_norm_eps") if hf.flag("mamba_rms_norm") else None,
+        eps=eps,
         norm_first=hf.flag("mamba_norm_before_gate", True),
         in_factors=tuple(into * factor for factor in _multipliers(hf, "ssm_multipliers", 5)),
-        beside_attention=tuple(
-            hf.number(key) for key in ("attention_in_multiplier", "attention_out_multiplier", "ssm_out_multiplier")
-        ),
+        beside_attention=beside_attention,
     )
     gate, out = _multipliers(hf, "mlp_multipliers", 2)
     return {

@@ -14,7 +14,14 @@ from paged.models.families.dense import NO_BIAS, exaone_attention
 from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
 from paged.models.families.llama import family
 from paged.models.layers.config import MoeConfig
-from paged.models.layers.decoder_config import by_window, count_layers, layer_windows, moe_config, read_head_dim
+from paged.models.layers.decoder_config import (
+    by_window,
+    count_layers,
+    for_kind,
+    layer_windows,
+    moe_config,
+    read_head_dim,
+)
 from paged.models.layers.rope import rope_config, ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
@@ -66,7 +73,7 @@ def _exaone_moe(hf: HfConfig) -> dict[str, Any]:
         shared_size=hf.integer("moe_intermediate_size") * hf.integer("num_shared_experts"),
     )
     experts = by_mlp_layer_types(hf, moe)
-    _check_repeated(hf, "is_moe_layer", [layer is not None for layer in experts])
+    _check_repeated(hf, "is_moe_layer", list(for_kind(experts, None, value=False, otherwise=True)))
     hf.choice("first_last_k_dense_replace", 1)  # an older name of first_k_dense_replace
     return dict(**exaone_attention(hf), moe=experts)
 
@@ -74,10 +81,13 @@ def _exaone_moe(hf: HfConfig) -> dict[str, Any]:
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
     """GLM-4.5 to 4.7 (GLM Team, 2025): sigmoid routing with a bias, experts from the best groups, shared experts; the
     first layers are dense."""
+    qk_norm = None
+    if hf.flag("use_qk_norm"):
+        qk_norm = "head"
     return {
         "rope": rope_config(hf, is_partial=True),
         "o_bias": False,
-        "qk_norm": "head" if hf.flag("use_qk_norm") else None,
+        "qk_norm": qk_norm,
         "moe": after_dense(hf, sigmoid_experts(hf)),
         "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, minimum=0),
     }
@@ -127,8 +137,10 @@ def _laguna(hf: HfConfig) -> dict[str, Any]:
         raise CheckpointError(
             f"{hf.source}: num_attention_heads_per_layer {shown(heads)}, expected one for each of {num_layers} layers"
         )
-    is_per_element = hf.choice("gating", True, "per-head", "per-element") == "per-element"
-    _check_repeated(hf, "gating_types", ["per_element" if is_per_element else "per_head"] * num_layers)
+    gating, gate_size = "per_head", 1
+    if hf.choice("gating", True, "per-head", "per-element") == "per-element":
+        gating, gate_size = "per_element", head_dim
+    _check_repeated(hf, "gating_types", [gating] * num_layers)
     moe = moe_config(
         hf,
         size_key="moe_intermediate_size",
@@ -147,7 +159,7 @@ def _laguna(hf: HfConfig) -> dict[str, Any]:
         "window": windows,
         "rope": by_window(windows, *ropes_by_kind(hf, 1e4, is_partial=True)),
         "qk_norm": "head",
-        "softplus_gate": head_dim if is_per_element else 1,
+        "softplus_gate": gate_size,
         "moe": experts,
     }
 
@@ -191,7 +203,7 @@ def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
         routed_scaling_factor=hf.number("routed_scaling_factor", 1.0),
     )
     experts = by_mlp_layer_types(hf, moe)
-    _check_repeated(hf, "moe_layer_freq", [int(layer is not None) for layer in experts])
+    _check_repeated(hf, "moe_layer_freq", list(for_kind(experts, None, 0, otherwise=1)))
     return {
         "num_kv_heads": by_window(windows, kv_heads, hf.integer("swa_num_key_value_heads", 2 * kv_heads)),
         "head_dim": head_dim,
@@ -223,8 +235,10 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
         float32_router=True,
         **MIXTRAL_NAMES,
     )
+    fraction = 1.0
     rotary_dim = hf.optional_integer("rotary_dim")
-    fraction = 1.0 if rotary_dim is None else rotary_dim / read_head_dim(hf)
+    if rotary_dim is not None:
+        fraction = rotary_dim / read_head_dim(hf)
     return dict(
         **NO_BIAS,
         rope=rope_config(hf, fraction=fraction, is_partial=True),
@@ -268,10 +282,11 @@ def grouped_experts(hf: HfConfig, shared_size: int | None = None, **fields: Any)
     )
 
 
-def after_dense(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
-    """Return experts for all layers except the first `first_k_dense_replace`."""
-    num_dense = hf.integer("first_k_dense_replace", minimum=0)
-    return tuple(None if layer < num_dense else moe for layer in range(count_layers(hf)))
+def after_dense(hf: HfConfig, moe: MoeConfig, key: str = "first_k_dense_replace") -> tuple[MoeConfig | None, ...]:
+    """Return experts for all layers except the first ones, whose number `key` gives."""
+    num_layers = count_layers(hf)
+    num_dense = min(hf.integer(key, minimum=0), num_layers)
+    return (None,) * num_dense + (moe,) * (num_layers - num_dense)
 
 
 def by_mlp_layer_types(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
@@ -285,7 +300,7 @@ def by_mlp_layer_types(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, 
         return by_count
     if len(kinds) != count_layers(hf) or not {*kinds} <= {"dense", "sparse"}:
         raise CheckpointError(f"{hf.source}: mlp_layer_types {shown(kinds)}, expected dense or sparse for each layer")
-    return tuple(moe if kind == "sparse" else None for kind in kinds)
+    return for_kind(kinds, "sparse", moe)
 
 
 def _check_sigmoid(hf: HfConfig) -> None:

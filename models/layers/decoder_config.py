@@ -53,14 +53,17 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     values.setdefault("moe", None)
     values.setdefault("recurrent", None)
     if "attends" not in fields:
-        values["attends"] = tuple(layer is None for layer in _per_layer(values["recurrent"], num_layers))
+        recurrent = _per_layer(values["recurrent"], num_layers)
+        values["attends"] = for_kind(recurrent, None, value=True, otherwise=False)
     longest: int = values["max_position_embeddings"]
     for rope in _per_layer(values["rope"], 1):
         if rope is not None:
             longest = max(longest, rope.longest)
     values["max_position_embeddings"] = min(longest, _MAX_POSITIONS)
     norms = NormConfig(**_taken(values, NormConfig))
-    layers = {name: _per_layer(value, num_layers) for name, value in _taken(values, AttentionConfig).items()}
+    layers: dict[str, tuple[Any, ...]] = {}
+    for name, value in _taken(values, AttentionConfig).items():
+        layers[name] = _per_layer(value, num_layers)
     attention = []
     for index in range(num_layers):
         fields_of_layer = {name: values_of_layers[index] for name, values_of_layers in layers.items()}
@@ -82,11 +85,17 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
 
 def _taken(values: dict[str, Any], kind: type[AttentionConfig | NormConfig]) -> dict[str, Any]:
     """Remove the fields of `kind` from `values` and return them."""
-    return {field.name: values.pop(field.name) for field in fields_of(kind) if field.name in values}
+    taken: dict[str, Any] = {}
+    for field in fields_of(kind):
+        if field.name in values:
+            taken[field.name] = values.pop(field.name)
+    return taken
 
 
 def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,) * num_layers
+    if isinstance(value, tuple):
+        return value
+    return (value,) * num_layers
 
 
 def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -> None:
@@ -121,8 +130,12 @@ def moe_config(
         CheckpointError: a size is missing or malformed, a token takes more experts than there are, or the groups are
             invalid.
     """
-    keys = [key for key in ("num_local_experts", count_key) if hf.values.get(key) is not None] or [count_key]
-    num_experts, published = hf.integer(keys[0]), hf.integer(keys[-1])
+    local_key = "num_local_experts"
+    if hf.values.get(local_key) is None:
+        local_key = count_key
+    if hf.values.get(count_key) is None:
+        count_key = local_key
+    num_experts, published = hf.integer(local_key), hf.integer(count_key)
     if num_experts != published:
         raise CheckpointError(f"{hf.source}: num_local_experts {num_experts}, but {count_key} {published}")
     groups, topk_groups = fields.get("num_expert_groups", 1), fields.get("topk_groups", 1)
@@ -166,14 +179,15 @@ def layer_windows(
     """
     num_layers, kinds = count_layers(hf), hf.items("layer_types", str)
     if not kinds:
-        kinds = [kind if is_sliding(layer) else "full_attention" for layer in range(num_layers)]
+        for layer in range(num_layers):
+            kinds.append(kind if is_sliding(layer) else "full_attention")
     if len(kinds) != num_layers:
         raise CheckpointError(f"{hf.source}: {len(kinds)} layer_types for {num_layers} layers")
     if unknown := set(kinds) - {"full_attention", kind}:
         raise UnsupportedError(f"{hf.source}: layer type {shown(min(unknown))}, known are full_attention, {kind}")
     if window is None and kind in kinds:
         raise CheckpointError(f"{hf.source}: layer_types has {kind}, but there is no sliding_window")
-    return tuple(window if layer_kind == kind else None for layer_kind in kinds)
+    return for_kind(kinds, kind, window)
 
 
 def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
@@ -183,7 +197,12 @@ def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
 
 def by_window(windows: Sequence[int | None], unwindowed: Any, windowed: Any) -> tuple[Any, ...]:
     """Return a value for each layer: `windowed` for those with a window, else `unwindowed`."""
-    return tuple(unwindowed if window is None else windowed for window in windows)
+    return for_kind(windows, None, unwindowed, otherwise=windowed)
+
+
+def for_kind(kinds: Sequence[Any], kind: Any, value: Any, otherwise: Any = None) -> tuple[Any, ...]:
+    """Return a value for each layer: `value` for those of the kind, else `otherwise`."""
+    return tuple(value if layer_kind == kind else otherwise for layer_kind in kinds)
 
 
 def layer_kinds(
@@ -198,7 +217,8 @@ def layer_kinds(
         UnsupportedError: a kind is not in `known`, or no layer has attention.
     """
     num_layers = count_layers(hf)
-    kinds = [_RENAMED_KINDS.get(kind, kind) for kind in hf.items(key, str) or map(default, range(num_layers))]
+    kinds = hf.items(key, str) or list(map(default, range(num_layers)))
+    kinds = [_RENAMED_KINDS.get(kind, kind) for kind in kinds]
     if len(kinds) != num_layers:
         raise CheckpointError(f"{hf.source}: {len(kinds)} {key} for {num_layers} layers")
     if unknown := set(kinds) - {*known}:
@@ -217,7 +237,9 @@ def rotating_layers(hf: HfConfig) -> list[int]:
         CheckpointError: there are fewer entries than layers, or one is neither 0 nor 1.
     """
     num_layers, interval = count_layers(hf), hf.integer("no_rope_layer_interval")
-    rotates = hf.items("no_rope_layers", int) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    rotates = hf.items("no_rope_layers", int)
+    if not rotates:
+        rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
         raise CheckpointError(f"{hf.source}: no_rope_layers {shown(rotates)}, expected 0 or 1 for {num_layers} layers")
     return rotates[:num_layers]
