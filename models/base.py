@@ -98,8 +98,9 @@ class DecoderOnlyLLM(ABC):
 
     def decode_batch_with_full_logits(self, items: Sequence[tuple[SeqId, int, int]]) -> torch.Tensor:
         """Run `decode_batch` for callers that need all logits, even if a model's `decode_batch` returns less."""
-        rows = [self.decode(cache_id, token, pos) for cache_id, token, pos in items]
-        return torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size)
+        if len(items) == 0:
+            return torch.empty(0, self.config.vocab_size)
+        return torch.stack([self.decode(cache_id, token, pos) for cache_id, token, pos in items])
 
     def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
         """Append tokens to a sequence and return the logits after each of them, [n, V].
@@ -114,8 +115,12 @@ class DecoderOnlyLLM(ABC):
         """
         if len(tokens) == 0:
             raise InvalidInputError("tokens: empty, expected at least one token id")
-        end = _lengths(self).get(cache_id, 0) if start_pos is None else start_pos
-        return torch.stack([self.decode(cache_id, token, end + i) for i, token in enumerate(tokens)])
+        if start_pos is None:
+            start_pos = _lengths(self).get(cache_id, 0)
+        rows: list[torch.Tensor] = []
+        for pos, token in enumerate(tokens, start_pos):
+            rows.append(self.decode(cache_id, token, pos))
+        return torch.stack(rows)
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         """Run any mix of prefill chunks and decode steps in one forward.
@@ -164,6 +169,13 @@ def _counted(method: Callable[..., Any], count: Callable[..., dict[SeqId, int]])
     return run
 
 
+def _after_items(before: dict[SeqId, int], items: Sequence[UnifiedBatchItem], **_: Any) -> dict[SeqId, int]:
+    lengths: dict[SeqId, int] = {}
+    for item in items:
+        lengths[item.cache_id] = item.pos_offset + len(item.q_tokens)
+    return lengths
+
+
 # Change of a sequence's length by each method. Parameters that a subclass adds are ignored.
 _COUNTS: Mapping[str, Callable[..., dict[SeqId, int]]] = {
     "prefill": lambda before, cache_id, tokens, **_: {cache_id: before.get(cache_id, 0) + len(tokens)},
@@ -172,10 +184,7 @@ _COUNTS: Mapping[str, Callable[..., dict[SeqId, int]]] = {
         ("decode_batch", "decode_batch_with_full_logits"),
         lambda before, items, **_: {cache_id: pos + 1 for cache_id, _token, pos in items},
     ),
-    "unified_forward": lambda before, items, **_: {
-        item.seq_id if item.kv_cache is None else item.kv_cache.cache_id: item.pos_offset + len(item.q_tokens)
-        for item in items
-    },
+    "unified_forward": _after_items,
     "truncate_kv": lambda before, cache_id, new_len, **_: {cache_id: new_len},
     "release": lambda before, cache_id, **_: {cache_id: 0},
     "reset": lambda before, **_: dict.fromkeys(before, 0),

@@ -90,8 +90,11 @@ def _multi_token_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTen
         attends=(*config.attends, True),
         intermediate_size=(*config.intermediate_size, config.intermediate_size[-1]),
     )
-    as_layer = f"{prefix}{names.layer}".removesuffix("."), f"model.layers.{config.num_layers - 1}"
-    config = with_stored_layout(config, {name.replace(*as_layer): tensor for name, tensor in stored.items()})
+    layer_of_head, last_layer = f"{prefix}{names.layer}".removesuffix("."), f"model.layers.{config.num_layers - 1}"
+    as_layer: StoredTensors = {}
+    for name, tensor in stored.items():
+        as_layer[name.replace(layer_of_head, last_layer)] = tensor
+    config = with_stored_layout(config, as_layer)
     head = MultiTokenHead(target, config, names)
     _share_copies(head, stored, f"{prefix}{names.embedding}.weight", f"{prefix}{names.lm_head}.weight")
     return head, stored
@@ -118,7 +121,9 @@ def _eagle3_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]
             raise CheckpointError(f"{hf.source}: {key} {number}, expected {expected} for this target")
     stored = {name.removeprefix("model."): tensor for name, tensor in read_headers(folder).items()}
     stored.pop("t2d", None)
-    layer_name = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
+    layer_name = "layers.0"
+    if any(name.startswith("midlayer.") for name in stored):
+        layer_name = "midlayer"
     head = Eagle3Head(
         target, config, taps=taps, num_logits=num_logits, norms_residual=norms_residual, layer_name=layer_name
     )

@@ -71,11 +71,14 @@ class DraftSteps:
         sizes = np.minimum(ends - firsts, ROLLBACK_SLACK)
         rows = np.cumsum(sizes) - sizes
         if sizes.sum() < len(features):
-            kept = np.concatenate([np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)])
-            features = features[to_device((kept,), step.device)[0]]
+            kept: list[NDArray[np.int64]] = []
+            for end, size in zip(ends, sizes, strict=True):
+                kept.append(np.arange(end - size, end))
+            features = features[to_device((np.concatenate(kept),), step.device)[0]]
         lengths = starts + ends - firsts
         spans = zip(step.handles, rows.tolist(), (lengths - sizes).tolist(), lengths.tolist(), strict=True)
-        self._kept.update({handle: _Kept(features, row, start, end) for handle, row, start, end in spans})
+        for handle, row, start, end in spans:
+            self._kept[handle] = _Kept(features, row, start, end)
 
     def can_draft(self, handle: KvCacheHandle) -> bool:
         """Return whether the features of a sequence's last token are known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,8 +47,9 @@ class Draws(NamedTuple):
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a token for each row of logits [n, V], int64 [n]."""
-        keys, temperature, *filters = to_device(self, logits.device)
-        top_k, top_p, min_p = filters if self.num_candidates else (None, None, None)
+        keys, temperature, top_k, top_p, min_p = to_device(self, logits.device)
+        if not self.num_candidates:
+            return sample_tokens(logits, keys, temperature)
         return sample_tokens(logits, keys, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
@@ -71,14 +72,27 @@ def answer_batch(logits: torch.Tensor, batch: UnifiedBatch) -> list[torch.Tensor
     final = [item for item in batch.items if item.is_final_chunk]
     policies = [item.logits_policy for item in final]
     if VerifyLogits not in set(map(type, policies)):
-        answers = iter(apply_policies(logits, policies))
-    else:
-        sizes = [len(item.q_tokens) if isinstance(item.logits_policy, VerifyLogits) else 1 for item in final]
-        answers = iter(
-            rows if isinstance(item.logits_policy, VerifyLogits) else apply_policies(rows, [item.logits_policy])[0]
-            for item, rows in zip(final, logits.split(sizes), strict=True)
-        )
-    return [next(answers) if item.is_final_chunk else None for item in batch.items]
+        return by_item(apply_policies(logits, policies), batch)
+    answers: list[torch.Tensor] = []
+    start = 0
+    for item in final:
+        if isinstance(item.logits_policy, VerifyLogits):
+            end = start + len(item.q_tokens)
+            answers.append(logits[start:end])
+        else:
+            end = start + 1
+            answers += apply_policies(logits[start:end], [item.logits_policy])
+        start = end
+    return by_item(answers, batch)
+
+
+def by_item(answers: Iterable[torch.Tensor], batch: UnifiedBatch) -> list[torch.Tensor | None]:
+    """Return for each item of a batch its answer, None if its chunk is not final. answers: of the final chunks."""
+    remaining = iter(answers)
+    answers_of_items: list[torch.Tensor | None] = []
+    for item in batch.items:
+        answers_of_items.append(next(remaining) if item.is_final_chunk else None)
+    return answers_of_items
 
 
 def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> list[torch.Tensor]:
@@ -88,11 +102,17 @@ def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> li
         InvalidInputError: a token mask or repetition penalty has a wrong shape or value.
     """
     answers = list(logits)
-    drawn = {row: policy for row, policy in enumerate(policies) if isinstance(policy, DrawToken)}
+    drawn: dict[int, DrawToken] = {}
+    greedy: dict[int, GreedyArgmax] = {}
+    for row, policy in enumerate(policies):
+        if isinstance(policy, DrawToken):
+            drawn[row] = policy
+        elif isinstance(policy, GreedyArgmax):
+            greedy[row] = policy
     if drawn:
-        for row, token in zip(drawn, Draws.of(list(drawn.values())).choose(logits[list(drawn)]), strict=True):
+        tokens = Draws.of(list(drawn.values())).choose(logits[list(drawn)])
+        for row, token in zip(drawn, tokens, strict=True):
             answers[row] = token
-    greedy = {row: policy for row, policy in enumerate(policies) if isinstance(policy, GreedyArgmax)}
     if greedy:
         masks = [policy.token_mask for policy in greedy.values()]
         penalties = [policy.repetition_penalty for policy in greedy.values()]

@@ -129,11 +129,10 @@ def _num_layers_of_all_kinds(config: ModuleConfig, layers: nn.ModuleList) -> int
     """Return the number of first layers that hold every kind of layer, two at least."""
     kinds = []
     for index, layer in enumerate(layers):
-        attention = [
-            kind
-            for place, kind in zip(config.places, config.attention, strict=True)
-            if place.startswith(f"{config.layers}.{index}.")
-        ]
+        attention = []
+        for place, kind in zip(config.places, config.attention, strict=True):
+            if place.startswith(f"{config.layers}.{index}."):
+                attention.append(kind)
         modules = [(name, type(part)) for name, part in layer.named_modules()]
         shapes = [(name, parameter.shape) for name, parameter in layer.named_parameters()]
         kinds.append((attention, modules, shapes))

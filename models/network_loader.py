@@ -73,7 +73,9 @@ def load_network(
     headers = read_headers(folder)
     prefix = text_prefix(network_class, config, headers)
     stored = _tensors_of(network_class, config, headers, prefix, folder, draft_prefix)
-    place = f"{folder} (text model under {prefix.stored!r})" if config.wrapper else str(folder)
+    place = str(folder)
+    if config.wrapper:
+        place = f"{folder} (text model under {prefix.stored!r})"
     config = replace(with_stored_layout(config, stored), quantization=as_stored(config.quantization, stored))
     _check_counts(stored, config, place)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
@@ -89,8 +91,9 @@ def load_network(
         network.num_weights = num_weights(full_network)
     load_weights(stored, network.weight_slots(), parts, track, ranks.tick)
     if has_fp8_cache:
-        scales = load_kv_scales(stored, [attention.num_kv_heads for attention in config.attention], device)
-        network.scale_caches([share.scales(*pair) for pair in zip(config.attention, scales, strict=True)])
+        num_kv_heads = [attention.num_kv_heads for attention in config.attention]
+        scales = load_kv_scales(stored, num_kv_heads, device)
+        network.scale_caches(list(map(share.scales, config.attention, scales)))
     return network
 
 
@@ -100,26 +103,25 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     Each layer's experts are separate or stacked; those with biases are always stacked. Convolutions of q, k and v are
     three tensors or one. Without tensors, the layout is the published one.
     """
-    stacked = {int(match[1]): stored[match[0]].shape for match in map(_STACKED.fullmatch, stored) if match}
-
-    def with_layout(layer: int, moe: MoeConfig) -> MoeConfig:
-        transposed = moe.transposed
-        if transposed is None:
-            rows_first = [moe.num_experts, 2 * moe.intermediate_size, config.hidden_size]
-            transposed = stacked.get(layer) != rows_first
-        return replace(moe, stacked=moe.bias or layer in stacked, transposed=transposed)
-
-    def recurrent(layer: RecurrentConfig) -> RecurrentConfig:
-        if isinstance(layer, GatedDeltaConfig) and layer.splits_qkv:
-            return replace(layer, splits_conv=splits_conv)
-        return layer
-
+    shapes: dict[int, list[int]] = {}
+    for match in filter(None, map(_STACKED.fullmatch, stored)):
+        shapes[int(match[1])] = stored[match[0]].shape
+    moes: list[MoeConfig | None] = []
+    for layer, moe in enumerate(config.moe):
+        if moe is not None:
+            transposed = moe.transposed
+            if transposed is None:
+                rows_first = [moe.num_experts, 2 * moe.intermediate_size, config.hidden_size]
+                transposed = shapes.get(layer) != rows_first
+            moe = replace(moe, stacked=moe.bias or layer in shapes, transposed=transposed)
+        moes.append(moe)
     splits_conv = not any(map(_WHOLE_CONV.fullmatch, stored))
-    return replace(
-        config,
-        moe=tuple(moe and with_layout(layer, moe) for layer, moe in enumerate(config.moe)),
-        recurrent=tuple(layer and recurrent(layer) for layer in config.recurrent),
-    )
+    recurrent: list[RecurrentConfig | None] = []
+    for recurrent_layer in config.recurrent:
+        if isinstance(recurrent_layer, GatedDeltaConfig) and recurrent_layer.splits_qkv:
+            recurrent_layer = replace(recurrent_layer, splits_conv=splits_conv)
+        recurrent.append(recurrent_layer)
+    return replace(config, moe=tuple(moes), recurrent=tuple(recurrent))
 
 
 def text_prefix(network_class: type[Llama], config: DecoderConfig, stored: Iterable[str]) -> TextPrefix:
@@ -280,9 +282,9 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
 
 def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: str) -> None:
     """Check the numbers of layers and experts before their modules are made."""
-    layers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
+    layers = {int(match[1]) for match in filter(None, map(_LAYER.match, stored))}
     if config.num_layers > len(layers):
-        first = next(layer for layer in range(config.num_layers) if layer not in layers)
+        first = min(set(range(config.num_layers)) - layers)
         raise CheckpointError(f"model.layers.{first}: no tensors in {folder}, expected {config.num_layers} layers")
     experts: dict[int, set[int]] = {}
     for match in filter(None, map(_EXPERT.match, stored)):

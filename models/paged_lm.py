@@ -26,7 +26,7 @@ from paged.models.draft_steps import DraftSteps
 from paged.models.families.llama import Llama
 from paged.models.layers.sparse_moe import SparseMoe, capture_experts
 from paged.models.loading.weights import Track, num_weights, untracked
-from paged.models.logits_policy import Draws, answer_batch, draws_of
+from paged.models.logits_policy import Draws, answer_batch, by_item, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.quantization.packed_weights import CpuProducts
@@ -103,7 +103,9 @@ class PagedCausalLM(DecoderOnlyLLM):
         )
         self.memory = DeviceMemory(network, kv_manager, self.graphs, num_positions)
         head = network.draft_head
-        self.drafts = None if head is None else DraftSteps(head, kv_manager, network.computing)
+        self.drafts: DraftSteps | None = None
+        if head is not None:
+            self.drafts = DraftSteps(head, kv_manager, network.computing)
         self.num_graph_replays = 0
         self.weights_generation = 0  # grows with every update of the weights
         self.embeds_limits = self._embeds_limits()
@@ -191,14 +193,20 @@ class PagedCausalLM(DecoderOnlyLLM):
         self, batch: UnifiedBatch, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None
     ) -> list[torch.Tensor | None] | torch.Tensor:
         """Run a step on all ranks; return its answers on rank 0."""
-        draws = None if step.returns_hidden else self._draws_on_ranks(batch)
+        draws = None
+        if not step.returns_hidden:
+            draws = self._draws_on_ranks(batch)
         with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):
             rows = self.run_step(step, shape, row_slots)
             if draws is not None:
                 rows = self.draw(rows, draws)
             elif not step.returns_hidden:
                 rows = self.gather_logits(rows)
-        return answer_batch(rows, batch) if draws is None else _tokens_by_item(rows, batch)
+        if draws is None:
+            return answer_batch(rows, batch)
+        if batch.is_stacked:
+            return rows
+        return by_item(rows, batch)
 
     def _logits(self, items: Sequence[UnifiedBatchItem]) -> torch.Tensor:
         """Return the logits of the wanted rows of items, [num_rows, vocab_size]."""
@@ -238,8 +246,9 @@ class PagedCausalLM(DecoderOnlyLLM):
         self.graphs.capture_adapted(self._track_graphs(track))
 
     def _track_graphs(self, track: Track) -> Track:
-        on_gpu = self.device.type == "cuda"
-        return partial(track, desc="CUDA graphs" if on_gpu else "recorded steps", unit="graph" if on_gpu else "step")
+        if self.device.type == "cuda":
+            return partial(track, desc="CUDA graphs", unit="graph")
+        return partial(track, desc="recorded steps", unit="step")
 
     def _launch_all(self, run: Callable[..., None], track: Track) -> None:
         if self.device.type == "cuda":  # a CPU compiles nothing else
@@ -330,7 +339,10 @@ class PagedCausalLM(DecoderOnlyLLM):
             metadata = replace(metadata, lora=self.adapters.batch(row_slots))
             if outputs is not None:
                 own_slots = row_slots[step.row_ids]
-                outputs = replace(outputs, lora=self.adapters.batch(own_slots) if (own_slots >= 0).any() else None)
+                lora = None
+                if (own_slots >= 0).any():
+                    lora = self.adapters.batch(own_slots)
+                outputs = replace(outputs, lora=lora)
         if step.embeds is not None:  # all rows: a mask is not over `outputs`
             embeds = step.embeds.on(self.device, self.dtype, step.host.max_seqlen_q)
             metadata = replace(metadata, embeds=embeds)
@@ -344,7 +356,9 @@ class PagedCausalLM(DecoderOnlyLLM):
             step.captured.hidden_states = hidden
         if outputs is None and not wants_all:
             hidden = hidden[step.sample_rows]
-        return hidden.float() if step.returns_hidden else self.network.logits(hidden), features
+        if step.returns_hidden:
+            return hidden.float(), features
+        return self.network.logits(hidden), features
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return on rank 0 the logits of all ranks, float32 [num_rows, vocab_size]; on other ranks their own.
@@ -375,7 +389,9 @@ class PagedCausalLM(DecoderOnlyLLM):
         windows: list[int] = []
         has_axes = True
         for layer in config.attention:
-            windows += [size for size in (layer.window, layer.chunk_size) if size is not None]
+            for size in (layer.window, layer.chunk_size):
+                if size is not None:
+                    windows.append(size)
             has_axes = has_axes and layer.rope is not None and len(layer.rope.mrope_section) == 3
         attention = next(layer.self_attn for layer in self.network.layers if layer.self_attn is not None)
         num_positions = len(attention.cos_sin_cache)
@@ -391,19 +407,10 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
         item = UnifiedBatchItem(cache_id, tokens)
-        return replace(item, pos_offset=self._length(item) if start_pos is None else start_pos)
+        if start_pos is None:
+            start_pos = self._length(item)
+        return replace(item, pos_offset=start_pos)
 
     def _length(self, item: UnifiedBatchItem) -> int:
         handle = item.kv_cache or self.kv_manager.get_handle(item.seq_id)
         return 0 if handle is None else handle.num_tokens
-
-
-def _tokens_by_item(tokens: torch.Tensor, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
-    """Return drawn tokens, int64 [num_final], as the answers of a batch."""
-    if batch.is_stacked:
-        return tokens
-    remaining = iter(tokens)
-    answers: list[torch.Tensor | None] = []
-    for item in batch.items:
-        answers.append(next(remaining) if item.is_final_chunk else None)
-    return answers

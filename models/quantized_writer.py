@@ -65,10 +65,8 @@ def quantize_checkpoint(
     hf, stored = read_config(source), read_headers(source)
     if hf.values.get("quantization_config") is not None:
         raise UnsupportedError(f"{hf.source}: has a quantization_config, expected plain weights")
-    columns = [tensor.shape[-1] for name, tensor in stored.items() if _LAYER.match(name) and len(tensor.shape) == 2]
     if group_size is None:
-        common = math.gcd(*columns)
-        group_size = next((size for size in GROUPS if common % size == 0), GROUPS[0])
+        group_size = _group_size(stored)
     config = _config(form, group_size)
     projections = _projections(HfConfig({**hf.values, "quantization_config": config}, hf.source), stored)
     if not projections:
@@ -108,6 +106,18 @@ def _with_head(stored: StoredTensors, source: str) -> StoredTensors:
     raise UnsupportedError(f"{source}: no tensor {_HEAD} or model.embed_tokens.weight, so head cannot be True")
 
 
+def _group_size(stored: StoredTensors) -> int:
+    """Return the largest group size that divides the columns of all layers' projections, else the largest one."""
+    common = 0
+    for name, tensor in stored.items():
+        if _LAYER.match(name) and len(tensor.shape) == 2:
+            common = math.gcd(common, tensor.shape[-1])
+    for size in GROUPS:
+        if common % size == 0:
+            return size
+    return GROUPS[0]
+
+
 def _plain_modules(stored: StoredTensors, packed: Mapping[str, str]) -> list[str]:
     """Return the modules that readers of the checkpoint must not take for packed ones; lm_head even if it is tied."""
     plain = {"lm_head"}
@@ -115,7 +125,9 @@ def _plain_modules(stored: StoredTensors, packed: Mapping[str, str]) -> list[str
         module = name.removesuffix(".weight")
         if len(tensor.shape) == 2 and "embed" not in module.rpartition(".")[2]:
             plain.add(module)
-    return sorted(plain.difference(name.removesuffix(".weight") for name in packed))
+    for name in packed:
+        plain.discard(name.removesuffix(".weight"))
+    return sorted(plain)
 
 
 def round_weight(weight: torch.Tensor, form: str, group_size: int = 0) -> dict[str, torch.Tensor]:
@@ -146,15 +158,21 @@ def _config(form: str, group_size: int) -> dict[str, Any]:
 
 
 def _group(form: str, group_size: int, target: str) -> dict[str, Any]:
-    kind = {"num_bits": 4 if form == "int4" else 8, "type": "float" if form == "fp8" else "int", "symmetric": True}
+    kind = {"num_bits": 8, "type": "int", "symmetric": True}
     scales: dict[str, Any] = {"strategy": "channel"}
+    inputs: dict[str, Any] | None = None
+    if form == "fp8":
+        kind["type"] = "float"
     if form == "int4":
+        kind["num_bits"] = 4
         scales = {"strategy": "group", "group_size": group_size}
+    else:
+        inputs = {**kind, "strategy": "token", "dynamic": True}
     return {
         "targets": [target],
         "format": _STORED[form],
         "weights": {**kind, **scales, "dynamic": False, "observer": "minmax"},
-        "input_activations": None if form == "int4" else {**kind, "strategy": "token", "dynamic": True},
+        "input_activations": inputs,
         "output_activations": None,
     }
 
@@ -195,7 +213,8 @@ def _write_tensors(
             path = name.removesuffix("weight")
             if name in packed:
                 rounded = round_weight(tensor, packed[name], group_size)
-                tensors |= {path + end: part for end, part in rounded.items()}
+                for end, part in rounded.items():
+                    tensors[path + end] = part
             else:
                 tensors[name] = tensor
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"

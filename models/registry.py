@@ -118,7 +118,9 @@ def load_model(
             parts = checkpoint_parts(read_config(folder).values, read_headers(folder), ranks.tick)
         ranks.see_that_same(parts)
         ranks.connect(load_options.device)
-        return _load(folder, load_options, ranks, untracked if ranks.rank else track)
+        if ranks.rank:
+            track = untracked
+        return _load(folder, load_options, ranks, track)
     except BaseException as error:
         ranks.fail(f"it could not load the model ({type(error).__name__}: {error})")
         raise
@@ -144,6 +146,9 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
 
         network: Llama = load_module_network(config, folder, dtype=dtype, device=device, ranks=ranks)
     else:
+        draft_prefix = None
+        if load_options.draft == MTP:
+            draft_prefix = multi_token_prefix(config)
         with ranks.apart():
             network = load_network(
                 network_class,
@@ -154,7 +159,7 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
                 has_fp8_cache=kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2),
                 ranks=ranks,
                 track=track,
-                draft_prefix=multi_token_prefix(config) if load_options.draft == MTP else None,
+                draft_prefix=draft_prefix,
             )
     if load_options.draft is not None:
         network.draft_head = load_draft_head(load_options.draft, network, folder, dtype, device, track)
@@ -220,8 +225,12 @@ def _fingerprint(folder: Path, dtype: torch.dtype, load_options: LoadOptions, ra
     folders = [folder]
     if load_options.draft is not None and load_options.draft != MTP:
         folders.append(load_options.draft)
-    options: dict[str, Any] = {name: getattr(load_options, name) for name in ("quantization", "model_impl", "draft")}
-    options["dtype"] = dtype
+    options: dict[str, Any] = {
+        "quantization": load_options.quantization,
+        "model_impl": load_options.model_impl,
+        "draft": load_options.draft,
+        "dtype": dtype,
+    }
     if ranks.size > 1:
         options["rank"] = f"{ranks.rank} of {ranks.size}"
         options["expert_parallel"] = ranks.share.expert_parallel

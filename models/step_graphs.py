@@ -64,12 +64,13 @@ def graph_sizes(
     """
     sizes = as_graphs("cuda_graphs", choice)
     on_gpu = device.type == "cuda"
-    if on_gpu and not use_triton(device):
+    is_too_large = sizes is None and not on_gpu and step_bytes > _MOST_RECORDED_BYTES
+    if sizes is False or is_too_large or (on_gpu and not use_triton(device)):
         sizes = ()
     elif sizes is None and not on_gpu:
-        sizes = RECORDED_SIZES if step_bytes <= _MOST_RECORDED_BYTES else ()
-    elif sizes is None or isinstance(sizes, bool):
-        sizes = () if sizes is False else DEFAULT_SIZES
+        sizes = RECORDED_SIZES
+    elif sizes is None or sizes is True:
+        sizes = DEFAULT_SIZES
     return tuple(sorted({min(size, num_blocks) for size in sizes}))
 
 
@@ -102,7 +103,9 @@ def graph_shapes(sizes: Sequence[int], *, is_adapted: bool) -> list[GraphShape]:
     for size in reversed(sizes):
         if not coarse or 2 * size <= coarse[-1]:
             coarse.append(size)
-    shapes = {GraphShape(1, size, is_adapted) for size in (coarse if is_adapted else sizes)}
+    if is_adapted:
+        sizes = coarse
+    shapes = {GraphShape(1, size, is_adapted) for size in sizes}
     for size in coarse:
         shapes.add(GraphShape(min(size, _VERIFIED_TOKENS), size, is_adapted))
         shapes.add(GraphShape(size, size, is_adapted))
@@ -144,8 +147,9 @@ class StepGraphs:
         self._device = next(network.parameters()).device
         self.longest = min(max_seq_len, cache.longest_sequence or max_seq_len)
         self._num_tables = len(cache.tables)
-        self._num_states = 0 if cache.recurrent is None else NUM_STATE_ARRAYS
-        self._max_append = 0 if cache.recurrent is None else cache.recurrent.max_append
+        self._num_states = self._max_append = 0
+        if cache.recurrent is not None:
+            self._num_states, self._max_append = NUM_STATE_ARRAYS, cache.recurrent.max_append
         self._staging = Staging(self._device)
         self._table_width = -(-self.longest // (cache.block_size * _TABLE_LINE)) * _TABLE_LINE
         self._sizes, self._recorded_only = tuple(sizes), recorded_only
@@ -326,7 +330,8 @@ class StepGraphs:
         if not shape.is_adapted:
             return []
         slots = np.full(shape.num_tokens, -1, np.int32)
-        slots[: 0 if adapters is None else len(adapters)] = -1 if adapters is None else adapters
+        if adapters is not None:
+            slots[: len(adapters)] = adapters
         batch = LoraBatch.group(torch.from_numpy(slots), most_adapters=self._adapters.max_loras)
         return [batch.rows.numpy(), batch.slots.numpy()]
 
@@ -367,7 +372,11 @@ def _cuda_recorder(device: torch.device) -> Record:
 
 def graph_recorder(device: torch.device) -> Record:
     """Return the recorder for a device; on a CPU it records only steps of numba kernels, and runs others directly."""
-    return _cuda_recorder(device) if device.type == "cuda" else _record if records_loops(device) else _call
+    if device.type == "cuda":
+        return _cuda_recorder(device)
+    if records_loops(device):
+        return _record
+    return _call
 
 
 def records_loops(device: torch.device) -> bool:
@@ -387,7 +396,9 @@ def _record(begin: Begin) -> tuple[Callable[[], None], str]:
         if not recording.repeat():  # an error: the run below raises it
             run_anew()
 
-    return run_anew if recording.obstacle else repeat, recording.obstacle
+    if recording.obstacle:
+        return run_anew, recording.obstacle
+    return repeat, ""
 
 
 def _call(begin: Begin) -> tuple[Callable[[], None], str]:

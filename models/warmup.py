@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.config import step_sizes
@@ -22,6 +23,7 @@ from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.families.llama import Llama
+from paged.models.layers.config import MoeConfig
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.weights import PackedModule, Track, untracked
@@ -41,7 +43,11 @@ _LOOPS = (
     "common.numba_ops.gated_activation",
 )
 _EXPERT_LOOPS = ("moe.numba_ops.fused_moe", "moe.numba_ops.route_tokens")
-_RECURRENT_LOOPS = tuple(f"recurrent.numba_ops.{name}" for name in ("causal_conv1d", "gated_rms_norm", "scan"))
+_RECURRENT_LOOPS = (
+    "recurrent.numba_ops.causal_conv1d",
+    "recurrent.numba_ops.gated_rms_norm",
+    "recurrent.numba_ops.scan",
+)
 
 
 # glibc's threshold follows freed pieces up to 32 MiB, its own overhead included.
@@ -94,7 +100,9 @@ def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) 
     for num_tokens in _step_sizes(network, longest):
         _run(network, kv_manager, num_tokens, longest=longest)
     run_packed(network, longest)
-    widths = {network.config.vocab_size, network.num_logits} | ({CANDIDATES} if network.ranks.size > 1 else set())
+    widths = {network.config.vocab_size, network.num_logits}
+    if network.ranks.size > 1:
+        widths.add(CANDIDATES)
     for width in widths:
         launch_all(torch.zeros(1, width, device=kv_manager.device))
     kv_manager.warm_up()
@@ -128,10 +136,14 @@ def run_adapted_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longes
 
 
 def _step_sizes(network: Llama, longest: int) -> list[int]:
-    sizes = set(step_sizes((layer.num_heads // layer.num_kv_heads for layer in network.own_config.attention), longest))
-    moes = (module for module in network.modules() if isinstance(module, SparseMoe))
+    group_sizes = [layer.num_heads // layer.num_kv_heads for layer in network.own_config.attention]
+    sizes = set(step_sizes(group_sizes, longest))
     dtype = next(network.parameters()).dtype
-    for moe in {moe.config: moe for moe in moes}.values():
+    moes: dict[MoeConfig, SparseMoe] = {}
+    for module in network.modules():
+        if isinstance(module, SparseMoe):
+            moes[module.config] = module
+    for moe in moes.values():
         sizes.update(moe.token_counts(min(longest, _MOST_TOKENS), dtype))
     return sorted(sizes)
 
@@ -149,10 +161,13 @@ def _run(
     ids, slots = np.zeros(num_tokens, np.int64), np.full((num_tables, num_tokens), -1, np.int64)
     none = np.zeros(2, np.int32)  # offsets without a query: all rows are padding
     tables = np.zeros((num_tables, 1, 1), np.int32)
+    states: list[NDArray[np.int32]] = []
+    max_append = 0
     recurrent = kv_manager.config.recurrent
-    states = [none[:1]] * (0 if recurrent is None else NUM_STATE_ARRAYS)
+    if recurrent is not None:
+        states = [none[:1]] * NUM_STATE_ARRAYS
+        max_append = recurrent.max_append
     input_ids, *fields = to_device((ids, ids, slots, none[:1], *states, none, tables), kv_manager.device)
-    max_append = 0 if recurrent is None else recurrent.max_append
     metadata = AttentionMetadata.over(fields, max_seqlen_q=num_tokens, max_seqlen_k=longest, max_append=max_append)
     with torch.no_grad():
         hidden = network(input_ids, metadata.positions, replace(metadata, lora=lora))

@@ -56,7 +56,7 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
         ranks=model.ranks,
     )
     # The same weights may be stored in another layout.
-    new_config, old_config = (with_stored_layout(network.config, {}) for network in (new, old))
+    new_config, old_config = with_stored_layout(new.config, {}), with_stored_layout(old.config, {})
     if type(new) is not type(old) or new_config != old_config:
         names: list[str] = []
         for field in fields(old_config):
@@ -105,6 +105,7 @@ def replace_weights(model: PagedCausalLM, new: Llama) -> None:
 
 
 def _is_finite(weight: torch.Tensor) -> bool:
-    values = weight if weight.dtype.itemsize > 1 else weight.float()
+    if weight.dtype.itemsize == 1:
+        weight = weight.float()
     # NaN is the least and the largest; a 28th of the time of `isfinite` over all.
-    return not weight.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
+    return not weight.numel() or bool(torch.stack(weight.aminmax()).isfinite().all())

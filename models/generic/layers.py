@@ -106,9 +106,17 @@ class _WatchedConv1D(_Watched, Conv1D):  # type: ignore[misc, override]
 WATCHED: dict[type[nn.Module], type[_Watched]] = {nn.Linear: _WatchedLinear, Conv1D: _WatchedConv1D}
 
 
+def _eps_of(norm: nn.Module) -> float | None:
+    for name in _EPS:
+        eps = getattr(norm, name, None)
+        if isinstance(eps, float):
+            return eps
+    return None
+
+
 def _our_norm(theirs: nn.Module, dtype: torch.dtype) -> ModuleNorm | None:
     """Return a norm that gives the numbers and dtypes of a module's norm; None if ours does not."""
-    eps = next((getattr(theirs, name) for name in _EPS if isinstance(getattr(theirs, name, None), float)), None)
+    eps = _eps_of(theirs)
     parameters = dict(theirs.named_parameters())
     if eps is None or list(parameters) != ["weight"] or list(theirs.buffers()):
         return None
@@ -122,8 +130,9 @@ def _our_norm(theirs: nn.Module, dtype: torch.dtype) -> ModuleNorm | None:
     reference = deepcopy(theirs).float()
     for zero_centred in (False, True):
         ours = ModuleNorm(0, NormConfig(eps=eps, zero_centred=zero_centred))
-        # Weights stored minus 1 stay float32, see `RmsNorm`.
-        ours.weight = nn.Parameter(weight.float() + 1, requires_grad=False) if zero_centred else weight
+        ours.weight = weight
+        if zero_centred:  # weights stored minus 1 stay float32, see `RmsNorm`
+            ours.weight = nn.Parameter(weight.float() + 1, requires_grad=False)
         if all(torch.allclose(ours(rows * factor), reference(rows * factor), 1e-5, 1e-6) for factor in _FACTORS):
             return ours
     return None

@@ -186,9 +186,11 @@ class _Probe:
     def _run(self) -> tuple[torch.Tensor, list[AttentionCall]]:
         calls = Calls()
         calls.attach(self.module)
-        linears = {name: part for name, part in self.module.named_modules() if type(part) in WATCHED}
-        for part in linears.values():
-            part.__class__ = WATCHED[type(part)]
+        linears: dict[str, Any] = {}
+        for name, part in self.module.named_modules():
+            if type(part) in WATCHED:
+                part.__class__ = WATCHED[type(part)]
+                linears[name] = part
         ids = torch.zeros(1, self.num_tokens, dtype=torch.int64, device="meta")
         with self._watched(calls), _NothingFound(), torch.no_grad():
             # Without a mask of tokens transformers would read positions, which have no values here.
@@ -243,12 +245,14 @@ class _Probe:
         unused: list[str] = []
         if not self.hf_config.sub_configs:
             return unused
+        passed = [f"{layers}."]
         for name, part in self.module.named_modules():
-            inside = name.startswith((f"{layers}.", *(f"{other}." for other in unused)))
+            inside = name.startswith(tuple(passed))
             has_called = any(other == name or other.startswith(f"{name}.") for other in self.called)
             has_weights = next(part.parameters(), None) is not None
             if name and has_weights and not inside and not has_called:
                 unused.append(name)
+                passed.append(f"{name}.")
         return unused
 
     def _layers(self, places: list[str]) -> str:
@@ -265,8 +269,9 @@ class _Probe:
             if not any(place.startswith(f"{name}.{index}.") for place in places):
                 kind = type(layers[index]).__name__
                 raise UnsupportedError(f"{name}.{index} ({kind}) calls no attention, and may keep another state")
-        if outside := [place for place in places if not place.startswith(f"{name}.")]:
-            raise UnsupportedError(f"{outside[0]} calls attention outside of {name}")
+        for place in places:
+            if not place.startswith(f"{name}."):
+                raise UnsupportedError(f"{place} calls attention outside of {name}")
         return name
 
     def _max_positions(self) -> int:
@@ -280,7 +285,9 @@ class _Probe:
     def _check_ropes(self) -> None:
         for name, module in self.module.named_modules():
             types = getattr(module, "rope_type", None)
-            for rope_type in types.values() if isinstance(types, dict) else [types]:
+            if not isinstance(types, dict):
+                types = {"": types}
+            for rope_type in types.values():
                 if rope_type in _CHANGING_ROPES:
                     raise UnsupportedError(f"{name}: rotation {rope_type!r} depends on the other sequences of a step")
 
@@ -306,6 +313,8 @@ class _Probe:
         if call.mask is None and not is_causal:
             raise UnsupportedError(f"{name}: its attention is not causal")
         scaling = options.get("scaling")
+        if scaling is None:
+            scaling = head_dim**-0.5
         return AttentionConfig(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -313,7 +322,7 @@ class _Probe:
             v_head_dim=call.value[3],
             rope=None,
             window=self._window(name, call),
-            softmax_scale=head_dim**-0.5 if scaling is None else float(scaling),
+            softmax_scale=float(scaling),
             softcap=float(options.get("softcap") or 0.0),
             qkv_bias=False,
             o_bias=False,
@@ -343,7 +352,9 @@ class _Probe:
             zero = torch.zeros((), dtype=torch.int64)
             shown_by_mask: torch.Tensor = mask_function(zero, zero, queries, keys)
             if torch.equal(visible, shown_by_mask.expand_as(visible)):
-                return None if window is None or window >= self.max_positions else window
+                if window is not None and window >= self.max_positions:
+                    return None
+                return window
         raise UnsupportedError(f"{name}: a mask that is neither causal nor a causal window")
 
 
@@ -358,7 +369,10 @@ class _NothingFound(TorchDispatchMode):
 
 def _positions(window: int | None, max_positions: int) -> torch.Tensor:
     """Return positions at which every mask of transformers shows its limits: powers of two and the window's edges."""
-    centres = [0, 8, window or 0, 3 * (window or 0), max_positions - 1, *(1 << power for power in range(24))]
-    near = torch.tensor([centre + offset for centre in centres for offset in (-2, -1, 0, 1, 2)]).unique()
+    size = window or 0
+    centres = [0, 8, size, 3 * size, max_positions - 1]
+    for power in range(24):
+        centres.append(1 << power)
+    near = (torch.tensor(centres)[:, None] + torch.arange(-2, 3)).unique()
     in_range: torch.Tensor = near[(near >= 0) & (near < max_positions)]
     return in_range

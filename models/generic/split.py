@@ -26,12 +26,12 @@ _EXPERTS = "moe_tp_experts"
 def plan_of(module: nn.Module) -> dict[str, str]:
     """Return the styles of a module's plan by the names of its submodules and parameters."""
     patterns: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
-    names = [name for name, _ in module.named_modules()]
-    names += [name for name, _ in module.named_parameters()]
     plan: dict[str, str] = {}
     for pattern, style in patterns.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        plan.update((name, style) for name in names if expression.fullmatch(name))
+        for name, _ in (*module.named_modules(), *module.named_parameters()):
+            if expression.fullmatch(name):
+                plan[name] = style
     return plan
 
 
@@ -63,8 +63,13 @@ def split(module: Any, config: ModuleConfig, share: Share) -> None:
 
 def summed(config: ModuleConfig) -> list[str]:
     """Return the names of the modules whose outputs ranks add up."""
-    names = [name for name, style in config.plan.items() if style == _EXPERTS]
-    return names + [name for name in config.linears if config.plan.get(name) == "rowwise"]
+    rows = [name for name in config.linears if config.plan.get(name) == "rowwise"]
+    return _with_style(config, _EXPERTS) + rows
+
+
+def _with_style(config: ModuleConfig, style: str) -> list[str]:
+    """Return the names to which the plan gives a style."""
+    return [name for name, style_of_name in config.plan.items() if style_of_name == style]
 
 
 def _check(module: Any, config: ModuleConfig, share: Share) -> None:
@@ -74,10 +79,10 @@ def _check(module: Any, config: ModuleConfig, share: Share) -> None:
     other_styles = set(config.plan.values()) - _DIMS.keys() - _WHOLE - {_EXPERTS}
     if other_styles:
         raise UnsupportedError(f"{beginning} has the style {min(other_styles)!r}")
-    heads = [module.get_submodule(name) for name, style in config.plan.items() if style == _HEAD]
+    heads = list(map(module.get_submodule, _with_style(config, _HEAD)))
     if heads != [module.get_output_embeddings()]:
         raise UnsupportedError(f"{beginning} does not split the head, or gathers other outputs")
-    columns = [name for name, style in config.plan.items() if style == "colwise"]
+    columns = _with_style(config, "colwise")
     for place, attention in zip(config.places, config.attention, strict=True):
         if not any(name.startswith(f"{place}.") for name in columns):
             raise UnsupportedError(f"{beginning} leaves {place} whole")
@@ -87,7 +92,9 @@ def _check(module: Any, config: ModuleConfig, share: Share) -> None:
 
 
 def _cut(tensor: torch.Tensor, name: str, style: str, config: ModuleConfig, share: Share) -> nn.Parameter:
-    dim = _DIMS[style] if tensor.dim() > 1 else -1
+    dim = -1
+    if tensor.dim() > 1:
+        dim = _DIMS[style]
     if style == _HEAD:
         sections = [share.vocabulary(config.vocab_size)]
     else:

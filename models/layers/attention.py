@@ -90,8 +90,9 @@ class Attention(nn.Module):
         sizes = _projected_sizes(layer)
         self.sizes = list(sizes.values())
         self.q_width = sizes["q_proj"] // layer.num_heads  # of a head, its gate included
-        parts = {"qkv_proj": sum(self.sizes)} if layer.fused else sizes
-        self.qkv_proj = Linear(config.hidden_size, parts, bias=layer.qkv_bias)
+        if layer.fused:
+            sizes = {"qkv_proj": sum(self.sizes)}
+        self.qkv_proj = Linear(config.hidden_size, sizes, bias=layer.qkv_bias)
         self.o_proj = Linear(layer.num_heads * layer.v_head_dim, {"o_proj": config.hidden_size}, bias=layer.o_bias)
         self.gate_proj: Linear | None = None
         if layer.softplus_gate:
@@ -118,7 +119,9 @@ class Attention(nn.Module):
             unit = torch.ones(layer.head_dim, device=device)
             self.head_weights = unit, unit
         elif self.q_norm is not None:
-            self.head_weights = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
+            self.head_weights = self.q_norm.weight, None
+            if self.k_norm is not None:
+                self.head_weights = self.q_norm.weight, self.k_norm.weight
         for option in self.options:
             option.bind(device)
         if layer.rope is not None and layer.rope.mrope_section:

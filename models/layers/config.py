@@ -317,10 +317,11 @@ class DecoderConfig:
     @property
     def cache_layers(self) -> tuple[int, ...]:
         """For each layer, the layer whose keys and values it reads: itself, or its `shares_kv_with`."""
-        return tuple(
-            index if layer.shares_kv_with is None else layer.shares_kv_with
-            for index, layer in enumerate(self.attention)
-        )
+        sources = list(range(len(self.attention)))
+        for index, layer in enumerate(self.attention):
+            if layer.shares_kv_with is not None:
+                sources[index] = layer.shares_kv_with
+        return tuple(sources)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

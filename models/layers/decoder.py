@@ -59,8 +59,13 @@ class Linear(nn.Module):
         return tuple(self.parts.values())
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
-        out = linear(x, self.weight, self.bias) if self.packed is None else self.packed(x, self.bias)
-        return out if lora is None or self.adapters is None else self.add_lora(out, x, self.adapters, batch=lora)
+        if self.packed is None:
+            out = linear(x, self.weight, self.bias)
+        else:
+            out = self.packed(x, self.bias)
+        if lora is None or self.adapters is None:
+            return out
+        return self.add_lora(out, x, self.adapters, batch=lora)
 
     @property
     def has_invariant_rows(self) -> bool:
@@ -86,9 +91,11 @@ class Linear(nn.Module):
 
     def bytes_to_pack(self, dtype: torch.dtype) -> int:
         """Return the bytes that `pack` would reorder."""
-        if self.packed is not None:
-            return self.packed.bytes_to_pack(dtype) if isinstance(self.packed, PackedWeights) else 0
-        return 0 if self.weight.is_mkldnn else self.weight.nbytes
+        if isinstance(self.packed, PackedWeights):
+            return self.packed.bytes_to_pack(dtype)
+        if self.packed is not None or self.weight.is_mkldnn:
+            return 0
+        return self.weight.nbytes
 
     def pack(self, dtype: torch.dtype) -> None:
         """Hold the weights as a CPU multiplies them faster; see `pack` and `cpu_product`. dtype: of activations."""
@@ -106,7 +113,9 @@ class Linear(nn.Module):
         """Hold the weights rounded to int8 or int4, for a CPU, but for a router's; see `as_products`."""
         self.rounded = form
         is_router = any(ROUTER.match(name) for name in self.parts)
-        self.packed = None if is_router else as_products(self.weight, form)
+        self.packed = None
+        if not is_router:
+            self.packed = as_products(self.weight, form)
         if self.packed is not None:
             del self.weight
 
@@ -128,7 +137,9 @@ class Linear(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         names = self._names(prefix)
-        slots: WeightSlots = self.packed.weight_slots(names) if isinstance(self.packed, PackedWeights) else {}
+        slots: WeightSlots = {}
+        if isinstance(self.packed, PackedWeights):
+            slots = self.packed.weight_slots(names)
         start = 0
         for name, size in zip(names, self.sizes, strict=True):
             if self.packed is None:
@@ -139,7 +150,9 @@ class Linear(nn.Module):
         return slots
 
     def _names(self, prefix: str) -> list[str]:
-        return [f"{prefix}.{name}" if prefix else name for name in self.parts]
+        if not prefix:
+            return list(self.parts)
+        return [f"{prefix}.{name}" for name in self.parts]
 
 
 class RmsNorm(nn.Module):
@@ -184,12 +197,16 @@ class LayerNorm(RmsNorm):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = super().weight_slots(prefix)
-        return slots if self.bias is None else {**slots, f"{prefix}.bias": self.bias}
+        if self.bias is not None:
+            slots[f"{prefix}.bias"] = self.bias
+        return slots
 
 
 def stream_norm(config: DecoderConfig) -> RmsNorm:
     """A norm of hidden states."""
-    return (LayerNorm if config.norms.subtracts_mean else RmsNorm)(config.hidden_size, config.norms)
+    if config.norms.subtracts_mean:
+        return LayerNorm(config.hidden_size, config.norms)
+    return RmsNorm(config.hidden_size, config.norms)
 
 
 class GatedMlp(nn.Module):
@@ -205,7 +222,9 @@ class GatedMlp(nn.Module):
         super().__init__()
         self.activation, self.silu_and_mul = config.activation, Bound(silu_and_mul)
         self.gate_factor, self.out_factor = config.mlp_factors
-        parts = {"gate_up_proj": 2 * size} if config.fused_mlp else dict.fromkeys(self.inputs, size)
+        parts = dict.fromkeys(self.inputs, size)
+        if config.fused_mlp:
+            parts = {"gate_up_proj": 2 * size}
         self.gate_up_proj = Linear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
 
@@ -239,7 +258,9 @@ class GatedMlp(nn.Module):
                 between.chunk(2, -1)[0].mul_(self.gate_factor)
             activated = self.silu_and_mul(between, activation=self.activation)
         projected: torch.Tensor = self.down_proj(activated, lora)
-        return projected if self.out_factor == 1 else projected.mul_(self.out_factor)
+        if self.out_factor != 1:
+            projected.mul_(self.out_factor)
+        return projected
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return self.gate_up_proj.weight_slots(prefix) | self.down_proj.weight_slots(prefix)
@@ -256,8 +277,10 @@ class PlainMlp(GatedMlp):
 
     def __init__(self, config: DecoderConfig, size: int) -> None:
         super().__init__(config, size)
-        shapes = {"alpha_n": (1,), "alpha_p": (1,), "beta": (), "eps": ()} if self.activation == "xielu" else {}
-        self.learned = nn.ParameterDict({name: empty_parameter(*shape) for name, shape in shapes.items()})
+        self.learned = nn.ParameterDict()
+        if self.activation == "xielu":
+            self.learned["alpha_n"], self.learned["alpha_p"] = empty_parameter(1), empty_parameter(1)
+            self.learned["beta"], self.learned["eps"] = empty_parameter(), empty_parameter()
 
     def _project(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         projected: torch.Tensor = self.down_proj(self._activate(self.gate_up_proj(x, lora)), lora)
@@ -277,5 +300,7 @@ class PlainMlp(GatedMlp):
         return out.to(x.dtype)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        learned = {f"{prefix}.act_fn.{name}": parameter for name, parameter in self.learned.items()}
-        return {**super().weight_slots(prefix), **learned}
+        slots = super().weight_slots(prefix)
+        for name, parameter in self.learned.items():
+            slots[f"{prefix}.act_fn.{name}"] = parameter
+        return slots

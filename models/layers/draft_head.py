@@ -77,9 +77,9 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return (
-            self._embed(input_ids) if self.embed_tokens is None else functional.embedding(input_ids, self.embed_tokens)
-        )
+        if self.embed_tokens is None:
+            return self._embed(input_ids)
+        return functional.embedding(input_ids, self.embed_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits over the target's vocabulary, float32; -inf for tokens that the head lacks."""

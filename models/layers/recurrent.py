@@ -70,7 +70,9 @@ class RecurrentLayer(nn.Module):
         }
         if self.conv_bias is not None:
             slots[f"{prefix}.conv1d.bias"] = self.conv_bias
-        return slots | {f"{prefix}.{name}": self.get_parameter(name) for name in self.float32_names}
+        for name in self.float32_names:
+            slots[f"{prefix}.{name}"] = self.get_parameter(name)
+        return slots
 
 
 class ShortConv(RecurrentLayer):
@@ -134,7 +136,9 @@ class Mamba2(RecurrentLayer):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = super().weight_slots(prefix) | self.in_proj.weight_slots(prefix)
-        return slots if self.norm_weight is None else {**slots, f"{prefix}.norm.weight": self.norm_weight}
+        if self.norm_weight is not None:
+            slots[f"{prefix}.norm.weight"] = self.norm_weight
+        return slots
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -182,15 +186,18 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _project(self, linear: Linear, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         out: torch.Tensor = linear(hidden, lora)
-        # Packed weights cannot be sorted at load.
-        is_sorted = not self.config.by_head or linear.packed is None
-        return out if is_sorted else out[:, self._order(linear).to(out.device)]
+        if self.config.by_head and linear.packed is not None:  # packed weights cannot be sorted at load
+            out = out[:, self._order(linear).to(out.device)]
+        return out
 
     def _order(self, linear: Linear) -> torch.Tensor:
         """Return the stored row of each feature, if all parts of a key head follow each other."""
         layer = self.config
-        shared, values = layer.num_heads // layer.num_key_heads, layer.value_size // layer.num_key_heads
-        sizes = (layer.key_dim, layer.key_dim, values, values) if linear is self.in_proj else (shared, shared)
+        if linear is self.in_proj:
+            values = layer.value_size // layer.num_key_heads
+            sizes = [layer.key_dim, layer.key_dim, values, values]
+        else:
+            sizes = [layer.num_heads // layer.num_key_heads] * 2
         rows = torch.arange(sum(linear.sizes), device="cpu").view(layer.num_key_heads, -1)
         return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
@@ -199,8 +206,8 @@ class GatedDeltaNet(RecurrentLayer):
         if self.config.splits_conv:
             sizes = self.config.key_size, self.config.key_size, self.config.value_size
             del slots[f"{prefix}.conv1d.weight"]
-            parts = zip("qkv", self.conv_weight[:, None].split(sizes), strict=True)
-            slots |= {f"{prefix}.{name}_conv1d.weight": part for name, part in parts}
+            for name, part in zip("qkv", self.conv_weight[:, None].split(sizes), strict=True):
+                slots[f"{prefix}.{name}_conv1d.weight"] = part
         for linear in (self.in_proj, self.gates_proj):
             slots |= linear.weight_slots(prefix)
             if self.config.by_head and linear.packed is None:

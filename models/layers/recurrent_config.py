@@ -107,4 +107,6 @@ class ShortConvConfig(RecurrentConfig):
         return self.size
 
     def parts(self, name: str) -> tuple[int, ...]:
-        return (self.size,) * (3 if name == "in_proj" else 1)
+        if name == "in_proj":
+            return (self.size,) * 3
+        return (self.size,)

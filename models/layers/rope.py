@@ -58,7 +58,9 @@ class RopeConfig:
     @property
     def longest(self) -> int:
         """Longest sequence of a "yarn" scaling, whatever max_position_embeddings says; 0 for other kinds."""
-        return int(self.factor * self.original_max_positions) if self.kind == "yarn" else 0
+        if self.kind != "yarn":
+            return 0
+        return int(self.factor * self.original_max_positions)
 
 
 def rope_config(
@@ -125,11 +127,14 @@ def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
         return _yarn(hf, section, theta, original)
     if kind == "longrope":
         factor = section.number("factor", hf.integer("max_position_embeddings") / original)
-        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+        default = 1.0
+        if factor > 1 and original > 1:
+            default = math.sqrt(1 + math.log(factor) / math.log(original))
         magnitude = section.number("attention_factor", default)
         short, long = section.numbers("short_factor"), section.numbers("long_factor")
         return RopeConfig(theta, 1.0, magnitude, kind=kind, original_max_positions=original, short=short, long=long)
-    factor, low, high = (section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor = section.number("factor")
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
     if low > high:
         raise CheckpointError(f"{hf.source}: low_freq_factor {low} is above high_freq_factor {high}")
     return RopeConfig(theta, factor, kind=kind, original_max_positions=original, low_turns=low, high_turns=high)
@@ -160,12 +165,15 @@ def ropes_by_kind(hf: HfConfig, local_theta: float, *, is_partial: bool = False)
 def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions: int) -> RopeConfig:
     """Read yarn's options. By default cosines and sines are multiplied by 0.1 ln(factor) + 1, as in the paper."""
     # A null factor is the ratio of the maximum positions; an absent one is an error.
-    is_null = "factor" in section.values and section.value("factor") is None
-    factor = hf.integer("max_position_embeddings") / original_max_positions if is_null else section.number("factor")
-
-    weights = [section.number(key, 0.0, may_be_zero=True) for key in ("mscale", "mscale_all_dim")]
-    first, second = (yarn_magnitude(factor, weight) for weight in weights)
-    default = first / second if all(weights) else yarn_magnitude(factor)
+    if "factor" in section.values and section.value("factor") is None:
+        factor = hf.integer("max_position_embeddings") / original_max_positions
+    else:
+        factor = section.number("factor")
+    mscale = section.number("mscale", 0.0, may_be_zero=True)
+    mscale_all_dim = section.number("mscale_all_dim", 0.0, may_be_zero=True)
+    default = yarn_magnitude(factor)
+    if mscale and mscale_all_dim:
+        default = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
     return RopeConfig(
         theta,
         factor,
@@ -181,7 +189,9 @@ def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions:
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     """Return what yarn multiplies queries or keys by, 0.1 weight ln(factor) + 1 (Peng et al., 2023, section 3.4)."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: str) -> None:
@@ -212,8 +222,10 @@ def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> t
     if config.kind == "proportional":
         inv_freq[int(config.rotating * dim // 2) :] = 0.0
     if config.kind == "longrope":
-        is_long = max_positions > config.original_max_positions
-        return inv_freq / torch.tensor(config.long if is_long else config.short, device="cpu")
+        factors = config.short
+        if max_positions > config.original_max_positions:
+            factors = config.long
+        return inv_freq / torch.tensor(factors, device="cpu")
     if config.kind not in ("llama3", "yarn"):
         return inv_freq / config.factor
     if config.kind == "llama3":
@@ -228,10 +240,12 @@ def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> t
 
 def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
     """Return the unscaled share of each pair's frequency (Peng et al., 2023, section 3.2)."""
-    first, last = (
-        dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
-        for turns in (config.high_turns, config.low_turns)
-    )
+
+    def pair_of(turns: float) -> float:
+        """Return the pair that makes so many turns over the original positions."""
+        return dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    first, last = pair_of(config.high_turns), pair_of(config.low_turns)
     if config.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)

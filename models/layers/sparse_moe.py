@@ -54,8 +54,13 @@ class SparseMoe(nn.Module):
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
         self.config, self.activation, self.is_gated = moe, config.activation, config.gated
-        self.inputs = (moe.gate_name, moe.up_name) if config.gated else (moe.up_name,)
-        self.stacked_names = {"w1": "gate_up_proj" if config.gated else "up_proj", "w2": "down_proj"}
+        mlp: type[GatedMlp] = GatedMlp
+        self.inputs: tuple[str, ...] = (moe.gate_name, moe.up_name)
+        self.stacked_names = {"w1": "gate_up_proj", "w2": "down_proj"}
+        if not config.gated:
+            mlp = PlainMlp
+            self.inputs = (moe.up_name,)
+            self.stacked_names["w1"] = "up_proj"
         self.route_tokens, self.route_and_align = Bound(route_tokens), Bound(route_and_align)
         self.fused_moe = Bound(fused_moe)
         hidden_size, num_experts, size = config.hidden_size, moe.num_experts, moe.intermediate_size
@@ -75,13 +80,15 @@ class SparseMoe(nn.Module):
             self.to_latent = Linear(hidden_size, {"fc1_latent_proj": width})
             self.from_latent = Linear(width, {"fc2_latent_proj": hidden_size})
         if moe.shared_size:
-            self.add_module(moe.shared_name, (GatedMlp if config.gated else PlainMlp)(config, moe.shared_size))
+            self.add_module(moe.shared_name, mlp(config, moe.shared_size))
         self.shared_gate = Linear(hidden_size, {moe.shared_gate: 1}) if moe.shared_gate else None
 
     @property
     def shared(self) -> GatedMlp | None:
         """The shared MLP; the attribute has its checkpoint name, so that adapters find it."""
-        return cast("GatedMlp", getattr(self, self.config.shared_name)) if self.config.shared_size else None
+        if not self.config.shared_size:
+            return None
+        return cast("GatedMlp", getattr(self, self.config.shared_name))
 
     def quantize(self, prefix: str, quantization: Quantization) -> None:
         """Hold experts packed, if the checkpoint packs them; those of one layer must have one format.
@@ -288,7 +295,9 @@ class SparseMoe(nn.Module):
             topk_weights = topk_weights * self.expert_scale[topk_ids]
 
         # Multiply.
-        routed = x if self.to_latent is None else self.to_latent(x)
+        routed = x
+        if self.to_latent is not None:
+            routed = self.to_latent(x)
         if self.config.weighs_inputs:
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         if self.products is not None:
@@ -313,8 +322,10 @@ class SparseMoe(nn.Module):
     def weight_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, self.router.weight_slots(prefix)
         if self.correction_bias is not None:
-            bias = self.correction_bias
-            slots[f"{prefix}.{moe.correction_bias}"] = bias[None] if moe.correction_in_row else bias
+            bias: torch.Tensor = self.correction_bias
+            if moe.correction_in_row:
+                bias = bias[None]
+            slots[f"{prefix}.{moe.correction_bias}"] = bias
         if self.expert_scale is not None:
             slots[f"{prefix}.{moe.expert_scale}"] = self.expert_scale
         if self.shared is not None:
@@ -344,12 +355,15 @@ class SparseMoe(nn.Module):
         moe, slots = self.config, WeightSlots()
         for weight, kinds in ((self.w1, self.inputs), (self.w2, (moe.down_name,))):
             assert not isinstance(weight, Mxfp4Experts)  # stored as one tensor
-            names = [f"{prefix}.experts.{expert}.{kind}" for expert in moe.experts for kind in kinds]
+            names: list[str] = []
+            for expert in moe.experts:
+                names += [f"{prefix}.experts.{expert}.{kind}" for kind in kinds]
             if isinstance(weight, PackedWeights):
                 slots |= weight.weight_slots(names)
             else:
                 parts = weight.view(len(names), -1, weight.shape[2])
-                slots |= {f"{name}.weight": part for name, part in zip(names, parts, strict=True)}
+                for name, part in zip(names, parts, strict=True):
+                    slots[f"{name}.weight"] = part
         return slots
 
     def _tensors(self, weight: torch.Tensor | Mxfp4Experts | PackedWeights, bias: torch.Tensor | None) -> ExpertLinear:

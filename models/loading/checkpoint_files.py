@@ -28,8 +28,10 @@ _OTHER_KINDS = (
 
 def other_kind(path: Path) -> str:
     """Return, for a message, what a path without a loadable model is and what to do; empty if unknown."""
+    names = [path.name]
     try:
-        names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
+        if not path.is_file():
+            names = sorted(entry.name for entry in path.iterdir())
     except OSError:  # not a folder
         return ""
     for glob, kind in _OTHER_KINDS:

@@ -28,13 +28,18 @@ def local_folder(path: Path, *, has_weights: bool = True) -> Path:
     """
     if os.path.lexists(path) or not _HUB_ID.fullmatch(str(path)):
         return path
-    return _download(str(path), [name for name in _WANTED if has_weights or name != "*.safetensors"])
+    wanted = list(_WANTED)
+    if not has_weights:
+        wanted.remove("*.safetensors")
+    return _download(str(path), wanted)
 
 
 def model_name(folder: Path) -> str:
     """Return the folder's name, or OWNER/NAME for a commit's folder in the Hub's cache."""
-    match = _CACHED.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
-    return "/".join(match.groups()) if match else folder.name
+    match = _CACHED.fullmatch(folder.parent.parent.name)
+    if folder.parent.name != "snapshots" or match is None:
+        return folder.name
+    return "/".join(match.groups())
 
 
 def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
@@ -65,12 +70,14 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
 def missing_files(folder: Path) -> list[str]:
     """Return the files that a folder lacks to run."""
     missing = [name for name in ("config.json", "tokenizer.json") if not is_there(folder / name)]
-    return missing if any(folder.glob("*.safetensors")) else [*missing, "*.safetensors"]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    return missing
 
 
 def _check_complete(folder: Path, is_run: bool) -> None:
     missing = missing_files(folder)
-    if missing if is_run else "config.json" in missing:
+    if "config.json" in missing or (is_run and missing):
         present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {present}{other_kind(folder)}")
 

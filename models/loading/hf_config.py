@@ -69,7 +69,9 @@ class HfConfig:
 
     def optional_integer(self, key: str) -> int | None:
         """Return a positive integer, or None if the key is null, or absent without a family default."""
-        return None if self.value(key) is None else self.integer(key)
+        if self.value(key) is None:
+            return None
+        return self.integer(key)
 
     def number(self, key: str, default: float = _REQUIRED, *, may_be_zero: bool = False) -> float:
         """Return a positive, finite number."""
@@ -90,11 +92,13 @@ class HfConfig:
             UnsupportedError: it is 0.
         """
         value = self.value(key)
-        if value is not None and self.number(key, may_be_zero=True) == 0:
+        if value is None:
+            return 0.0
+        if self.number(key, may_be_zero=True) == 0:
             raise UnsupportedError(
                 f"{self.source}: {key} = {shown(value)} is not supported: transformers divides by it; null means no cap"
             )
-        return 0.0 if value is None else self.number(key)
+        return self.number(key)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Return a list of positive, finite numbers."""
@@ -136,7 +140,9 @@ class HfConfig:
     def section(self, key: str) -> HfConfig | None:
         """Return a nested object; if absent or null, the family's default, or None."""
         values = self._get(key, self.defaults.get(key), "an object", dict)
-        return None if values is None else HfConfig(values, f"{self.source}: {key}")
+        if values is None:
+            return None
+        return HfConfig(values, f"{self.source}: {key}")
 
     def _get(self, key: str, default: Any, expected: str, *kinds: type) -> Any:
         value = self.value(key)
@@ -178,7 +184,9 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
             value = text.value("eos_token_id")
         if value is None:
             continue
-        ids = value if isinstance(value, list) else [value]
+        ids = value
+        if not isinstance(ids, list):
+            ids = [ids]
         if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             text_of_value = one_line(repr(value), 200)
             raise CheckpointError(

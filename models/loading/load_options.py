@@ -60,10 +60,12 @@ def as_dtype(name: str, value: object, more_dtypes: Mapping[str, torch.dtype] | 
     if value is None or (isinstance(value, str) and value == "auto"):
         return None
     known = {**DTYPES, **(more_dtypes or {})}
-    named = known.get(value.removeprefix("torch.")) if isinstance(value, str) else value
-    if not isinstance(named, torch.dtype) or named not in known.values():
+    dtype = value
+    if isinstance(value, str):
+        dtype = known.get(value.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype) or dtype not in known.values():
         raise InvalidInputError(f"{name}: {shown(value)}, expected {', '.join(known)}, 'auto' or None")
-    return named
+    return dtype
 
 
 def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
@@ -81,9 +83,11 @@ _as_size = partial(as_int, low=1, high=_LARGEST)
 
 
 def _as_quantization(name: str, value: object) -> str | None:
-    if value is not None and value not in ("int4", "int8"):
+    if value is None:
+        return None
+    if value not in ("int4", "int8"):
         raise InvalidInputError(f"{name}: {shown(value)}, expected 'int4', 'int8' or None")
-    return None if value is None else str(value)
+    return str(value)
 
 
 def _as_implementation(name: str, value: object) -> str:
@@ -92,8 +96,16 @@ def _as_implementation(name: str, value: object) -> str:
     return str(value)
 
 
-def _as_optional_size(name: str, value: object, low: int = 1) -> int | None:
-    return None if value is None else as_int(name, value, low, _LARGEST)
+def _as_optional_size(name: str, value: object, low: int = 1, high: int | None = _LARGEST) -> int | None:
+    if value is None:
+        return None
+    return as_int(name, value, low, high)
+
+
+def _as_optional_folder(name: str, value: Any) -> Path | None:
+    if value is None:
+        return None
+    return as_folder(name, value)
 
 
 @dataclass(frozen=True)
@@ -182,14 +194,14 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # the model's limit is checked later
     "num_swap_blocks": partial(as_int, high=_LARGEST),
     "host_cache_bytes": as_int,
-    "cache_folder": lambda name, value: None if value is None else as_folder(name, value),
-    "cache_folder_bytes": lambda name, value: None if value is None else as_int(name, value),
+    "cache_folder": _as_optional_folder,
+    "cache_folder_bytes": partial(_as_optional_size, low=0, high=None),
     "enable_prefix_cache": as_bool,
     "kv_cache_dtype": partial(as_dtype, more_dtypes=KV_CACHE_DTYPES),
     "max_loras": _as_size,
     "max_lora_rank": _as_size,
     "cuda_graphs": as_graphs,
-    "draft": lambda name, value: None if value is None else as_folder(name, value),
+    "draft": _as_optional_folder,
     "quantization": _as_quantization,
     "num_state_slots": partial(_as_optional_size, low=2),
     "snapshot_interval": _as_optional_size,

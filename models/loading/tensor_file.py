@@ -94,7 +94,9 @@ class TensorFile:
         if out.dtype == dtype and out.is_cpu and out.is_contiguous():
             self._read(name, out.detach(), 0)
             return
-        rows = out.detach().unsqueeze(0) if not shape else out.detach()
+        rows = out.detach()
+        if not shape:
+            rows = rows.unsqueeze(0)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         count = min(max(_PIECE_BYTES // max(row_bytes, 1), 1), len(rows))
         buffer = torch.empty((count, *shape[1:]), dtype=dtype)
@@ -104,7 +106,8 @@ class TensorFile:
 
     def checksum(self, name: str, pieces: int, piece_bytes: int) -> int:
         """Return a checksum of evenly spaced pieces of a tensor's bytes, with both ends; of a small tensor, of all."""
-        begin, end = (self._start + at for at in self.tensors[name][2:])
+        _, _, begin, end = self.tensors[name]
+        begin, end = self._start + begin, self._start + end
         last, checksum = max(begin, end - piece_bytes), 0
         for piece in range(pieces):
             at = begin + (last - begin) * piece // (pieces - 1)

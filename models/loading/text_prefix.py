@@ -35,8 +35,8 @@ class TextPrefix(NamedTuple):
         """Return a stored name as a checkpoint of the text model alone has it; None for other parts' tensors."""
         if name.startswith(self.stored):
             return self.ours + name.removeprefix(self.stored)
-        beside = _BESIDE.match(name) if self.ours else None
-        if beside is not None and self.stored.startswith(beside[1]):
+        beside = _BESIDE.match(name)
+        if self.ours and beside is not None and self.stored.startswith(beside[1]):
             return name.removeprefix(beside[1])
         return None
 
@@ -71,7 +71,8 @@ def find_text_prefix(
         return TextPrefix()
     num_matched = max(counts.values())
     # Without a head, "language_model." and "language_model.model." hold the same tensors: the first is taken.
-    best = sorted((prefix for prefix in counts if counts[prefix] == num_matched), key=lambda prefix: len(prefix.stored))
+    best = [prefix for prefix in counts if counts[prefix] == num_matched]
+    best.sort(key=lambda prefix: len(prefix.stored))
     for prefix in best[1:]:
         if not prefix.stored.startswith(best[0].stored):
             places = f"{one_line(best[0].stored)!r} and {one_line(prefix.stored)!r}"

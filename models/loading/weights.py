@@ -120,8 +120,10 @@ def read_headers(folder: Path | GivenTensors) -> StoredTensors:
     """
     stored: StoredTensors = {}
     if isinstance(folder, GivenTensors):
-        file, entries = Path(str(folder)), folder.tensors.items()
-        return {name: StoredTensor(name, file, shape, dtype, source=folder) for name, (dtype, shape) in entries}
+        file = Path(str(folder))
+        for name, (dtype, shape) in folder.tensors.items():
+            stored[name] = StoredTensor(name, file, shape, dtype, source=folder)
+        return stored
     for file, promised in _files(folder).items():
         header = read_header(file)
         if absent := sorted(promised - header.keys()):
@@ -138,11 +140,11 @@ def read_header(file: Path) -> StoredTensors:
     Raises:
         CheckpointError: it is missing, unreadable or truncated.
     """
+    stored: StoredTensors = {}
     with open_tensors(file) as tensors:
-        return {
-            name: StoredTensor(name, file, shape, dtype, tensors.stamp)
-            for name, (dtype, shape, *_) in tensors.tensors.items()
-        }
+        for name, (dtype, shape, *_) in tensors.tensors.items():
+            stored[name] = StoredTensor(name, file, shape, dtype, tensors.stamp)
+    return stored
 
 
 def check_weights(
@@ -199,10 +201,12 @@ def load_weights(
             for name in chain((first,), names):
                 source, slot, part = stored[name].name, slots[name], parts.get(name)
                 try:
-                    if part is None and isinstance(slot, torch.Tensor):
+                    if part is not None:
+                        slot.copy_(part(tensors, source, slot))
+                    elif isinstance(slot, torch.Tensor):
                         tensors.fill(source, slot)
                     else:
-                        slot.copy_(tensors.get_tensor(source) if part is None else part(tensors, source, slot))
+                        slot.copy_(tensors.get_tensor(source))
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: in {file}, cannot build the projection: {error}") from error
                 tick()
@@ -235,9 +239,10 @@ def load_kv_scales(
         if match is None:
             continue
         layer, kind = int(match[1]), f"{match[2] or match[3]}_scale"
-        if layer >= len(scales) or kind in scales[layer]:
-            problem = "unexpected tensor in" if layer >= len(scales) else f"a second {kind}, again in"
-            raise CheckpointError(f"{name}: {problem} {tensor.file}")
+        if layer >= len(scales):
+            raise CheckpointError(f"{name}: unexpected tensor in {tensor.file}")
+        if kind in scales[layer]:
+            raise CheckpointError(f"{name}: a second {kind}, again in {tensor.file}")
         check_dtype(name, tensor, FLOATING)
         heads = num_kv_heads[layer]
         if math.prod(tensor.shape) not in (1, heads):
@@ -279,7 +284,9 @@ def check_dtype(name: str, tensor: StoredTensor, expected: tuple[str, ...]) -> N
 
 def plain(text: str) -> str:
     """Return text from a file for a message: shortened, and as its repr if it could control a terminal."""
-    return text if len(text) <= _MAX_SHOWN and text.isprintable() else shown(text)
+    if len(text) <= _MAX_SHOWN and text.isprintable():
+        return text
+    return shown(text)
 
 
 def without_ones(shape: Sequence[int]) -> list[int]:
@@ -319,7 +326,9 @@ class PackedModule(nn.Module):
 
         def keeping_type(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor
+            if moved.dtype != tensor.dtype:
+                return tensor
+            return moved
 
         super()._apply(keeping_type, recurse)
         return self
@@ -351,11 +360,9 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     index = folder / _INDEX
     if not is_there(index):
         pickled = sorted(file.name for file in folder.glob("*.bin"))
-        reason = (
-            f"only {pickled[0]}, and pickled weights are never loaded"
-            if pickled
-            else f"there is neither{other_kind(folder)}"
-        )
+        reason = f"there is neither{other_kind(folder)}"
+        if pickled:
+            reason = f"only {pickled[0]}, and pickled weights are never loaded"
         raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}; {reason}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):

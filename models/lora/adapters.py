@@ -79,12 +79,14 @@ class LoraAdapters:
         with self._lock:
             self._check_new(name)
             linears = _adaptable(self._network)
-            shapes = {key: [linear.sizes[part], linear.in_features] for key, (linear, part) in linears.items()}
+            shapes: dict[str, list[int]] = {}
+            for key, (linear, part) in linears.items():
+                shapes[key] = [linear.sizes[part], linear.in_features]
             shared = self._network.ranks.share.adapted(self._network.config, shapes)
             for key, (dim, sections) in shared.items():
                 shapes[key][dim] = sum(section.size for section in sections)
             folder = as_folder("path", path)
-            changes = read_adapter(folder, {key: (rows, columns) for key, (rows, columns) in shapes.items()})
+            changes = read_adapter(folder, shapes)
             for key in changes.keys() & shared.keys():
                 changes[key] = changes[key].part(*shared[key])
             rank = max(change.rank for change in changes.values())
@@ -96,14 +98,18 @@ class LoraAdapters:
             for key, change in changes.items():
                 if not (change.a.to(dtype).isfinite().all() and change.b.to(dtype).isfinite().all()):
                     raise CheckpointError(f"{key}: not all values are finite as {dtype} in {folder / WEIGHTS_FILE}")
-            slot = min(set(range(self.max_loras)) - {adapter.slot for adapter in self.loaded.values()})
-            is_first = any(linears[key][0].adapters is None for key in changes)
+            taken = {adapter.slot for adapter in self.loaded.values()}
+            slot = min(set(range(self.max_loras)) - taken)
+            num_elements, num_layers = 0, self.num_layers
+            changes_of_parts: dict[tuple[Linear, int], LowRank] = {}
+            for key, change in changes.items():
+                changes_of_parts[linears[key]] = change
+                num_elements += change.a.numel() + change.b.numel()
             with torch.no_grad():
-                self._write(slot, {linears[key]: change for key, change in changes.items()})
+                self._write(slot, changes_of_parts)
             self._forget_prefixes(name)
-            num_elements = sum(change.a.numel() + change.b.numel() for change in changes.values())
             self.loaded[name] = LoadedAdapter(slot, rank, num_elements * dtype.itemsize)
-            return is_first
+            return self.num_layers > num_layers
 
     def unload(self, name: str) -> None:
         """Free an adapter's slot.
@@ -145,8 +151,10 @@ class LoraAdapters:
 
         Return None if no row has an adapter.
         """
-        adapters = [self.loaded.get(_owner(handle.namespace)) for handle in handles]
-        slots = [-1 if adapter is None else adapter.slot for adapter in adapters]
+        slots: list[int] = []
+        for handle in handles:
+            adapter = self.loaded.get(_owner(handle.namespace))
+            slots.append(-1 if adapter is None else adapter.slot)
         if max(slots, default=-1) < 0:
             return None
         return np.repeat(np.array(slots, np.int32), counts)
@@ -166,22 +174,25 @@ class LoraAdapters:
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return slots, bytes of the stacks, and each adapter's slot, rank, bytes, live sequences and tokens run."""
         with self._lock:
-            stacks = {linear.adapters for linear, _ in _adaptable(self._network).values() if linear.adapters}
+            adapters: dict[str, dict[str, int]] = {}
+            for name, adapter in self.loaded.items():
+                adapters[name] = {
+                    "slot": adapter.slot,
+                    "rank": adapter.rank,
+                    "bytes": adapter.num_bytes,
+                    "sequences": len(self._holders(name)),
+                    "tokens": adapter.num_tokens,
+                }
+            reserved_bytes = 0
+            for linear in _adaptable_layers(self._network):
+                if linear.adapters is not None:
+                    reserved_bytes += linear.adapters.a.nbytes + linear.adapters.b.nbytes
             return {
                 "max_loras": self.max_loras,
                 "max_lora_rank": self.max_rank,
                 "free_slots": self.max_loras - len(self.loaded),
-                "reserved_bytes": sum(stack.a.nbytes + stack.b.nbytes for stack in stacks),
-                "adapters": {
-                    name: {
-                        "slot": adapter.slot,
-                        "rank": adapter.rank,
-                        "bytes": adapter.num_bytes,
-                        "sequences": len(self._holders(name)),
-                        "tokens": adapter.num_tokens,
-                    }
-                    for name, adapter in self.loaded.items()
-                },
+                "reserved_bytes": reserved_bytes,
+                "adapters": adapters,
             }
 
     def _check_new(self, name: str) -> None:
@@ -211,15 +222,17 @@ class LoraAdapters:
 
     def _with_stamp(self, namespace: Hashable) -> Hashable:
         adapter = self.loaded.get(_owner(namespace))
-        return namespace if adapter is None else (namespace, adapter.stamp)
+        if adapter is None:
+            return namespace
+        return namespace, adapter.stamp
 
     def _write(self, slot: int, changes: dict[tuple[Linear, int], LowRank]) -> None:
         """Fill the slot in every stack; layers that the adapter does not change get rank 0."""
-        for linear in {linear for linear, _ in changes}:
+        for linear, _ in changes:
             if linear.adapters is None:
                 linear.adapters = self._empty_stack(linear)
                 self.num_layers += 1
-        for linear in dict.fromkeys(linear for linear, _ in _adaptable(self._network).values()):
+        for linear in _adaptable_layers(self._network):
             stack = linear.adapters
             if stack is None:
                 continue
@@ -248,7 +261,17 @@ class LoraAdapters:
 
 
 def _owner(namespace: Hashable) -> Any:
-    return namespace[0] if isinstance(namespace, tuple) and namespace else namespace
+    if isinstance(namespace, tuple) and namespace:
+        return namespace[0]
+    return namespace
+
+
+def _adaptable_layers(network: Llama) -> list[Linear]:
+    """Return each layer that has an adaptable projection."""
+    layers: dict[Linear, None] = {}
+    for linear, _ in _adaptable(network).values():
+        layers[linear] = None
+    return list(layers)
 
 
 def _adaptable(network: Llama) -> dict[str, tuple[Linear, int]]:

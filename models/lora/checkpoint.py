@@ -68,7 +68,7 @@ def adapter_files(folder: Path) -> tuple[Mapping[str, Any], StoredTensors]:
     return HfConfig.read(folder, CONFIG_FILE).values, read_header(folder / WEIGHTS_FILE)
 
 
-def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LowRank]:
+def read_adapter(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, LowRank]:
     """Return the projections that an adapter changes, by their names in the base checkpoint.
 
     The scale is lora_alpha / r, with rsLoRA lora_alpha / sqrt(r) (Kalajdzievski, 2023).
@@ -102,7 +102,9 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
         _check_module(name, key, shapes, file)
         check_dtype(key, tensor, FLOATING)
         rank, (out_features, in_features) = rank_of(name), shapes[name]
-        expected = [rank, in_features] if which == "A" else [out_features, rank]
+        expected = [out_features, rank]
+        if which == "A":
+            expected = [rank, in_features]
         if tensor.shape != expected:
             shape = shown(tensor.shape)
             raise CheckpointError(f"{name}.lora_{which}: shape {shape} in {file}, expected {expected} for rank {rank}")
@@ -117,12 +119,16 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
     with open_tensors(file, next(iter(stored.values())).stamp) as tensors:
         pairs = {}
         for name in kinds_of:
-            a, b = (tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB")
+            a = tensors.get_tensor(f"base_model.model.{name}.lora_A.weight")
+            b = tensors.get_tensor(f"base_model.model.{name}.lora_B.weight")
             pairs[name] = a, b
     changes = {}
     for name, (a, b) in pairs.items():
         rank, alpha = rank_of(name), alpha_of(name)
-        scale = alpha / (math.sqrt(rank) if takes_root else rank)
+        divisor = rank
+        if takes_root:
+            divisor = math.sqrt(rank)
+        scale = alpha / divisor
         if scale > _MAX_SCALE:
             raise CheckpointError(
                 f"{hf.source}: lora_alpha {alpha} for rank {rank}, expected a scale of at most {_MAX_SCALE}"
@@ -150,10 +156,12 @@ def _check_settings(hf: HfConfig) -> None:
 
 def _targets(hf: HfConfig) -> list[str]:
     """Return the names of target_modules; empty if it is a pattern or absent."""
-    return [] if isinstance(hf.value("target_modules"), str) else hf.items("target_modules", str)
+    if isinstance(hf.value("target_modules"), str):
+        return []
+    return hf.items("target_modules", str)
 
 
-def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], file: Path) -> None:
+def _check_module(name: str, key: str, shapes: Mapping[str, Sequence[int]], file: Path) -> None:
     if name in shapes:
         return
     is_special = ".experts." in name or ".linear_attn." in name
@@ -162,10 +170,11 @@ def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], fi
     raise CheckpointError(f"{plain(key)}: unexpected tensor in {file}, the model has no {plain(name)}")
 
 
-def _promised(hf: HfConfig, shapes: Mapping[str, tuple[int, int]]) -> set[str]:
+def _promised(hf: HfConfig, shapes: Mapping[str, Sequence[int]]) -> set[str]:
     """Return the modules that a plain list of targets names; for patterns and narrowed lists, none."""
-    narrowed = hf.value("exclude_modules") or hf.value("layers_to_transform") is not None
-    targets = set() if narrowed else set(_targets(hf))
+    if hf.value("exclude_modules") or hf.value("layers_to_transform") is not None:
+        return set()
+    targets = set(_targets(hf))
     return {name for name in shapes if not targets.isdisjoint(_suffixes(name))}
 
 
@@ -186,9 +195,11 @@ def _by_module(
         CheckpointError, UnsupportedError: as `read_adapter`.
     """
     section = hf.section(key) or HfConfig({}, hf.source)
-    if unknown := next((name for name in section.values if not re.fullmatch(r"[\w.]+", name)), None):
-        raise UnsupportedError(f"{hf.source}: {key} {shown(unknown)}, known are names of modules")
-    values = {name: read(section, name) for name in section.values}
+    values: dict[str, float] = {}
+    for name in section.values:
+        if not re.fullmatch(r"[\w.]+", name):
+            raise UnsupportedError(f"{hf.source}: {key} {shown(name)}, known are names of modules")
+        values[name] = read(section, name)
 
     def value_of(module: str) -> float:
         suffixes = _suffixes(module)

@@ -23,7 +23,9 @@ def candidates_of(count: int, num_ranks: int, logits_bytes: int) -> int | None:
     """
     padded = -(-count // CANDIDATES) * CANDIDATES
     sent = (num_ranks - 1) * padded * torch.float32.itemsize
-    return padded if num_ranks * padded <= _MOST_CANDIDATES and sent < logits_bytes else None
+    if num_ranks * padded > _MOST_CANDIDATES or sent >= logits_bytes:
+        return None
+    return padded
 
 
 def draw_tokens(

@@ -86,7 +86,9 @@ def _environment(*variables_and_timeout: Any) -> tuple[Store, int, int]:
 def _group_of(mesh: Any) -> dist.ProcessGroup:
     if not isinstance(mesh, dist.device_mesh.DeviceMesh):
         raise InvalidInputError(f"mesh: {type(mesh).__name__}, expected a torch DeviceMesh")
+    if mesh.ndim == 1:
+        return mesh.get_group()
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 1 and "tp" not in names:
+    if "tp" not in names:
         raise InvalidInputError(f"mesh: dimensions {names or mesh.ndim}, expected one, or one named 'tp'")
-    return mesh.get_group("tp" if mesh.ndim > 1 else None)
+    return mesh.get_group("tp")

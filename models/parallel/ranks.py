@@ -121,10 +121,14 @@ class Ranks:
         if self.size == 1:
             return x
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        parts: list[torch.Tensor] = []
+        if self.rank == 0:
+            parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._sending("gather", x) as group:
             group.gather(parts, x, 0).wait()
-        return torch.cat(parts, dim=-1) if parts else x
+        if self.rank == 0:
+            return torch.cat(parts, dim=-1)
+        return x
 
     def gather_everywhere(self, x: torch.Tensor) -> torch.Tensor:
         """Return on every rank all ranks' rows [n, m] side by side, [n, size * m]."""
@@ -161,7 +165,8 @@ class Ranks:
         names, texts = list(parts), list(map(str, parts.values()))
         # Names first: ranks with equal names have equally many texts.
         for compared, labels in (([repr(names)], ["names of settings and tensors"]), (texts, names)):
-            sums = torch.stack(self.compare(torch.tensor([zlib.crc32(text.encode()) for text in compared])))
+            checksums = [zlib.crc32(text.encode()) for text in compared]
+            sums = torch.stack(self.compare(torch.tensor(checksums)))
             differs = sums != sums[self.rank]
             if differs.any():
                 ranks, first = differs.any(1).nonzero().flatten().tolist(), int(differs.any(0).nonzero()[0])
@@ -203,16 +208,20 @@ class Ranks:
         """Compare the progress of all ranks repeatedly until all are done or one has failed."""
         counts, moved, pause = [0] * self.size, [monotonic()] * self.size, _BEAT_S / 64
         with suppress(RankFailedError):
-            while any(count != _DONE for count in counts):
-                sleep(pause := min(2 * pause, _BEAT_S))
+            while counts.count(_DONE) < self.size:
+                pause = min(2 * pause, _BEAT_S)
+                sleep(pause)
                 before, counts = counts, torch.cat(self.compare(torch.tensor([self._progress]))).tolist()
                 now = monotonic()
-                moved = [
-                    now if count == _DONE or count != old else at
-                    for count, old, at in zip(counts, before, moved, strict=True)
-                ]
-                failed = [rank for rank, count in enumerate(counts) if count == _FAILED]
-                idle = [rank for rank, at in enumerate(moved) if now - at > self.config.timeout_s]
+                failed: list[int] = []
+                idle: list[int] = []
+                for rank, count in enumerate(counts):
+                    if count == _DONE or count != before[rank]:
+                        moved[rank] = now
+                    if count == _FAILED:
+                        failed.append(rank)
+                    if now - moved[rank] > self.config.timeout_s:
+                        idle.append(rank)
                 if failed and self.rank not in failed:
                     self.fail(f"ranks {failed} failed; see their own errors")
                 elif idle:

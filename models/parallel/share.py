@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -31,6 +30,11 @@ class Section(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def num_held(self) -> int:
+        """Number of features on this rank."""
+        return self.stop - self.start
+
 
 class Part(NamedTuple):
     """The part of a stored tensor that a rank reads: `ranges` of dimension `dim`.
@@ -45,8 +49,12 @@ class Part(NamedTuple):
     def read(self, tensors: Tensors, name: str, slot: Slot) -> torch.Tensor:
         """Read the part from an open file."""
         parts = [tensors.get_part(name, self.dim, *bounds) for bounds in self.ranges]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
-        return tensor - tensor.min() if self.numbers_groups else tensor
+        tensor = parts[0]
+        if len(parts) > 1:
+            tensor = torch.cat(parts, self.dim)
+        if self.numbers_groups:
+            tensor = tensor - tensor.min()
+        return tensor
 
 
 def _zeros(tensors: Tensors, name: str, slot: Slot) -> torch.Tensor:
@@ -56,8 +64,10 @@ def _zeros(tensors: Tensors, name: str, slot: Slot) -> torch.Tensor:
 
 def _own_sizes(tensors: Tensors, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
     """Return the sizes of a rank's parts of a projection."""
-    sizes = tensors.get_tensor(name).tolist()
-    return torch.tensor([int(size * share) for size, share in zip(sizes, shares, strict=True)])
+    sizes: list[int] = []
+    for size, share in zip(tensors.get_tensor(name).tolist(), shares, strict=True):
+        sizes.append(int(size * share))
+    return torch.tensor(sizes)
 
 
 @dataclass(frozen=True)
@@ -89,8 +99,8 @@ class Share:
         return replace(
             network,
             attention=tuple(map(self._attention, network.attention)),
-            recurrent=tuple(None if layer is None else self._recurrent(layer) for layer in network.recurrent),
-            moe=tuple(None if moe is None else self._moe(moe) for moe in network.moe),
+            recurrent=tuple(map(self._recurrent, network.recurrent)),
+            moe=tuple(map(self._moe, network.moe)),
             intermediate_size=tuple(sizes),
         )
 
@@ -131,7 +141,7 @@ class Share:
             return parts
         for name, shape in shapes.items():
             dim, sections = int(name.endswith(_SUMMED)), self.sections(config, f"{name}.weight")
-            factor = shape[dim] // sum(section.stop - section.start for section in sections)
+            factor = shape[dim] // sum(section.num_held for section in sections)
             scaled = []
             for section in sections:
                 scaled.append(Section(factor * section.size, factor * section.start, factor * section.stop))
@@ -172,7 +182,8 @@ class Share:
             return Section(heads * size, first * size, (first + count) * size)
 
         query = of(layer.num_heads, self.rank * per_rank, per_rank, layer.head_dim)
-        key, value = (of(layer.num_kv_heads, first, count, size) for size in (layer.head_dim, layer.v_head_dim))
+        key = of(layer.num_kv_heads, first, count, layer.head_dim)
+        value = of(layer.num_kv_heads, first, count, layer.v_head_dim)
         return {"k_proj": [key], "k_norm": [key], "v_proj": [value], "qkv_proj": [query, key, value]}.get(name, [query])
 
     def _kv_heads(self, layer: AttentionConfig) -> tuple[int, int]:
@@ -182,7 +193,11 @@ class Share:
     def scales(self, layer: AttentionConfig, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's scales of a layer's cache: a single one, or one per KV head."""
         first, count = self._kv_heads(layer)
-        return {name: scale if len(scale) == 1 else scale[first : first + count] for name, scale in scales.items()}
+        held = dict(scales)
+        for name, scale in scales.items():
+            if len(scale) > 1:
+                held[name] = scale[first : first + count]
+        return held
 
     def _even(self, size: int) -> Section:
         return Section(size, size * self.rank // self.size, size * (self.rank + 1) // self.size)
@@ -201,7 +216,9 @@ class Share:
         num_heads = self._divided("num_attention_heads", layer.num_heads)
         return replace(layer, num_heads=num_heads, num_kv_heads=self._kv_heads(layer)[1])
 
-    def _recurrent(self, layer: RecurrentConfig) -> RecurrentConfig:
+    def _recurrent(self, layer: RecurrentConfig | None) -> RecurrentConfig | None:
+        if layer is None:
+            return None
         if isinstance(layer, ShortConvConfig):
             return replace(layer, size=self._divided("channels of a convolution", layer.size))
         heads = self._divided("heads of recurrent layers", layer.num_heads)
@@ -209,7 +226,9 @@ class Share:
             layer, num_heads=heads, num_key_heads=self._divided("key heads of recurrent layers", layer.num_key_heads)
         )
 
-    def _moe(self, moe: MoeConfig) -> MoeConfig:
+    def _moe(self, moe: MoeConfig | None) -> MoeConfig | None:
+        if moe is None:
+            return None
         shared_size = self._divided("the shared experts' intermediate size", moe.shared_size)
         if self.expert_parallel:
             held = self._divided("experts", moe.num_experts)
@@ -227,15 +246,20 @@ class Share:
         sections = self.sections(config, name)
         # An entry of a packed tensor holds several features.
         scale = Fraction(network_slot.shape[dim], sum(section.size for section in sections))
-        bounds = [(bound.start * scale, bound.stop * scale) for bound in _placed(sections)]
-        is_within_entry = any(start.denominator != 1 or stop.denominator != 1 for start, stop in bounds)
-        if is_within_entry or sum(stop - start for start, stop in bounds) != shape[dim]:
+        ranges: list[tuple[int, int]] = []
+        num_entries, is_within_entry = Fraction(0), False
+        for features in _placed(sections):
+            start, stop = features.start * scale, features.stop * scale
+            if start.denominator != 1 or stop.denominator != 1:
+                is_within_entry = True
+            ranges.append((int(start), int(stop)))
+            num_entries += stop - start
+        if is_within_entry or num_entries != shape[dim]:
             raise UnsupportedError(
                 f"tensor_parallel_size {self.size}: {name} of shape {list(network_slot.shape)} would be cut within an "
                 f"entry of dimension {dim}"
             )
-        ranges = tuple((int(start), int(stop)) for start, stop in bounds)
-        return Part(dim, ranges, numbers_groups=name.endswith("g_idx"))
+        return Part(dim, tuple(ranges), numbers_groups=name.endswith("g_idx"))
 
 
 def cut(tensor: torch.Tensor, sections: Sequence[Section], dim: int) -> torch.Tensor:
@@ -245,8 +269,12 @@ def cut(tensor: torch.Tensor, sections: Sequence[Section], dim: int) -> torch.Te
 
 def _placed(sections: Sequence[Section]) -> list[range]:
     """Return a rank's ranges in consecutive sections."""
-    ends = accumulate((section.size for section in sections), initial=0)
-    return [range(end + part.start, end + part.stop) for part, end in zip(sections, ends, strict=False)]
+    ranges: list[range] = []
+    offset = 0
+    for section in sections:
+        ranges.append(range(offset + section.start, offset + section.stop))
+        offset += section.size
+    return ranges
 
 
 def step_bytes(

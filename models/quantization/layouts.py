@@ -73,11 +73,15 @@ class Layout(ABC):
 
     def scale_rows(self, rows: int) -> int:
         """Return the number of scale rows for this many weight rows."""
-        return -(-rows // FP8_BLOCK) if self.in_blocks else rows
+        if self.in_blocks:
+            return -(-rows // FP8_BLOCK)
+        return rows
 
     def num_groups(self, columns: int) -> int:
         """Return the number of scales per row."""
-        return -(-columns // self.group_size) if self.group_size else 1
+        if not self.group_size:
+            return 1
+        return -(-columns // self.group_size)
 
     def check(self, name: str, rows: int, columns: int) -> None:
         """Check that this format can store a projection of this size.
@@ -185,7 +189,9 @@ class Gptq(Layout):
         if not self.has_zero_points:
             # The middle code in every position as an int32; version 1 stores it minus 1.
             code = 2 ** (self.num_bits - 1) - (2 - self.version)
-            middle = int.from_bytes(bytes([code if self.num_bits == 8 else 17 * code] * 4), "little", signed=True)
+            if self.num_bits == 4:
+                code *= 17  # two in a byte
+            middle = int.from_bytes(bytes([code] * 4), "little", signed=True)
             if (tensors["qzeros"] != middle).any():
                 raise InvalidInputError(f"qzeros: not all {middle}, which the configuration's sym = true requires")
             weights["qzeros"] = None

@@ -111,7 +111,9 @@ def _ends(tree: Any, name: str, starts: int) -> int:
         if not starts:
             break
         if kind in _CHARACTERS or kind == sre.AT:
-            node = _compiled(kind, tuple(value) if kind == sre.IN else value, tree.state.flags)
+            if kind == sre.IN:
+                value = tuple(value)  # as a key of the cache
+            node = _compiled(kind, value, tree.state.flags)
             starts = (starts & _places(node, name)) << (kind != sre.AT)
         elif kind == sre.SUBPATTERN:
             starts = _ends(value[-1], name, starts)
@@ -120,8 +122,11 @@ def _ends(tree: Any, name: str, starts: int) -> int:
         elif kind in _REPEATS:
             starts = _repeat(name, starts, *value)
         else:
-            places = [place for place in range(len(name) + 1) if starts >> place & 1]
-            starts = sum(1 << place for place in places if _holds(name, place, *value) == (kind == sre.ASSERT))
+            holding = 0
+            for place in range(len(name) + 1):
+                if starts >> place & 1 and _holds(name, place, *value) == (kind == sre.ASSERT):
+                    holding |= 1 << place
+            starts = holding
     return starts
 
 

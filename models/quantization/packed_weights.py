@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -55,12 +54,13 @@ class PackedWeights(PackedModule):
 
     def bind(self) -> None:
         """Compute the runs; call it when the weights are at their final addresses."""
-        starts = [0]
-        for part in range(1, len(self.sizes)):
-            if not self._continues(starts[-1], part):
-                starts.append(part)
-        bounds = pairwise([*starts, len(self.sizes)])
-        self.runs = tuple((self._rows(start, end), self._weight(start, end)) for start, end in bounds)
+        runs: list[tuple[slice, QuantizedWeight]] = []
+        start, num_parts = 0, len(self.sizes)
+        for end in range(1, num_parts + 1):
+            if end == num_parts or not self._continues(start, end):
+                runs.append((self._rows(start, end), self._weight(start, end)))
+                start = end
+        self.runs = tuple(runs)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x [num_rows, in_features] times the weights, plus the bias [out_features]."""
@@ -68,21 +68,24 @@ class PackedWeights(PackedModule):
             return quantized_linear(x, self.runs[0][1], bias=bias)
         out = x.new_empty(len(x), len(self.values))
         for rows, weight in self.runs:
-            quantized_linear(x, weight, bias=None if bias is None else bias[rows], out=out[:, rows])
+            quantized_linear(x, weight, bias=_part(bias, rows), out=out[:, rows])
         return out
 
     def for_cpu(self, dtype: torch.dtype) -> CpuProducts | torch.Tensor:
         """Return the weights as a CPU multiplies them fastest: products, or plain weights in `dtype`."""
         weights = [weight for _, weight in self.runs]
-        if all(is_plain(weight, dtype) for weight in weights):
-            return torch.cat([unpacked(weight, dtype) for weight in weights])
+        plain = _plain(weights, dtype)
+        if plain is not None:
+            return torch.cat(plain)
         return CpuProducts([CpuProduct(weight, dtype) for weight in weights], self.num_weights())
 
     def experts(self, count: int) -> list[QuantizedWeight]:
         """Return the weights of each of `count` experts. As in `fused_moe`, each token has a scale of its own."""
         step = len(self.sizes) // count
-        starts = range(0, len(self.sizes), step)
-        return [replace(self._weight(start, start + step), input_scale=None) for start in starts]
+        weights: list[QuantizedWeight] = []
+        for start in range(0, len(self.sizes), step):
+            weights.append(replace(self._weight(start, start + step), input_scale=None))
+        return weights
 
     def stacked(self, count: int) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
         """Return weights, scales, zero points and tensor scales of `count` experts in `fused_moe`'s layout.
@@ -114,7 +117,8 @@ class PackedWeights(PackedModule):
         slots: WeightSlots = {}
         for part, (name, rows) in enumerate(zip(names, self.sizes, strict=True)):
             projection = _Projection(self.layout, rows, self.in_features, self._weight(part, part + 1))
-            slots |= {f"{name}.{end}": slot for end, slot in projection.slots().items()}
+            for end, slot in projection.slots().items():
+                slots[f"{name}.{end}"] = slot
         return slots
 
     def _continues(self, first: int, part: int) -> bool:
@@ -128,21 +132,24 @@ class PackedWeights(PackedModule):
         return True
 
     def _rows(self, start: int, end: int, count: Callable[[int], int] = int) -> slice:
-        sizes = [count(size) for size in self.sizes]
+        sizes = list(map(count, self.sizes))
         return slice(sum(sizes[:start]), sum(sizes[:end]))
 
     def _weight(self, start: int, end: int) -> QuantizedWeight:
         """Return projections `start` to `end` as one weight, with the input order and scales of the first."""
         scale_rows = self._rows(start, end, self.layout.scale_rows)
+        zero_point: torch.Tensor | None = None
+        if self.zero_point is not None:
+            zero_point = _by_rows(self.zero_point)[scale_rows]
         return QuantizedWeight(
             self.values[self._rows(start, end)],
             _by_rows(self.scale)[scale_rows],
             self.in_features,
-            None if self.zero_point is None else _by_rows(self.zero_point)[scale_rows],
-            None if self.tensor_scale is None else self.tensor_scale[start],
+            zero_point,
+            _part(self.tensor_scale, start),
             self.layout.quantizes_input,
-            None if self.input_scale is None else self.input_scale[start],
-            None if self.input_order is None else self.input_order[start],
+            _part(self.input_scale, start),
+            _part(self.input_order, start),
         )
 
 
@@ -169,10 +176,13 @@ class CpuProducts(PackedModule):
         """Return x [num_rows, in_features] times the weights, plus the bias [out_features]."""
         if len(self.products) == 1:
             return self.products[0](x, bias)
-        if bias is None:
-            return torch.cat([product(x, None) for product in self.products], 1)
-        parts = bias.split([product.rows for product in self.products])
-        return torch.cat([product(x, part) for product, part in zip(self.products, parts, strict=True)], 1)
+        columns: list[torch.Tensor] = []
+        start = 0
+        for product in self.products:
+            end = start + product.rows
+            columns.append(product(x, _part(bias, slice(start, end))))
+            start = end
+        return torch.cat(columns, 1)
 
 
 class CpuExperts(CpuProducts):
@@ -181,21 +191,41 @@ class CpuExperts(CpuProducts):
     def __init__(self, weights: Iterable[QuantizedWeight], dtype: torch.dtype) -> None:
         """dtype: of activations."""
         products: list[CpuProduct] = []
+        num_weights = 0
         for weight in weights:
-            products.append(CpuProduct(weight, dtype, cpu_of_experts(weight.out_features, dtype)))
-        super().__init__(products, sum(product.rows * product.columns for product in products))
+            product = CpuProduct(weight, dtype, cpu_of_experts(weight.out_features, dtype))
+            products.append(product)
+            num_weights += product.rows * product.columns
+        super().__init__(products, num_weights)
         self.multiply = ExpertProducts(products, products[0].rows)
 
 
 def experts_for_cpu(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> CpuExperts | torch.Tensor:
     """Return experts as a CPU multiplies them fastest: products, or plain weights [num_experts, rows, columns]."""
-    if all(is_plain(weight, dtype) for weight in weights):
-        return torch.stack([unpacked(weight, dtype) for weight in weights])
+    plain = _plain(weights, dtype)
+    if plain is not None:
+        return torch.stack(plain)
     return CpuExperts(weights, dtype)
 
 
+def _plain(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> list[torch.Tensor] | None:
+    """Return the weights unpacked if a CPU multiplies all of them faster so, else None."""
+    if not all(is_plain(weight, dtype) for weight in weights):
+        return None
+    return [unpacked(weight, dtype) for weight in weights]
+
+
+def _part(values: torch.Tensor | None, index: int | slice) -> torch.Tensor | None:
+    """Return a part of an optional tensor."""
+    if values is None:
+        return None
+    return values[index]
+
+
 def _by_rows(scale: torch.Tensor) -> torch.Tensor:
-    return scale.T if scale.dim() == 2 else scale
+    if scale.dim() == 2:
+        return scale.T
+    return scale
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -230,9 +260,10 @@ class _Projection:
     def _pack(self, start: int, end: int) -> None:
         """Fill rows start to end; unpacking runs on their device."""
         weight, layout = self.weight, self.layout
-        packed = layout.pack(
-            {name: self._rows_of(name, start, end).to(weight.values.device) for name in self.found}, weight.in_features
-        )
+        rows_of_tensors: dict[str, torch.Tensor] = {}
+        for name in self.found:
+            rows_of_tensors[name] = self._rows_of(name, start, end).to(weight.values.device)
+        packed = layout.pack(rows_of_tensors, weight.in_features)
         weight.values[start:end].copy_(packed.values)
         scales = slice(layout.scale_rows(start), layout.scale_rows(end))
         for mine, theirs in ((weight.scale, packed.scale), (weight.zero_point, packed.zero_point)):
@@ -242,8 +273,10 @@ class _Projection:
             if mine is not None and theirs is not None:
                 mine.copy_(theirs)
         if weight.input_order is not None:
-            columns = torch.arange(weight.in_features, dtype=torch.int32, device=weight.values.device)
-            weight.input_order.copy_(columns if packed.input_order is None else packed.input_order)
+            order = packed.input_order
+            if order is None:
+                order = torch.arange(weight.in_features, dtype=torch.int32, device=weight.values.device)
+            weight.input_order.copy_(order)
         elif packed.input_order is not None:
             raise InvalidInputError("g_idx: columns in their own order, expected consecutive groups")
 

@@ -62,7 +62,9 @@ def read_quantization(hf: HfConfig) -> Quantization | None:
         section.text("quant_method")
     rules = _READERS[method](section)
     check_cost([pattern for pattern, _ in rules], section.source)
-    return Quantization(tuple(rules)) if rules else None
+    if not rules:
+        return None
+    return Quantization(tuple(rules))
 
 
 def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quantization | None:
@@ -73,9 +75,18 @@ def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quant
     """
     if quantization is None:
         return None
-    dtypes = {tensor.dtype for name, tensor in stored.items() if name.endswith(_SCALES)}
-    dtype = _HALVES.get(dtypes.pop()) if len(dtypes) == 1 else None
-    ends = {name.rpartition(".")[2] for name in stored}
+    scale_dtypes: set[str] = set()
+    ends: set[str] = set()
+    plain: set[str] = set()
+    for name, tensor in stored.items():
+        ends.add(name.rpartition(".")[2])
+        if name.endswith(_SCALES):
+            scale_dtypes.add(tensor.dtype)
+        if tensor.dtype in FLOATING:
+            plain.add(name.removesuffix(".weight"))
+    dtype = None
+    if len(scale_dtypes) == 1:
+        dtype = _HALVES.get(scale_dtypes.pop())
 
     def layout_of(layout: Layout) -> Layout:
         if dtype is not None:
@@ -89,9 +100,12 @@ def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quant
                     scale_names[key] = name
         return replace(layout, **scale_names)
 
-    plain = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype in FLOATING}
-    rules = tuple((pattern, layout and layout_of(layout)) for pattern, layout in quantization.rules)
-    return Quantization(rules, frozenset(plain))
+    rules: list[Rule] = []
+    for pattern, layout in quantization.rules:
+        if layout is not None:
+            layout = layout_of(layout)
+        rules.append((pattern, layout))
+    return Quantization(tuple(rules), frozenset(plain))
 
 
 def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> StoredTensors:
@@ -100,14 +114,12 @@ def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> Sto
     Raises:
         CheckpointError: a file became unreadable.
     """
-    extra = {
-        name
-        for name in stored.keys() - slots.keys()
-        if name.endswith(".bias")
-        and f"{name.removesuffix('bias')}qweight" in slots
-        and not read_tensor(stored, name).any()
-    }
-    return {name: tensor for name, tensor in stored.items() if name not in extra}
+    kept = dict(stored)
+    for name in stored.keys() - slots.keys():
+        is_beside_codes = name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in slots
+        if is_beside_codes and not read_tensor(stored, name).any():
+            del kept[name]
+    return kept
 
 
 def _read_awq(hf: HfConfig) -> list[Rule]:
@@ -135,8 +147,8 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
     )
     # GPTQModel: patterns after "-:" name plain modules; others change options of some modules.
     rules: list[Rule] = []
-    changed = hf.section("dynamic")
-    for name in changed.values if changed is not None else ():
+    changed = hf.section("dynamic") or HfConfig({}, hf.source)
+    for name in changed.values:
         if not name.startswith("-:"):
             raise UnsupportedError(
                 f"{hf.source}: dynamic has {name!r}, known are patterns of plain modules, such as '-:...'"
@@ -153,16 +165,13 @@ def _read_fp8(hf: HfConfig) -> list[Rule]:
     block = hf.value("weight_block_size")
     if block not in (None, [FP8_BLOCK, FP8_BLOCK]):
         raise UnsupportedError(f"{hf.source}: weight_block_size = {shown(block)} is not supported, known is [128, 128]")
-    # With blocks, activation scales are dynamic, one per 128 values of a token.
-    is_static = hf.choice("activation_scheme", "dynamic", *(() if block else ("static",))) == "static"
-    layout = EightBit(
-        form="e4m3",
-        group_size=FP8_BLOCK if block else 0,
-        one_scale=not block,
-        scale_name="weight_scale_inv" if block else "weight_scale",
-        quantizes_input=True,
-        has_input_scale=is_static,
-    )
+    if block:
+        # Activation scales are dynamic, one per 128 values of a token.
+        hf.choice("activation_scheme", "dynamic")
+        layout = EightBit(form="e4m3", group_size=FP8_BLOCK, scale_name="weight_scale_inv", quantizes_input=True)
+    else:
+        is_static = hf.choice("activation_scheme", "dynamic", "static") == "static"
+        layout = EightBit(form="e4m3", one_scale=True, quantizes_input=True, has_input_scale=is_static)
     plain = _unconverted(hf, "modules_to_not_convert") + _unconverted(hf, "ignored_layers")
     return [_PLAIN_HEAD, *plain, (_ALL, layout)]
 
@@ -205,9 +214,9 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
     layouts: dict[str, Layout] = {}
     groups = hf.section("config_groups") or HfConfig({}, hf.source)
     for key in groups.values:
-        group = groups.section(key)
-        weights = None if group is None else group.section("weights")
-        if group is not None and weights is not None:
+        group = groups.section(key) or HfConfig({}, groups.source)
+        weights = group.section("weights")
+        if weights is not None:
             layout = _group_layout(group, weights, group.value("format") or hf.value("format"))
             layouts |= dict.fromkeys(group.items("targets", str), layout)
     if not layouts and cache is None:
@@ -217,7 +226,8 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
 
     # "Linear" means all projections. Without it another class does, and the file's tensors show which are packed.
     classes = [name for name in layouts if name.isidentifier() and name[0].isupper()]
-    classes = ["Linear"] if "Linear" in classes else classes
+    if "Linear" in classes:
+        classes = ["Linear"]
     if len({layouts[name] for name in classes}) > 1:
         raise UnsupportedError(f"{hf.source}: targets {shown(classes)} packed in several ways, supported is one")
 
@@ -225,13 +235,23 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
         """Return a pattern for a regular expression after "re:", for the class of all projections, or for a name."""
         if name.startswith("re:"):
             return _pattern(name[3:], hf, "targets or ignore")
-        is_class = name == "Linear" or name in classes
-        return _ALL if is_class else _pattern(rf"{re.escape(name)}\Z", hf, "targets or ignore")
+        if name == "Linear" or name in classes:
+            return _ALL
+        return _pattern(rf"{re.escape(name)}\Z", hf, "targets or ignore")
 
-    plain: list[Rule] = [(named(name), None) for name in hf.items("ignore", str)]
-    # Names take precedence over patterns, and patterns over classes.
-    ordered = sorted(layouts, key=lambda name: 1 if name.startswith("re:") else 0 if "." in name else 2)
-    return [*plain, *((named(name), layouts[name]) for name in ordered)]
+    rules: list[Rule] = [(named(name), None) for name in hf.items("ignore", str)]
+    for name in sorted(layouts, key=_precedence):
+        rules.append((named(name), layouts[name]))
+    return rules
+
+
+def _precedence(target: str) -> int:
+    """Return the place of a target of compressed-tensors: names, then patterns, then classes."""
+    if target.startswith("re:"):
+        return 1
+    if "." in target:
+        return 0
+    return 2
 
 
 def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
@@ -252,9 +272,12 @@ def _packed_integers(group: HfConfig, weights: HfConfig) -> Layout:
     group.choice("input_activations")
     strategy = weights.choice("strategy", "group", "channel")
     order = weights.choice("actorder", "group", "dynamic", "weight", "static", True, False)
+    group_size = 0
+    if strategy != "channel":
+        group_size = _group_size(weights)
     return PackQuantized(
         form=f"int{weights.integer('num_bits')}",
-        group_size=0 if strategy == "channel" else _group_size(weights),
+        group_size=group_size,
         has_zero_points=not weights.flag("symmetric", True),
         has_order=order in ("group", "dynamic", True),
     )
@@ -262,22 +285,24 @@ def _packed_integers(group: HfConfig, weights: HfConfig) -> Layout:
 
 def _packed_floats(inputs: HfConfig | None, weights: HfConfig, form: str) -> Layout:
     """form: "nvfp4" or "mxfp4"."""
+    ignored = None
     if inputs is not None:
         inputs.choice("num_bits", 4)
         inputs.choice("type", "float")
+        ignored = "input_global_scale"
     size = E2M1_GROUPS[form]
     weights.choice("group_size", size)
     if form == "mxfp4":
         return Fp4(form=form, group_size=size)
-    ignored = None if inputs is None else "input_global_scale"
     return Fp4(form=form, group_size=size, global_scale="weight_global_scale", ignored=ignored)
 
 
 def _eight_bits(inputs: HfConfig | None, weights: HfConfig, kind: str) -> Layout:
     """kind: "float" or "int"."""
     weights.choice("symmetric", True)
-    strategies = ["tensor", "channel"]
+    form, strategies = "int8", ["tensor", "channel"]
     if kind == "float":
+        form = "e4m3"
         strategies.append("block")
     strategy = weights.choice("strategy", *strategies)
     is_in_blocks = strategy == "block"
@@ -290,7 +315,7 @@ def _eight_bits(inputs: HfConfig | None, weights: HfConfig, kind: str) -> Layout
     if strategy is None:
         raise CheckpointError(f"{weights.source}: strategy is missing, expected tensor, channel or block")
     return EightBit(
-        form="e4m3" if kind == "float" else "int8",
+        form=form,
         group_size=FP8_BLOCK if is_in_blocks else 0,
         one_scale=strategy == "tensor",
         quantizes_input=inputs is not None,
@@ -330,7 +355,11 @@ def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False
 
 def _unconverted(hf: HfConfig, key: str) -> list[Rule]:
     """Return rules for plain modules, by names that transformers reads."""
-    return [(_pattern(name, hf, key, is_module=True), None) for name in filter(None, hf.items(key, str))]
+    rules: list[Rule] = []
+    for name in hf.items(key, str):
+        if name:
+            rules.append((_pattern(name, hf, key, is_module=True), None))
+    return rules
 
 
 def _group_size(hf: HfConfig) -> int:

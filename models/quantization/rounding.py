@@ -23,15 +23,22 @@ def nearest_codes(weight: torch.Tensor, form: str, group_size: int) -> tuple[tor
     Scales have the dtype of the weights, and codes are chosen for the rounded ones. form: "int4", with a scale for
     `group_size` columns, "int8" or "fp8", with one for a row.
     """
-    columns = weight.shape[1]
-    groups = weight.float().unflatten(1, (-1, group_size if form == "int4" else columns))
+    low = -_LARGEST[form]
+    spans: tuple[float, ...] = (1.0,)
+    if form == "int4":
+        low, spans = -8.0, _SPANS
+    else:
+        group_size = weight.shape[1]
+    groups = weight.float().unflatten(1, (-1, group_size))
     largest = groups.abs().amax(2, keepdim=True) / _LARGEST[form]
-    low = -8.0 if form == "int4" else -_LARGEST[form]
     best = scale = codes = torch.empty(0)
-    for span in _SPANS if form == "int4" else (1.0,):
+    for span in spans:
         scales = (largest * span).clamp_min(torch.finfo(weight.dtype).tiny).to(weight.dtype)
         rounded = (groups / scales.float()).clamp_(low, _LARGEST[form])
-        rounded = rounded.to(torch.float8_e4m3fn).float() if form == "fp8" else rounded.round_()
+        if form == "fp8":
+            rounded = rounded.to(torch.float8_e4m3fn).float()
+        else:
+            rounded.round_()
         error = (rounded * scales.float() - groups).square_().sum(2, keepdim=True)
         if span == 1.0:
             best, scale, codes = error, scales, rounded
@@ -68,12 +75,16 @@ def _group_size(weight: torch.Tensor, form: str) -> int | None:
     columns = weight.shape[-1]
     if form != "int4":
         return columns
-    return next((size for size in GROUPS if columns % size == 0), None)
+    for size in GROUPS:
+        if columns % size == 0:
+            return size
+    return None
 
 
 def _quantized(weight: torch.Tensor, form: str, group: int) -> QuantizedWeight:
     codes, scale = nearest_codes(weight, form, group)
-    scale = scale.squeeze(1) if scale.shape[1] == 1 else scale
+    if scale.shape[1] == 1:
+        scale = scale.squeeze(1)
     if form == "int8":
         return QuantizedWeight(codes.to(torch.int8), scale, weight.shape[1], quantizes_input=True)
     return QuantizedWeight(pack_codes((codes + 8).to(torch.uint8)), scale, weight.shape[1])

@@ -37,7 +37,8 @@ def sample_pairs(rng: random.Random, num_tokens: int) -> list[list[str]]:
         unused = num_tokens
         while unused:
             # The rest after a pair must be empty or hold another pair, which takes 3 to 5 tokens.
-            counts.append(rng.choice([n for n in range(3) if unused - 3 - n == 0 or unused - 3 - n >= 3]))
+            fitting = [count for count in range(3) if unused - 3 - count == 0 or unused - 3 - count >= 3]
+            counts.append(rng.choice(fitting))
             unused -= 3 + counts[-1]
         # 512 tokens hold 128 pairs and 128 adjectives on average, so words rarely run out.
         if len(counts) <= min(len(KEYS), len(NOUNS)) and sum(counts) <= len(ADJECTIVES):
