@@ -227,10 +227,16 @@ def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> ND
     final = [item.is_final_chunk for item in items]
     if VerifyLogits not in {type(item.logits_policy) for item in items}:
         last_rows: NDArray[np.int64] = ends - 1
-        return last_rows if all(final) else last_rows[np.array(final)]
+        if not all(final):
+            last_rows = last_rows[np.array(final)]
+        return last_rows
     verified = np.array([isinstance(item.logits_policy, VerifyLogits) for item in items])
-    spans = zip(np.where(verified, ends - counts, ends - 1), ends, final, strict=True)
-    return np.concatenate([np.arange(first, end) for first, end, is_final in spans if is_final])
+    firsts = np.where(verified, ends - counts, ends - 1)
+    rows: list[NDArray[np.int64]] = []
+    for first, end, is_final in zip(firsts, ends, final, strict=True):
+        if is_final:
+            rows.append(np.arange(first, end))
+    return np.concatenate(rows)
 
 
 def validate_items(
@@ -250,14 +256,20 @@ def validate_items(
             cache's length, or a token id outside [0, vocab_size).
         SequenceTooLongError: an item would reach beyond `max_seq_len`.
     """
-    pairs = list(zip(items, handles, strict=True))
     seq_ids = [item.seq_id for item in items]
-    cache_ids = [item.seq_id if handle is None else handle.cache_id for item, handle in pairs]
+    cache_ids: list[SeqId] = []
+    lengths: list[int] = []
+    for item, handle in zip(items, handles, strict=True):
+        if handle is None:
+            cache_ids.append(item.seq_id)
+            lengths.append(0)
+        else:
+            cache_ids.append(handle.cache_id)
+            lengths.append(handle.num_tokens)
     for name, ids in (("seq_id", seq_ids), ("cache_id", cache_ids)):
         if len(set(ids)) != len(ids):
             raise InvalidInputError(f"item {Counter(ids).most_common(1)[0][0]!r}: its {name} is given twice")
     # Check the values of all items at once: a decode step has hundreds.
-    lengths = [0 if handle is None else handle.num_tokens for handle in handles]
     rows = [item.q_tokens for item in items]
     tokens, ends = list(chain.from_iterable(rows)), list(map(add, lengths, map(len, rows)))
     continues = [item.pos_offset for item in items] == lengths and all(map(gt, ends, lengths))

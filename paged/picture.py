@@ -84,17 +84,27 @@ class CachePicture:
         The lines below name all holders of shared blocks.
         """
         _check_columns(columns)
-        letters = [self.sequences[cell.holders[0]].letter if cell.holders else "" for cell in self.cells]
-        cells = [(letter + _KINDS[cell.kind][0]).rjust(2) for letter, cell in zip(letters, self.cells, strict=True)]
-        rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+        cells: list[str] = []
+        for cell in self.cells:
+            letter = ""
+            if cell.holders:
+                letter = self.sequences[cell.holders[0]].letter
+            cells.append((letter + _KINDS[cell.kind][0]).rjust(2))
+        lines: list[str] = []
         width = len(str(len(cells)))
-        grid = [f"{1 + columns * index:{width}}  {' '.join(row)}".rstrip() for index, row in enumerate(rows)]
-        legend = [
-            f"{('a' * (kind in ('own', 'shared', 'copy')) + mark.strip()):3} {self.count(kind):4}  {meaning}"
-            for kind, (mark, meaning) in _KINDS.items()
-        ]
-        lines = [one_line(text) for text in (*map(_line, self.sequences), self.summary)]
-        return "\n".join([*grid, "", *legend, "", *lines, *self._shared_lines()])
+        for start in range(0, len(cells), columns):
+            row = " ".join(cells[start : start + columns])
+            lines.append(f"{start + 1:{width}}  {row}".rstrip())
+        lines.append("")
+        for kind, (mark, meaning) in _KINDS.items():
+            example = mark.strip()
+            if kind in ("own", "shared", "copy"):
+                example = f"a{example}"
+            lines.append(f"{example:3} {self.count(kind):4}  {meaning}")
+        lines.append("")
+        for text in (*map(_line, self.sequences), self.summary):
+            lines.append(one_line(text))
+        return "\n".join(lines + self._shared_lines())
 
     def _shared_lines(self) -> list[str]:
         """Return the letters of all holders of each run of shared blocks."""
@@ -117,7 +127,9 @@ class CachePicture:
             body.append(f'<text x="20" y="{y}">{escape(xml_text(_line(sequence)))}</text>')
             y += _LINE
         body.append(f'<text x="2" y="{y}">{escape(xml_text(self.summary))}</text>')
-        longest = max(len(self.summary), *(len(_line(sequence)) + 3 for sequence in self.sequences), 0)
+        longest = len(self.summary)
+        for sequence in self.sequences:
+            longest = max(longest, len(_line(sequence)) + 3)
         width, height = max(columns * _CELL, longest * _LETTER) + 4, y + 8
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -128,9 +140,12 @@ class CachePicture:
     def _svg_cell(self, cell: BlockCell, row: int, column: int) -> str:
         x, y, size = 2 + column * _CELL, 2 + row * _CELL, _CELL - 3
         names = ", ".join(one_line(self.sequences[index].request_id, _LONGEST_ID) for index in cell.holders)
-        title = f"block {cell.block}: {_KINDS[cell.kind][1]}{f' ({names})' if names else ''}"
+        title = f"block {cell.block}: {_KINDS[cell.kind][1]}"
+        if names:
+            title += f" ({names})"
         background = "#cfd8e6" if cell.kind == "cached" else "#f4f4f4"
         dashes = ' stroke-dasharray="3 2"' if cell.kind == "copy" else ""
+        stroke = "black" if len(cell.holders) > 1 else "#999"
         stripes, width = [], size / max(len(cell.holders), 1)
         height = size * cell.fill if 0 <= cell.fill <= 1 else 0.0  # also for NaN
         for stripe, index in enumerate(cell.holders):
@@ -141,7 +156,7 @@ class CachePicture:
         frame = f'x="{x}" y="{y}" width="{size}" height="{size}"'
         return (
             f'<g><title>{escape(xml_text(title, 10_000))}</title><rect {frame} fill="{background}"/>{"".join(stripes)}'
-            f'<rect {frame} fill="none" stroke="{"black" if len(cell.holders) > 1 else "#999"}"{dashes}/></g>'
+            f'<rect {frame} fill="none" stroke="{stroke}"{dashes}/></g>'
         )
 
 
@@ -153,20 +168,21 @@ def cache_picture(manager: PagedKvCacheManager, names: Mapping[SeqId, str] | Non
     names, block_size, num_tables = names or {}, manager.config.block_size, len(manager.config.tables)
     with manager._guard:  # so that nothing changes between the calls
         stats, pressure, cached = manager.stats(), manager.pressure, set(manager.cached_blocks())
-        handles = manager.handles()
-        tables = [(handle.blocks, handle.num_tokens) for handle in handles]
-        lines = [
-            SequenceLine(
+        tables: list[tuple[tuple[int, ...], int]] = []
+        lines: list[SequenceLine] = []
+        for index, handle in enumerate(manager.handles()):
+            blocks = handle.blocks
+            tables.append((blocks, handle.num_tokens))
+            line = SequenceLine(
                 letter=_LETTERS[index : index + 1] or "?",
                 request_id=names.get(handle.cache_id, handle.request_id),
                 namespace=handle.namespace,
                 num_tokens=handle.num_tokens,
                 num_cached_tokens=handle.num_cached_tokens,
-                num_blocks=sum(block > 0 for block in handle.blocks),
+                num_blocks=len(blocks) - blocks.count(0),
                 num_swapped=handle.stats().swapped_blocks,
             )
-            for index, handle in enumerate(handles)
-        ]
+            lines.append(line)
     holders: dict[int, list[int]] = {}
     filled: dict[int, int] = {}
     is_next: set[int] = set()  # blocks that a sequence's next token goes into

@@ -81,8 +81,10 @@ class PromptEmbeds:
             object.__setattr__(self, "deepstack", deepstack)
         if self.rope_positions is not None:
             object.__setattr__(self, "rope_positions", self._checked_rope(self.rope_positions))
-        spans = tuple((as_int("spans", begin), as_int("spans", end)) for begin, end in self.spans)
-        object.__setattr__(self, "spans", spans)
+        spans: list[tuple[int, int]] = []
+        for begin, end in self.spans:
+            spans.append((as_int("spans", begin), as_int("spans", end)))
+        object.__setattr__(self, "spans", tuple(spans))
         have_rows, last = set(positions), 0
         for begin, end in spans:
             if not last <= begin < end or not have_rows.issuperset(range(begin, end)):
@@ -95,7 +97,9 @@ class PromptEmbeds:
         rope = value.detach().to("cpu", torch.int64, copy=True)
         length = rope.shape[1]
         if not length or int(rope.min()) < 0 or int(rope.max()) >= length:
-            low, high = (int(rope.min()), int(rope.max())) if length else (0, 0)
+            low = high = 0
+            if length:
+                low, high = int(rope.min()), int(rope.max())
             raise InvalidInputError(f"rope_positions: {low} to {high}, expected 0 to {length - 1}, below the length")
         return rope
 
@@ -141,7 +145,9 @@ class PromptEmbeds:
         """Return the end of a chunk from `start` that cuts no span: the last one up to `end`, else the next."""
         for first, last in self.spans:
             if first < end < last:
-                return first if first > start else last
+                if first > start:
+                    return first
+                return last
         return end
 
     def ids(self, token_ids: Sequence[int], start: int) -> Sequence[int]:
@@ -150,7 +156,8 @@ class PromptEmbeds:
         A row's id is its `content_id`. A token whose rotary position does not simply follow has a `content_id`, too, of
         its token id and this position. So equal ids mean equal K/V.
         """
-        first, last = (bisect_left(self._marked, end) for end in (start, start + len(token_ids)))
+        first = bisect_left(self._marked, start)
+        last = bisect_left(self._marked, start + len(token_ids))
         if first == last:
             return token_ids
         ids = list(token_ids)
@@ -186,7 +193,8 @@ class PromptEmbeds:
             contents = [part[row].tobytes() for part in parts]
             digests[position] = _digest(dtype, *contents, self._rope_bytes(position))
         for begin, end in self.spans:  # K/V depend on the rows after them, too
-            span_digest = _digest(b"span", *(digests[position] for position in range(begin, end)))
+            of_rows = [digests[position] for position in range(begin, end)]
+            span_digest = _digest(b"span", *of_rows)
             for position in range(begin, end):
                 digests[position] = _digest(span_digest, (position - begin).to_bytes(8, "little"))
         return digests
@@ -255,7 +263,9 @@ def _checked(name: str, value: Any, shape: tuple[int | None, ...]) -> torch.Tens
 
 
 def _shape(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+    if not isinstance(value, torch.Tensor):
+        return shown(value)
+    return f"{value.dtype} {list(value.shape)}"
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -224,13 +224,18 @@ def _is_finite(returned: Any) -> bool:
 def _reached(arguments: dict[str, Any]) -> torch.Tensor | None:
     """Return the blocks of caches that a call reads or writes, int64 on the CPU; None if nothing names them."""
     reached = []
-    cache = next((arguments[name] for name in _CACHES if name in arguments), None)
+    cache = None
+    for name in _CACHES:
+        if name in arguments:
+            cache = arguments[name]
+            break
     if isinstance(cache, list | tuple) and cache:
         cache = cache[0]
     if not isinstance(cache, torch.Tensor) or cache.dim() < 2:
         return None
     num_blocks, block_size = cache.shape[:2]
-    table, seq_lens, slots = (arguments.get(name) for name in ("block_table", "seq_lens", "slot_mapping"))
+    table, seq_lens = arguments.get("block_table"), arguments.get("seq_lens")
+    slots = arguments.get("slot_mapping")
     if isinstance(table, torch.Tensor) and isinstance(seq_lens, torch.Tensor) and table.dim() == 2 and block_size:
         columns = torch.arange(table.shape[1])
         is_used = columns[None] * block_size < seq_lens.cpu()[: len(table), None]
@@ -244,6 +249,17 @@ def _reached(arguments: dict[str, Any]) -> torch.Tensor | None:
     ids = torch.cat([part.long() for part in reached]).unique()
     reached_ids: torch.Tensor = ids[(ids >= 0) & (ids < num_blocks)]
     return reached_ids
+
+
+def _field_names(value: Any) -> Sequence[str] | None:
+    """Return the names of the arguments that make an object again; None for other values."""
+    if isinstance(value, AttentionPlan):
+        return "cu_seqlens_q", "seq_lens", "max_seqlen_q", "max_seqlen_k"
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value) if field.init]
+    if isinstance(value, tuple):
+        return getattr(value, "_fields", None)
+    return None
 
 
 class _Encoder:
@@ -267,24 +283,17 @@ class _Encoder:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
-        if isinstance(value, AttentionPlan):
-            names = ("cu_seqlens_q", "seq_lens", "max_seqlen_q", "max_seqlen_k")
-            return {"object": _path(value), "fields": self._named({key: getattr(value, key) for key in names})}
-        if dataclasses.is_dataclass(value):
-            named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-            return {"object": _path(value), "fields": self._named(named)}
-        if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            return {"object": _path(value), "fields": self._named(value._asdict())}
+        names = _field_names(value)
+        if names is not None:
+            fields = {field: self._encode(getattr(value, field), field) for field in names}
+            return {"object": _path(value), "fields": fields}
         if isinstance(value, dict):
-            return {"dict": self._named(value)}
+            return {"dict": {key: self._encode(item, key) for key, item in value.items()}}
         if isinstance(value, tuple | list):
             return {type(value).__name__: [self._encode(item, name) for item in value]}
         if hasattr(value, "item"):  # a number of NumPy's
             return value.item()
         return {"unknown": repr(value)[:200]}
-
-    def _named(self, values: dict[str, Any]) -> dict[str, Json]:
-        return {key: self._encode(value, key) for key, value in values.items()}
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Json:
         """The blocks that are reached, of a cache and of scales a row; otherwise each element once."""

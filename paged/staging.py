@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import accumulate, cycle
+from itertools import cycle
 from threading import Lock
 from typing import Any
 
@@ -81,7 +81,10 @@ class Staging:
             the sizes of those before it.
         """
         starts = _starts(arrays)
-        moved = torch.empty(starts[-1], dtype=torch.uint8, device=self._device) if out is None else out[: starts[-1]]
+        if out is None:
+            moved = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        else:
+            moved = out[: starts[-1]]
         with self.lock:
             buffer = self.next_buffer(len(moved))
             for array, start in zip(arrays, starts, strict=False):
@@ -108,8 +111,9 @@ class FixedCopy:
     def __init__(self, staging: Staging, arrays: Sequence[NDArray[Any]], out: torch.Tensor | None = None) -> None:
         """arrays: examples of dtypes and shapes. out: memory for the tensors, uint8; None allocates it."""
         self._staging, self._arrays, self._size = staging, arrays, _starts(arrays)[-1]
-        memory = torch.zeros(self._size, dtype=torch.uint8, device=staging._device) if out is None else out
-        self._out = memory[: self._size]
+        if out is None:
+            out = torch.zeros(self._size, dtype=torch.uint8, device=staging._device)
+        self._out = out[: self._size]
         self.tensors = _views(self._out, arrays)
         # For each buffer: its memory, the part to copy, and views of this part as arrays.
         self._sources: dict[_Buffer, tuple[torch.Tensor, torch.Tensor, list[NDArray[Any]]]] = {}
@@ -133,15 +137,19 @@ class FixedCopy:
 
 def _views(memory: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
     """Return tensors like `arrays` in memory, at the offsets of `_starts`."""
-    return [
-        memory[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, start in zip(arrays, _starts(arrays), strict=False)
-    ]
+    views: list[torch.Tensor] = []
+    for array, start in zip(arrays, _starts(arrays), strict=False):
+        part = memory[start : start + array.nbytes]
+        views.append(part.view(torch.from_numpy(array).dtype).view(array.shape))
+    return views
 
 
 def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
     """Return the offset of each array, and the end of the last."""
-    return list(accumulate((math.ceil(array.nbytes / _ALIGNMENT) * _ALIGNMENT for array in arrays), initial=0))
+    starts = [0]
+    for array in arrays:
+        starts.append(starts[-1] + math.ceil(array.nbytes / _ALIGNMENT) * _ALIGNMENT)
+    return starts
 
 
 class _Buffer:

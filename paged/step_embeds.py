@@ -120,11 +120,14 @@ def embed_step(
     host = replace(host, positions=positions)
     if not (row_ids or has_axes):
         return None, host
-    rope = np.stack([positions] * 3) if has_axes else np.zeros((3, 0), np.int64)
+    rope = np.zeros((3, 0), np.int64)
     if has_axes:
+        rope = np.stack([positions] * 3)
         for span, item_rope in axes:
             rope[:, span] = item_rope
-    step_rows = torch.cat([item_rows.to(device) for item_rows in rows]) if rows else torch.zeros(0, 1, device=device)
+    step_rows = torch.zeros(0, 1, device=device)
+    if rows:
+        step_rows = torch.cat([item_rows.to(device) for item_rows in rows])
     num_layers = max((len(item_layers) for _, item_layers in added), default=0)
     deepstack = step_rows.new_zeros(num_layers, *step_rows.shape)
     for start, item_layers in added:

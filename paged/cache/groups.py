@@ -78,7 +78,9 @@ class CacheGroup:
         assert self.head_dim is not None
         assert self.v_head_dim is not None
         key, value = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
-        return (key,) if self.latent else (key, value)
+        if self.latent:
+            return (key,)
+        return key, value
 
     def num_slots(self, width: int, num_layers: int) -> int:
         """Return the slots of `width` elements for keys and values of `num_layers`; small layers share a slot."""
@@ -125,24 +127,25 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
     def counts(num_slots: int) -> list[int]:
         """Return the tables of each kind if a block has this many slots."""
-        num_fitting = [
-            bisect_right(range(1, len(layers) + 1), num_slots, key=partial(kind.num_slots, width))
-            for kind, layers in kinds.items()
-        ]
-        return [-(-len(layers) // fitting) for layers, fitting in zip(kinds.values(), num_fitting, strict=True)]
+        num_tables: list[int] = []
+        for kind, layers in kinds.items():
+            num_fitting = bisect_right(range(1, len(layers) + 1), num_slots, key=partial(kind.num_slots, width))
+            num_tables.append(-(-len(layers) // num_fitting))
+        return num_tables
 
     least = max(kind.num_slots(width, 1) for kind in kinds)
-    sizes = sorted({max(least, kind.num_slots(width, len(layers))) for kind, layers in kinds.items()}, reverse=True)
+    of_kinds = {kind.num_slots(width, len(layers)) for kind, layers in kinds.items()}
+    sizes = sorted({max(least, num_slots) for num_slots in of_kinds}, reverse=True)
     if len(kinds) > 1 and all(kind.sliding_window is None for kind in kinds):
         sizes = list(range(sizes[0], least - 1, -1))  # GLM-5.2, with 78 and 21 layers: 84 slots a token, not 156
     few = [num_slots for num_slots in sizes if sum(counts(num_slots)) <= _MAX_TABLES]
     num_slots = min(few or sizes[:1], key=lambda num_slots: num_slots * sum(counts(num_slots)))
-    tables = []
+    tables: list[CacheGroup] = []
     for (kind, layers), count in zip(kinds.items(), counts(num_slots), strict=True):
         layers.sort()
         length = -(-len(layers) // count)
-        parts = [tuple(layers[start : start + length]) for start in range(0, len(layers), length)]
-        tables += [replace(kind, layers=part) for part in parts]
+        for start in range(0, len(layers), length):
+            tables.append(replace(kind, layers=tuple(layers[start : start + length])))
     return tuple(sorted(tables, key=lambda table: (table.sliding_window is not None, -(table.sliding_window or 0))))
 
 

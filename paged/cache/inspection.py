@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
@@ -14,6 +13,7 @@ from paged.cache.live_sequences import LiveSequences
 from paged.cache.pool import BlockPool
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.slot_allocator import KvSlotAllocator, SlidingWindow
+from paged.cache.slot_reservation import KvSlotReservation
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError, PagedError
@@ -168,12 +168,20 @@ def count_stats(
 
 def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[int]]:
     """Count the references to blocks on the device and on the host."""
-    states = [handle._state for handle in sequences.handles.values()]
-    reservations = {state.reservation for state in states if state.reservation is not None}
-    on_device = [*(state.blocks for state in states), *(reservation.kept_blocks for reservation in reservations)]
-    references = Counter(chain.from_iterable(on_device))
-    del references[0]
-    return references, Counter(chain.from_iterable((state.host_blocks or {}).values() for state in states))
+    on_device = Counter[int]()
+    on_host = Counter[int]()
+    reservations: set[KvSlotReservation] = set()
+    for handle in sequences.handles.values():
+        state = handle._state
+        on_device.update(state.blocks)
+        if state.host_blocks is not None:
+            on_host.update(state.host_blocks.values())
+        if state.reservation is not None:
+            reservations.add(state.reservation)
+    for reservation in reservations:
+        on_device.update(reservation.kept_blocks)
+    del on_device[0]
+    return on_device, on_host
 
 
 def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:

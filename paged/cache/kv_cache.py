@@ -133,7 +133,9 @@ class PagedKvCacheConfig:
         if not isinstance(self.groups, list | tuple) or not all(isinstance(group, CacheGroup) for group in self.groups):
             raise InvalidInputError(f"groups: {shown(self.groups)}, expected CacheGroups")
         self._set("groups", tuple(self.groups))
-        layers = [layer for group in self.groups for layer in group.layers]
+        layers: list[int] = []
+        for group in self.groups:
+            layers += group.layers
         if not layers or len(set(layers)) != len(layers) or max(layers) >= self.num_layers:
             raise InvalidInputError(
                 f"groups: layers {shown(layers)}, expected one or more distinct layers below {self.num_layers}"
@@ -251,7 +253,11 @@ class PagedKvCacheConfig:
     def rows_per_slot(self) -> int:
         """Largest number of rows of a token in a slot, over all layers; a row is one head's key or value."""
         _, size = self.slots
-        return max(size // row * (table.num_kv_heads or 0) for table in self.tables for row in table.sizes)
+        most = 0
+        for table in self.tables:
+            assert table.num_kv_heads is not None
+            most = max(most, size // min(table.sizes) * table.num_kv_heads)
+        return most
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block in a cache of `dtype`, scales included."""

@@ -237,7 +237,8 @@ class LiveSequences:
         """
         handles, longest = self.handles, self._max_seq_len
         cache_ids, targets, admissions = columns
-        states = []
+        states: list[SequenceState] = []
+        admitted: list[int] = []
         for cache_id, target, admission in zip(cache_ids, targets, admissions, strict=True):
             handle = handles.get(cache_id)
             if handle is None:
@@ -257,12 +258,12 @@ class LiveSequences:
             if longest is not None and highest > longest:
                 self.check_length(highest)
             states.append(state)
+            admitted.append(highest)
         if len(set(map(id, states))) != len(states):
             raise InvalidInputError(f"cache_id: {Counter(cache_ids).most_common(1)[0][0]!r} is given twice")
         if set(admissions) <= {None}:
             return states, targets, None
-        pairs = zip(targets, admissions, strict=True)
-        return states, targets, [target if admission is None else admission for target, admission in pairs]
+        return states, targets, admitted
 
     def of_step(self, handles: list[KvCacheHandle], *, any_swapped: bool) -> list[SequenceState]:
         """Return the sequences of a step, all ready to run.

@@ -119,6 +119,10 @@ class BlockPool:
             self.num_refused += 1
             raise OutOfBlocksError(count, self.num_free)
 
+    def count_cached(self, blocks: Iterable[int]) -> int:
+        """Return how many of the blocks are free and cached."""
+        return sum(block in self.cached for block in blocks)
+
     def share(self, blocks: Sequence[int]) -> None:
         """Add one reference to each of `blocks`, which are in use or cached."""
         cached, extra = self.cached, self._extra_references

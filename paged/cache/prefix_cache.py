@@ -81,11 +81,13 @@ class PrefixCache:
             length, blocks = self._usable(matched, longest)
             state.num_loaded_tokens = length - num_on_device
             self._counts.add("host_hit_tokens", state.num_loaded_tokens)
-        held = [block for block in blocks if block] if len(self._tables) > 1 else blocks
+        held = blocks
+        if len(self._tables) > 1:
+            held = [block for block in blocks if block]
         fresh = max(0, num_needed - len(blocks) // len(self._tables))
         if fresh * self._num_whole + len(held) > self.pool.num_free:
             # Revived free blocks can no longer be handed out.
-            needed = fresh * self._num_whole + sum(block in self.pool.cached for block in held)
+            needed = fresh * self._num_whole + self.pool.count_cached(held)
             if needed > self.pool.num_free >= num_needed * self._num_whole:
                 # A prefix also takes blocks of tables with a window; a new sequence takes those only when it writes.
                 # Keep the capacity that `can_allocate` has promised.
@@ -111,9 +113,12 @@ class PrefixCache:
         A table with a window needs only the blocks that the next token sees.
         """
         block_size, other_tables = self._block_size, self.index.other_tables
-        usable = None if self.recurrent is None else self.recurrent.usable(matched, longest)
+        usable: list[int] | None = None
+        if self.recurrent is not None:
+            usable = self.recurrent.usable(matched, longest)
         if other_tables is None or not matched:
-            matched = matched if usable is None else matched[: usable[-1]]
+            if usable is not None:
+                matched = matched[: usable[-1]]
             return min(len(matched) * block_size, longest), matched
         rows = np.column_stack([matched, other_tables.rows[matched]])
         count = self._longest(rows, longest, usable)
@@ -186,9 +191,8 @@ class PrefixCache:
             missing[: table.first_seen_block(length, size), column] &= table.sliding_window is None or column == 0
         places = np.argwhere(missing)
         held = [block for block in rows[:count].ravel().tolist() if block]
-        num_revived = sum(block in self.pool.cached for block in held)
         num_fresh = max(0, num_needed - count) * self._num_whole
-        if len(places) + num_revived + num_fresh > self.pool.num_free:
+        if len(places) + self.pool.count_cached(held) + num_fresh > self.pool.num_free:
             return False
         loaded_state: tuple[int, HostState] | None = None
         if self.recurrent is not None and not (count <= num_matched and matched[count - 1] in self.recurrent.snapshots):
@@ -281,7 +285,8 @@ class PrefixCache:
             return
         rows: list[tuple[int, ...]] = []
         if num_tables > 1:
-            rows = [state.blocks[i * num_tables + 1 : (i + 1) * num_tables] for i in range(first, last)]
+            for start in range(first * num_tables, last * num_tables, num_tables):
+                rows.append(state.blocks[start + 1 : start + num_tables])
         displaced = self.index.publish(blocks, chain, state.namespace, rows)
         self.pool.unpublished(block for block, _ in displaced)
         self._report(state, first, displaced)
@@ -370,7 +375,8 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.store(blocks)
             if self.recurrent is not None:
-                self.recurrent.store(dict.fromkeys(first for first, _, _ in self.index.withdrawn_with(blocks)))
+                firsts = [first for first, _, _ in self.index.withdrawn_with(blocks)]
+                self.recurrent.store(dict.fromkeys(firsts))
 
     def _evict(self, blocks: list[int]) -> None:
         self._store(blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, KeysView, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain as flatten
 from itertools import repeat
 
 import numpy as np
@@ -86,8 +85,9 @@ class OtherTables:
         if np.count_nonzero(self.rows) != len(self.locations):
             raise PagedError(f"{np.count_nonzero(self.rows)} blocks beside others, {len(self.locations)} published")
         for first in published:
-            if not all(block for block, needed in zip(self.rows[first], self.are_needed, strict=True) if needed):
-                raise PagedError(f"block {first} is published without its blocks of further tables")
+            for block, is_needed in zip(self.rows[first].tolist(), self.are_needed, strict=True):
+                if is_needed and not block:
+                    raise PagedError(f"block {first} is published without its blocks of further tables")
 
     def recount(self) -> None:
         """Derive the rest from `locations`, which a rollback has restored."""
@@ -152,7 +152,9 @@ class PrefixIndex:
         if not 0 < count <= len(chain.serials):
             return None
         block = self._block_of.get(chain.hashes[count - 1])
-        return block if block is not None and self._serials[block] == chain.serials[count - 1] else None
+        if block is None or self._serials[block] != chain.serials[count - 1]:
+            return None
+        return block
 
     @property
     def namespaces(self) -> KeysView[Hashable]:
@@ -308,8 +310,11 @@ class PrefixIndex:
     def publish_one_each(self, blocks: Sequence[int], chains: Sequence[TokenChain]) -> bool:
         """Publish the next block of each chain that has begun, all at once; False if one is not new, and none is."""
         size = self._block_size
-        ids = [chain.ids[len(chain.serials) * size : (len(chain.serials) + 1) * size] for chain in chains]
-        tokens, has_contents = self._pack(list(flatten(*ids)), 0, len(blocks))
+        token_ids: list[int] = []
+        for chain in chains:
+            start = len(chain.serials) * size
+            token_ids += chain.ids[start : start + size]
+        tokens, has_contents = self._pack(token_ids, 0, len(blocks))
         hashes = self._chain.extend_each([chain.hashes[-1] for chain in chains], tokens)
         parents, rows = [chain.serials[-1] for chain in chains], np.array(blocks, np.int64)
         if has_contents or self._contents or not self._are_new(blocks, hashes):
@@ -404,8 +409,12 @@ class PrefixIndex:
     def _contents_of(self, ids: list[int]) -> list[list[int] | None]:
         """Return the ids of each block that holds a `content_id`, None for blocks of tokens alone."""
         size = self._block_size
-        blocks = [ids[start : start + size] for start in range(0, len(ids), size)]
-        return [block if pack(block)[1] else None for block in blocks]
+        contents: list[list[int] | None] = []
+        for start in range(0, len(ids), size):
+            block = ids[start : start + size]
+            _, has_contents = pack(block)
+            contents.append(block if has_contents else None)
+        return contents
 
     def _is_findable(self, block: int) -> bool:
         """Return whether a published block's parent exists: a root, or another published block. Slow."""
@@ -458,14 +467,16 @@ class PrefixIndex:
         self.published.clear()
         self.published.update(self._hash_of)
         self._block_of = {hash_: block for block, hash_ in self._hash_of.items()}
-        roots = {root.serial: (namespace, root) for namespace, root in self._roots.items()}
-        blocks = list(self._hash_of)
-        parents = zip(blocks, self._parents[blocks].tolist(), strict=True)
-        self._root_of = {block: roots[parent] for block, parent in parents if parent in roots}
-        for _, root in roots.values():
+        roots: dict[int, tuple[Hashable, _Root]] = {}
+        for namespace, root in self._roots.items():
             root.num_blocks = 0
-        for _, root in self._root_of.values():
-            root.num_blocks += 1
+            roots[root.serial] = namespace, root
+        self._root_of = {}
+        blocks = list(self._hash_of)
+        for block, parent in zip(blocks, self._parents[blocks].tolist(), strict=True):
+            if parent in roots:
+                self._root_of[block] = roots[parent]
+                roots[parent][1].num_blocks += 1
         if self.other_tables is not None:
             self.other_tables.recount()
 

@@ -67,7 +67,9 @@ def chunk_end(start: int, limit: int, total: int, kept: list[int], *, max_append
         return limit
     if aligned > start:
         return aligned
-    return limit if limit == total or may_leave_grid else start
+    if limit == total or may_leave_grid:
+        return limit
+    return start
 
 
 class StateSlots(BlockPool):
@@ -156,15 +158,19 @@ class RecurrentStates:
         """Plan the step of every sequence up to its target: for all of them or for none."""
         if self._poisons:
             self.tensors.poison(self.slots.free)
-        grown = [(state, target) for state, target in zip(states, targets, strict=True) if target > state.num_tokens]
-        cursors = [self._cursor(state) for state, _ in grown]
-        needs_slot = [self._needs_slot(state, target) for state, target in grown]
+        grown: list[tuple[SequenceState, int]] = []
+        cursors: list[int] = []
+        needs_slot: list[bool] = []
+        for state, target in zip(states, targets, strict=True):
+            if target > state.num_tokens:
+                grown.append((state, target))
+                cursors.append(self._cursor(state))
+                needs_slot.append(self._needs_slot(state, target))
         self._require(sum(needs_slot))
         self._rollback.append((_restore, [(state, state.slot, state.step) for state, _ in grown]))
-        writes = [
-            self._allocate() if is_needed else state.slot
-            for (state, _), is_needed in zip(grown, needs_slot, strict=True)
-        ]
+        writes: list[int] = []
+        for (state, _), is_needed in zip(grown, needs_slot, strict=True):
+            writes.append(self._allocate() if is_needed else state.slot)
         for (state, target), write, cursor in zip(grown, writes, cursors, strict=True):
             position = self._kept_inside(state, target)
             snapshot = self._allocate() if position and self.num_free else 0  # never worth a refusal
@@ -212,8 +218,11 @@ class RecurrentStates:
             step = state.step
             if step is None:
                 continue
-            end, is_scanned = step.start + step.num_tokens, step.num_tokens > self.spec.max_append
-            base = end if is_scanned else (self.slots.starts[state.slot] if step.is_in_place else step.start)
+            base, end = step.start, step.start + step.num_tokens
+            if step.num_tokens > self.spec.max_append:  # scanned
+                base = end
+            elif step.is_in_place:
+                base = self.slots.starts[state.slot]
             self.slots.place(step.write, base, end)
             if not step.is_in_place:
                 self.slots.release([state.slot])
@@ -286,7 +295,11 @@ class RecurrentStates:
     def usable(self, matched: Sequence[int], longest: int) -> list[int]:
         """Return the numbers of blocks, ascending, after which a prompt may begin: 0, and those with a snapshot."""
         limit = min(len(matched), longest // self._block_size)
-        return [0, *(count for count in range(1, limit + 1) if matched[count - 1] in self.snapshots)]
+        usable = [0]
+        for count, block in enumerate(matched[:limit], 1):
+            if block in self.snapshots:
+                usable.append(count)
+        return usable
 
     def begin(self, state: SequenceState, matched: Sequence[int], prompt_len: int) -> None:
         """Give a new sequence the snapshot at its length, and note where its prompt parts from published ones.
@@ -333,7 +346,8 @@ class RecurrentStates:
             slots.share([slot])
             if state.rolling:
                 block = self._index.block_of(state.chain, state.rolling // size)
-                self._forget([] if block is None else [block])
+                if block is not None:
+                    self._forget([block])
             interval = self.spec.snapshot_interval
             is_rolling = position >= state.prompt_len and (interval is None or position % interval != 0)
             state.rolling = position if is_rolling else 0
@@ -454,7 +468,9 @@ class RecurrentStates:
                 slots.place(slot, slots.starts[slot], num_tokens)
         else:
             count, num_behind = divmod(num_tokens, self._block_size)
-            block = None if num_behind else self._index.block_of(state.chain, count)
+            block = None
+            if not num_behind:
+                block = self._index.block_of(state.chain, count)
             if block is None or block not in self.snapshots:
                 raise InvalidInputError(
                     f"num_tokens: {num_tokens}, but the state of {state.request_id!r} is kept at positions "
@@ -466,7 +482,8 @@ class RecurrentStates:
             state.slot = kept.slot
             slots.release([slot])
         state.passed = min(state.passed, num_tokens)
-        state.rolling = state.rolling if state.rolling <= num_tokens else 0
+        if state.rolling > num_tokens:
+            state.rolling = 0
 
     def swap_out(self, state: SequenceState) -> None:
         """Move the slot of a sequence that is being changed to the host, unless others share it."""

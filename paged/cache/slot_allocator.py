@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paged.cache.groups import CacheGroup
 from paged.cache.guard import CacheGuard, Rollback
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences
@@ -53,9 +54,13 @@ class SlidingWindow:
 
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
         self._block_size, self._tables = config.block_size, config.tables
-        self._windows = [pair for pair in enumerate(config.tables) if pair[1].sliding_window is not None]
+        self._windows: list[tuple[int, CacheGroup]] = []
         # For each table: its reach, and the index that its block -1 would have in `blocks`.
-        self._reaches = [(table.reach, index - len(config.tables)) for index, table in self._windows]
+        self._reaches: list[tuple[int, int]] = []
+        for index, table in enumerate(config.tables):
+            if table.sliding_window is not None:
+                self._windows.append((index, table))
+                self._reaches.append((table.reach, index - len(config.tables)))
         self._rollback = rollback
         self._pool = pool
 
@@ -63,13 +68,10 @@ class SlidingWindow:
         """Free blocks that lie behind the sliding window of every later token."""
         block_size, step = self._block_size, len(self._tables)
         for reach, before in self._reaches:
-            late = [
-                state
-                for state in states
-                if (gone := state.num_tokens - reach) >= block_size and state.blocks[gone // block_size * step + before]
-            ]
-            for state in late:
-                self._drop(state)
+            for state in states:
+                gone = state.num_tokens - reach
+                if gone >= block_size and state.blocks[gone // block_size * step + before]:
+                    self._drop(state)
 
     def _drop(self, state: SequenceState) -> None:
         blocks, step = state.blocks, len(self._tables)
@@ -89,8 +91,9 @@ class SlidingWindow:
     def check_room(self, state: SequenceState, target: int) -> None:
         """Raise InvalidInputError if a table lacks a block between the length and `target`."""
         first = state.num_tokens // self._block_size
-        if any(self._has_gap(state, index, first, target) for index, _ in self._windows):
-            raise InvalidInputError(f"num_tokens: length {target}, but not all blocks before it are allocated")
+        for index, _ in self._windows:
+            if self._has_gap(state, index, first, target):
+                raise InvalidInputError(f"num_tokens: length {target}, but not all blocks before it are allocated")
 
     def check_rollback(self, state: SequenceState, num_tokens: int) -> None:
         """Raise InvalidInputError if a block that the token after `num_tokens` sees has been freed."""
@@ -158,7 +161,9 @@ class KvSlotAllocator:
             return limit
         ends = range((start // size + 1) * size, start + limit, size)  # behind these, more blocks are needed
         num_fitting = bisect_right(ends, spare, key=needed)
-        return ends[num_fitting - 1] - start if num_fitting else 0
+        if not num_fitting:
+            return 0
+        return ends[num_fitting - 1] - start
 
     def reserve(
         self, states: Sequence[SequenceState], targets: Sequence[int], needs: Sequence[_Need] | None = None

@@ -170,7 +170,10 @@ class KvSlotReservation:
     @property
     def kept_blocks(self) -> list[int]:
         """Shared blocks that copies have replaced, kept for a rollback."""
-        return [block for undo in self._undo.values() for block in undo.replaced.values() if block]
+        kept: list[int] = []
+        for undo in self._undo.values():
+            kept += filter(None, undo.replaced.values())
+        return kept
 
     def covers(self, states: Sequence[SequenceState], targets: Sequence[int]) -> bool:
         """Return whether it reserves exactly these lengths for these sequences, and none has changed since."""
@@ -187,7 +190,9 @@ class KvSlotReservation:
             InvalidInputError: the reservation is closed, or `token_ids` are not integers of 32 bits, one list per
                 sequence with as many ids as it has new tokens. The reservation does not change.
         """
-        new_ids = None if token_ids is None else self._new_ids(token_ids)  # without the lock: it runs caller code
+        new_ids: list[list[int]] | None = None
+        if token_ids is not None:
+            new_ids = self._new_ids(token_ids)  # without the lock: it runs caller code
         with self._guard:
             if not self._is_open:
                 raise InvalidInputError("commit: the reservation is closed")
@@ -195,7 +200,8 @@ class KvSlotReservation:
             if not self._is_whole:
                 is_ours = [state.reservation is self for state in self._states]
                 grown, targets = list(compress(grown, is_ours)), list(compress(targets, is_ours))
-                new_ids = None if new_ids is None else list(compress(new_ids, is_ours))
+                if new_ids is not None:
+                    new_ids = list(compress(new_ids, is_ours))
             self._close()
             for state, target in zip(grown, targets, strict=True):
                 state.num_tokens = target
@@ -204,8 +210,9 @@ class KvSlotReservation:
     def rollback(self) -> None:
         """Restore blocks, reference counts and lengths from before the reservation; does nothing if it is closed."""
         with self._guard:
-            for state in self._states:
-                undo = self._undo.get(state.request_id) if state.reservation is self else None
+            ours = self._ours()
+            for state in ours:
+                undo = self._undo.get(state.request_id)
                 if undo is None:
                     continue
                 state.keep(self._guard.rollback)
@@ -217,13 +224,13 @@ class KvSlotReservation:
                 state.blocks = tuple(blocks[: undo.num_blocks])
                 state.num_written = undo.num_written
                 self._pool.release(dropped)
-            self._drop_steps(state for state in self._states if state.reservation is self)
+            self._drop_steps(ours)
             self._close(is_released=False)
 
     def leave(self) -> None:
         """Close the reservation but keep the capacity; lengths do not change. Does nothing if it is closed."""
         with self._guard:
-            self._drop_steps(state for state in self._states if state.reservation is self)
+            self._drop_steps(self._ours())
             self._close()
 
     def settle(self, state: SequenceState) -> None:
@@ -236,19 +243,24 @@ class KvSlotReservation:
             self._undo = self._undo.copy()
             self._pool.release(list(self._undo.pop(state.request_id).replaced.values()))
 
+    def _ours(self) -> list[SequenceState]:
+        """Return the sequences that are in the reservation."""
+        return [state for state in self._states if state.reservation is self]
+
     def _close(self, *, is_released: bool = True) -> None:
         """is_released: whether to release the blocks that copies have replaced."""
         if not self._is_open:
             return
         ours, starts = self._states, self._starts
         if not self._is_whole:
-            ours = [state for state in self._states if state.reservation is self]
+            ours = self._ours()
             starts = [state.num_tokens for state in ours]
         self._keep(ours, starts)
         for state in ours:
             state.reservation = None
-        for undo in self._undo.values() if is_released else ():
-            if undo.replaced:  # rare; 16 calls that release nothing take 2 % of a decode step of 256 sequences
+        for undo in self._undo.values():
+            # Rare; 16 calls that release nothing take 2 % of a decode step of 256 sequences.
+            if is_released and undo.replaced:
                 self._pool.release(list(undo.replaced.values()))
         self._undo = {}
         self._is_open = self._is_whole = False
@@ -267,8 +279,11 @@ class KvSlotReservation:
             raise InvalidInputError(f"token_ids: {shown(token_ids)}, expected one list per sequence") from error
         counts = list(map(sub, self._targets, self._starts))
         if None in rows:
-            counts = [0 if row is None else count for row, count in zip(rows, counts, strict=False)]
-            rows = [[] if row is None else row for row in rows]
+            for index, row in enumerate(rows):
+                if row is None:
+                    rows[index] = []
+                    if index < len(counts):
+                        counts[index] = 0
         # Check the ids of all lists at once: a decode step has hundreds with one id each.
         if not set(map(type, rows)) <= {list}:
             rows = [as_token_ids("token_ids", row) for row in rows]

@@ -51,10 +51,11 @@ class SwapSpace:
             self.pool.num_refused += 1
             raise OutOfBlocksError(len(moved), self.num_free)
         host_blocks = self.pool.allocate(len(moved))
-        self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
+        sources = [state.blocks[i] for i in moved]
+        self._tensors.swap_out(list(zip(sources, host_blocks, strict=True)))
         state.begin_change(self._rollback)
         blocks = list(state.blocks[:kept])
-        dropped = [*state.blocks[kept:], *(blocks[i] for i in moved)]
+        dropped = [*state.blocks[kept:], *sources]
         for i in moved:
             blocks[i] = 0
         state.blocks, state.host_blocks = tuple(blocks), dict(zip(moved, host_blocks, strict=True))

@@ -118,11 +118,11 @@ class HostBlocks:
     def _runs(self, hosts: NDArray[np.int64]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return host and staged memory of a chunk, one pair for each run of neighbouring host blocks."""
         borders = [0, *(np.flatnonzero(np.diff(hosts) != 1) + 1).tolist(), len(hosts)]
-        firsts = hosts.tolist()
-        return [
-            (self._host[firsts[start] : firsts[end - 1] + 1], self._staged[start:end])
-            for start, end in pairwise(borders)
-        ]
+        runs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for start, end in pairwise(borders):
+            first, last = int(hosts[start]), int(hosts[end - 1])
+            runs.append((self._host[first : last + 1], self._staged[start:end]))
+        return runs
 
     @contextmanager
     def _beside(self) -> Iterator[Callable[[BlockCopy, torch.Tensor], None]]:
@@ -205,10 +205,9 @@ class StateTensors:
             }
         begin = len(spec.layers), spec.num_slots + 1
         try:
-            self.all = {
-                name: torch.zeros((*begin, *shape), dtype=dtype, device=device)
-                for name, (shape, dtype) in shapes.items()
-            }
+            self.all: dict[str, torch.Tensor] = {}
+            for name, (shape, dtype) in shapes.items():
+                self.all[name] = torch.zeros((*begin, *shape), dtype=dtype, device=device)
             self.num_tier_slots = num_tier_bytes // self.bytes_per_slot
             num_host_slots = spec.num_swap_slots + self.num_tier_slots
             self.host = HostMemory(self.all.values(), num_host_slots)
@@ -226,7 +225,10 @@ class StateTensors:
     @property
     def layout(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape of a slot, without layers that have no state, and dtype, by name; the same in every process."""
-        return {name: ((tensor.shape[0], *tensor.shape[2:]), str(tensor.dtype)) for name, tensor in self.all.items()}
+        layout: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, tensor in self.all.items():
+            layout[name] = (tensor.shape[0], *tensor.shape[2:]), str(tensor.dtype)
+        return layout
 
     def layer(self, layer: int) -> RecurrentState:
         """Return the views of one of `layers`."""
@@ -295,7 +297,10 @@ class KvCacheTensors:
             raise
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # not enough memory, or no such device
             raise InvalidInputError(f"config: no cache of shape {shape} on {shown(device)}: {error}") from error
-        self._copies = [BlockCopy(slots, slots) for slots in map(torch.Tensor.unbind, self.storages)]
+        self._copies: list[BlockCopy] = []
+        for storage in self.storages:
+            slots = storage.unbind()
+            self._copies.append(BlockCopy(slots, slots))
         self._num_layers, self._tables = config.num_layers, config.tables
         self._stacks = [self._views(table) for table in config.tables]
         # A layer's table, keys and values, and scales if it has them.
@@ -335,7 +340,9 @@ class KvCacheTensors:
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """`PagedKvCacheManager.scales`."""
         scales = self._caches[self.layer(layer)][1][2:]
-        return (scales[0], scales[1]) if scales else (None, None)
+        if not scales:
+            return None, None
+        return scales[0], scales[1]
 
     def table_of(self, layer: int) -> int:
         """`PagedKvCacheManager.table_of`."""
@@ -367,7 +374,10 @@ class KvCacheTensors:
             self.states.host.bind()
 
     def _on_device(self) -> list[torch.Tensor]:
-        return [*self.storages, *(() if self.states is None else self.states.all.values())]
+        tensors = list(self.storages)
+        if self.states is not None:
+            tensors += self.states.all.values()
+        return tensors
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to `destination` for every pair; the host does not wait."""
@@ -426,13 +436,14 @@ class KvCacheTensors:
         """
         table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, start + len(key))
-        # The value of a latent is in its key: there is one cache to write.
-        stored = [
-            cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype)
-            for rows in (key, value)[: len(caches)]
-        ]
-        written = [rows for both in zip(*stored, strict=True) for rows in both if rows is not None]
-        for cache, rows in zip(map(_bytes, caches), written, strict=True):
+        written: list[torch.Tensor] = []
+        scales: list[torch.Tensor] = []
+        for rows in (key, value)[: len(caches)]:  # the value of a latent is in its key: there is one cache to write
+            codes, scale = cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype)
+            written.append(codes)
+            if scale is not None:
+                scales.append(scale)
+        for cache, rows in zip(map(_bytes, caches), written + scales, strict=True):
             # Expanded rows without elements keep their strides in contiguous(), and view refuses those.
             rows = _bytes(rows.clone(memory_format=torch.contiguous_format))
             rollback.append((cache.index_put_, index, cache[index]))
@@ -445,9 +456,10 @@ class KvCacheTensors:
         table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, end)
         caches = self._keys_and_values(layer) + caches[2:]
-        key, value, *scales = (_bytes(cache)[index].view(cache.dtype) for cache in caches)
+        key, value, *scales = [_bytes(cache)[index].view(cache.dtype) for cache in caches]
         if scales:
-            key, value = (rows * scale.unsqueeze(-1) for rows, scale in zip((key, value), scales, strict=True))
+            k_scale, v_scale = scales
+            return key * k_scale.unsqueeze(-1), value * v_scale.unsqueeze(-1)
         return key, value
 
     def _is_latent(self, layer: int) -> bool:

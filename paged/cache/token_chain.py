@@ -98,8 +98,10 @@ class ChainHash:
     """
 
     def __init__(self, block_size: int) -> None:
-        digests = (hashlib.sha256(f"paged {offset}".encode()).digest()[:8] for offset in range(block_size))
-        self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
+        self._factors: list[int] = []
+        for offset in range(block_size):
+            digest = hashlib.sha256(f"paged {offset}".encode()).digest()
+            self._factors.append(int.from_bytes(digest[:8], "little") | 1)
         self._factor_array = np.array(self._factors, np.uint64)
         self._factor_sum = sum(self._factors) & _MASK  # for the + 1 of each token
         self._powers = np.empty((2, 0), np.uint64)  # of the factor and its inverse

@@ -119,6 +119,17 @@ def test_what_is_refused_leaves_no_trace(manager: PagedKvCacheManager) -> None:
     assert [handle.num_tokens for handle in manager.handles()] == [9, 9, 16]
 
 
+def test_ids_must_be_of_all_sequences(manager: PagedKvCacheManager) -> None:
+    """A list with None counts its entries too."""
+    handles = [manager.allocate("a"), manager.allocate("b")]
+    with manager.reserve(requests(a=1, b=1)) as reservation:
+        for token_ids in ([None], [[1]], [None, None, None], [None, [1, 2]]):
+            with pytest.raises(InvalidInputError, match="ids, expected"):
+                reservation.commit(token_ids)
+        reservation.commit([None, [1]])
+    assert [handle.num_tokens for handle in handles] == [1, 1]
+
+
 def test_all_copies_of_a_call_are_one_launch(manager: PagedKvCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holder of a shared block gets a copy, so that nobody is left to hold it."""
     a, _ = forked(manager)

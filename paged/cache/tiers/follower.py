@@ -35,7 +35,8 @@ class FollowerFiles:
 
     def read_files(self, number: int, hashes: list[list[int]]) -> None:
         """Begin a read."""
-        self._reads[number] = self._files.read([Position(HASH_WORDS.pack(*words), []) for words in hashes])
+        positions = [Position(HASH_WORDS.pack(*words), []) for words in hashes]
+        self._reads[number] = self._files.read(positions)
 
     def progress(self, number: int, *, is_late: bool) -> NDArray[np.int64]:
         """Return `FileTier.progress` of a read; if it is late, it is given up."""
@@ -58,15 +59,17 @@ class FollowerFiles:
 
     def write_files(self, rows: list[list[int]]) -> None:
         """Write host memory to files. rows: host block, or slot of a state, then table and hash of each."""
-        digest = self._files.digest
-        self._files.write(
-            [self._write_of(host, BlockKey(digest, HASH_WORDS.pack(*words), column)) for host, column, *words in rows]
-        )
+        writes: list[Write] = []
+        for host, column, *words in rows:
+            key = BlockKey(self._files.digest, HASH_WORDS.pack(*words), column)
+            writes.append(self._write_of(host, key))
+        self._files.write(writes)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what host memory holds of the current weights, as far as the time goes; then use no files."""
         digest = self._files.digest
-        self._files.close([write for write in self._writes.values() if write.key.digest == digest], timeout_s)
+        writes = [write for write in self._writes.values() if write.key.digest == digest]
+        self._files.close(writes, timeout_s)
 
     def _memory(self, column: int) -> tuple[HostMemory, bytes]:
         """Return the host memory for a file's data, and what is before these; rank 0 knows a state's positions."""

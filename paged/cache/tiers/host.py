@@ -64,7 +64,10 @@ class HostTier:
         self._index = index
         self._block_size = config.block_size
         # Tables without whose blocks a position is of no use; those with a window lack most.
-        self._needed = [index for index, table in enumerate(config.tables) if not index or not table.sliding_window]
+        self._needed = [0]
+        for column, table in enumerate(config.tables[1:], 1):
+            if not table.sliding_window:
+                self._needed.append(column)
         self._num_tables = len(config.tables)
         self._rollback, self._listeners, self._counts = guard.rollback, guard.listeners, guard.counts
 
@@ -144,7 +147,9 @@ class HostTier:
         """
         assert self.files is not None
         size = self._block_size
-        previous = known[-1] if known else self._index.root_hash(namespace)
+        previous = self._index.root_hash(namespace)
+        if known:
+            previous = known[-1]
         positions: list[Position] = []
         for start in range(len(known) * size, len(token_ids) - size + 1, size):
             ids = token_ids[start : start + size]
