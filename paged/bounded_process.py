@@ -214,7 +214,8 @@ def serve(module: str, niceness: int) -> None:
                 connection.close()
                 if life is not None:
                     life.close()
-                connection, life = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+                connection = socket.socket(fileno=descriptors[0])
+                life = socket.socket(fileno=descriptors[1])
                 _end_with(life)
             continue
         size, cpu_s, seconds = _REQUEST.unpack(header)

@@ -120,7 +120,10 @@ class CachePicture:
         """Draw as a stand-alone SVG: a cell has a stripe per holder, filled like the block."""
         _check_columns(columns)
         num_rows = -(-len(self.cells) // columns)
-        body = [self._svg_cell(cell, *divmod(index, columns)) for index, cell in enumerate(self.cells)]
+        body: list[str] = []
+        for index, cell in enumerate(self.cells):
+            row, column = divmod(index, columns)
+            body.append(self._svg_cell(cell, row, column))
         y = num_rows * _CELL + _LINE
         for index, sequence in enumerate(self.sequences):
             body.append(f'<rect x="2" y="{y - 11}" width="12" height="12" fill="{_colour(index)}"/>')

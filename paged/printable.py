@@ -38,5 +38,8 @@ def _escaped(text: str, *, but_for: str = _HARMLESS, also: str = "") -> str:
     """Return characters in Python's notation: \\n, \\x1b, \\u202e, \\U000e0001."""
     if text.isascii() and text.isprintable():
         return text
-    is_escaped = {char: char in also or (char not in but_for and category(char) in _STEERING) for char in set(text)}
-    return "".join(ascii(char)[1:-1] if is_escaped[char] else char for char in text)
+    escapes: dict[int, str] = {}
+    for char in set(text):
+        if char in also or (char not in but_for and category(char) in _STEERING):
+            escapes[ord(char)] = ascii(char)[1:-1]
+    return text.translate(escapes)

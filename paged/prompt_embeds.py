@@ -71,8 +71,11 @@ class PromptEmbeds:
 
     def __post_init__(self) -> None:
         positions = as_token_ids("positions", self.positions)
-        if any(after <= before for before, after in zip([-1, *positions], positions, strict=False)):
-            raise InvalidInputError(f"positions: {shown(positions)}, expected ascending integers from 0 on")
+        previous = -1
+        for position in positions:
+            if position <= previous:
+                raise InvalidInputError(f"positions: {shown(positions)}, expected ascending integers from 0 on")
+            previous = position
         count = len(positions)
         object.__setattr__(self, "positions", tuple(positions))
         object.__setattr__(self, "rows", _checked("rows", self.rows, (count, None)))
@@ -224,12 +227,13 @@ def mrope_positions(
         InvalidInputError: the grids have not as many tokens as `positions`, or one's tokens do not follow each other.
     """
     grids = []
+    expected = 0
     for t, height, width in image_grid_thw:
         num_frames = as_int("t", t, low=1)
         rows = as_int("grid", height, low=1) // merge_size
         columns = as_int("grid", width, low=1) // merge_size
         grids.append((num_frames, rows, columns))
-    expected = sum(t * rows * columns for t, rows, columns in grids)
+        expected += num_frames * rows * columns
     if len(positions) != expected:
         raise InvalidInputError(f"image_grid_thw: {expected} tokens, expected {len(positions)}, as in positions")
     rope = torch.empty(3, num_tokens, dtype=torch.int64)
@@ -254,7 +258,7 @@ def _checked(name: str, value: Any, shape: tuple[int | None, ...]) -> torch.Tens
     if fits:
         fits = all(expected in (None, size) for size, expected in zip(value.shape, shape, strict=True))
     if not fits:
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        sizes = ", ".join(map(str, shape)).replace("None", "any")
         raise InvalidInputError(f"{name}: {_shape(value)}, expected [{sizes}] of a float dtype")
     copy: torch.Tensor = value.detach().clone(memory_format=torch.contiguous_format)
     if not copy.isfinite().all():

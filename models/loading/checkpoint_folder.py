@@ -28,10 +28,10 @@ def local_folder(path: Path, *, has_weights: bool = True) -> Path:
     """
     if os.path.lexists(path) or not _HUB_ID.fullmatch(str(path)):
         return path
-    wanted = list(_WANTED)
+    patterns = list(_WANTED)
     if not has_weights:
-        wanted.remove("*.safetensors")
-    return _download(str(path), wanted)
+        patterns.remove("*.safetensors")
+    return _download(str(path), patterns)
 
 
 def model_name(folder: Path) -> str:

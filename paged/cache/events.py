@@ -98,7 +98,10 @@ class Listeners:
         """Queue the notifications of a call that is final."""
         if self.events:
             for event in self.events:
-                for callback in self.on_host_event if isinstance(event, HostEvent) else self.on_event:
+                callbacks = self.on_event
+                if isinstance(event, HostEvent):
+                    callbacks = self.on_host_event
+                for callback in callbacks:
                     self._notifications.append((callback, event))
             self.events.clear()
         if self.on_pressure:

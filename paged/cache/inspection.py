@@ -171,8 +171,7 @@ def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[i
     on_device = Counter[int]()
     on_host = Counter[int]()
     reservations: set[KvSlotReservation] = set()
-    for handle in sequences.handles.values():
-        state = handle._state
+    for state in sequences.states():
         on_device.update(state.blocks)
         if state.host_blocks is not None:
             on_host.update(state.host_blocks.values())
@@ -186,7 +185,7 @@ def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[i
 
 def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
     """Derive all counts from the sequences and published blocks that a rollback has restored."""
-    states = [handle._state for handle in sequences.handles.values()]
+    states = sequences.states()
     sequences.tables.recount(states)
     prefixes.index.recount()
     references, host_references = _count_references(sequences)
@@ -215,7 +214,7 @@ def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: 
     host_pool.check(host_references)
     prefixes.index.check()
     if prefixes.recurrent is not None:
-        prefixes.recurrent.check_integrity([handle._state for handle in sequences.handles.values()])
+        prefixes.recurrent.check_integrity(sequences.states())
 
 
 class KvInspection:

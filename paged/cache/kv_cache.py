@@ -237,8 +237,15 @@ class PagedKvCacheConfig:
         """
         if self.tables[0].sliding_window is not None:
             return None
-        seen = [-(-(table.sliding_window or 0) // self.block_size) for table in self.tables[self.num_whole :]]
-        return self._longest(lambda count: count * self.num_whole + sum(min(count, num_seen) for num_seen in seen))
+
+        def needed(num_blocks: int) -> int:
+            total = num_blocks * self.num_whole
+            for table in self.tables[self.num_whole :]:
+                num_seen = -(-(table.sliding_window or 0) // self.block_size)
+                total += min(num_blocks, num_seen)
+            return total
+
+        return self._longest(needed)
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -253,11 +260,11 @@ class PagedKvCacheConfig:
     def rows_per_slot(self) -> int:
         """Largest number of rows of a token in a slot, over all layers; a row is one head's key or value."""
         _, size = self.slots
-        most = 0
+        num_rows = 0
         for table in self.tables:
             assert table.num_kv_heads is not None
-            most = max(most, size // min(table.sizes) * table.num_kv_heads)
-        return most
+            num_rows = max(num_rows, size // min(table.sizes) * table.num_kv_heads)
+        return num_rows
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block in a cache of `dtype`, scales included."""

@@ -178,6 +178,10 @@ class LiveSequences:
         self._config = config
         self._max_seq_len = config.max_seq_len
 
+    def states(self) -> list[SequenceState]:
+        """Return all live sequences, oldest first."""
+        return [handle._state for handle in self.handles.values()]
+
     def add(self, state: SequenceState) -> KvCacheHandle:
         """Register a new sequence; return its handle."""
         handle = KvCacheHandle(state, self._pool, self._config)
@@ -306,7 +310,10 @@ def as_pairs(
         pairs = list(items)
         if convert is not None and pairs and isinstance(pairs[0], UnifiedBatchItem):
             pairs = list(map(convert, pairs))
-        handles, values = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+        handles: list[KvCacheHandle] = []
+        values: list[Any] = []
+        if pairs:
+            handles, values = map(list, zip(*pairs, strict=True))
         if not set(map(type, handles)) <= {KvCacheHandle}:
             raise TypeError
     except (PagedError, MemoryError):

@@ -370,7 +370,7 @@ class PagedKvCacheManager(KvInspection):
     def clear_prefix_cache(self) -> None:
         """Withdraw every published block; blocks in use stay with their sequences."""
         with self._guard:
-            self._prefixes.clear([handle._state for handle in self._handles.values()])
+            self._prefixes.clear(self._sequences.states())
 
     def namespaces(self) -> tuple[Hashable, ...]:
         """Return the namespaces in which a prompt can begin with a published block."""

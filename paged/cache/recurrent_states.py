@@ -167,7 +167,7 @@ class RecurrentStates:
                 cursors.append(self._cursor(state))
                 needs_slot.append(self._needs_slot(state, target))
         self._require(sum(needs_slot))
-        self._rollback.append((_restore, [(state, state.slot, state.step) for state, _ in grown]))
+        self._record([state for state, _ in grown])
         writes: list[int] = []
         for (state, _), is_needed in zip(grown, needs_slot, strict=True):
             writes.append(self._allocate() if is_needed else state.slot)
@@ -212,7 +212,7 @@ class RecurrentStates:
         Returns:
             States within chunks that were asked for, whose references `keep` takes over.
         """
-        self._rollback.append((_restore, [(state, state.slot, state.step) for state in states]))
+        self._record(states)
         inside = []
         for state in states:
             step = state.step
@@ -235,12 +235,17 @@ class RecurrentStates:
 
     def drop_steps(self, states: Iterable[SequenceState]) -> None:
         """Give back the slots that planned steps would have written; what sequences hold is as before them."""
-        planned = [(state, state.slot, state.step) for state in states if state.step is not None]
-        self._rollback.append((_restore, planned))
-        for state, _, step in planned:
-            for slot in step.own_slots:
-                self.slots.release([slot])
-            state.step = None
+        states = list(states)
+        self._record(states)
+        for state in states:
+            if state.step is not None:
+                for slot in state.step.own_slots:
+                    self.slots.release([slot])
+                state.step = None
+
+    def _record(self, states: Iterable[SequenceState]) -> None:
+        """Let a rollback restore the slots and planned steps of these sequences."""
+        self._rollback.append((_restore, [(state, state.slot, state.step) for state in states]))
 
     def _cursor(self, state: SequenceState) -> int:
         if state.slot:

@@ -191,7 +191,9 @@ class StateTensors:
     ) -> None:
         """cache_dtype: of K and V. num_tier_bytes: host memory for a tier's states, beside those swapped out."""
         is_wide = cache_dtype.is_floating_point and cache_dtype.itemsize > 1
-        conv_dtype = spec.conv_dtype or (cache_dtype if is_wide else torch.float32)
+        conv_dtype = spec.conv_dtype
+        if conv_dtype is None:
+            conv_dtype = cache_dtype if is_wide else torch.float32
         heads, keys = (spec.num_heads, spec.head_dim), (spec.num_key_heads, spec.key_dim)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "conv": ((spec.conv_width - 1 + spec.ring, spec.conv_channels), conv_dtype)

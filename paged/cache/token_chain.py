@@ -57,7 +57,11 @@ def content_id(digest: bytes) -> int:
 
 def to_int32(ids: list[int]) -> list[int]:
     """Return the ids with a negative integer of 32 bits, from its last bits, for each `content_id`."""
-    return [-1 - (id_ & 0x7FFFFFFF) if id_ <= _FIRST_CONTENT_ID else id_ for id_ in ids]
+    short = list(ids)
+    for place, id_ in enumerate(ids):
+        if id_ <= _FIRST_CONTENT_ID:
+            short[place] = -1 - (id_ & 0x7FFFFFFF)
+    return short
 
 
 def pack(ids: list[int]) -> tuple[TokenArray, bool]:

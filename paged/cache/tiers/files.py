@@ -145,7 +145,8 @@ class FileTier:
         """Begin to read the longest run of positions that the folder has, on every rank."""
         read = FileRead(self, next(self._numbers), positions, self.digest)
         if self.tell is not None and positions:
-            self.tell("read_files", (read.number, [HASH_WORDS.unpack(position.hash) for position in positions]))
+            hashes = [HASH_WORDS.unpack(position.hash) for position in positions]
+            self.tell("read_files", (read.number, hashes))
             # Other ranks keep their parts as long as this read may be taken.
             finalize(read, self.tell, "drop_files", (read.number,)).atexit = False
         if not self._is_running():
@@ -187,7 +188,9 @@ class FileTier:
         """Return the blocks of a read that was waited for, and expect no more; none if the weights have changed."""
         with self._changed:
             read.is_over = True
-            return read.blocks if read.digest == self.digest else {}
+            if read.digest != self.digest:
+                return {}
+            return read.blocks
 
     def progress(self, read: FileRead) -> NDArray[np.int64]:
         """Return whether a read is over, then for each position and table whether its block is there, in one axis."""
