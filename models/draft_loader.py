@@ -130,7 +130,10 @@ def _eagle3_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]
     if num_logits == config.vocab_size and "d2t" not in stored:
         head.offsets = None
     if config.hidden_size == target.config.hidden_size:
-        _share_copies(head, stored, "embed_tokens.weight", "lm_head.weight" if head.offsets is None else "")
+        lm_head = ""
+        if head.offsets is None:
+            lm_head = "lm_head.weight"
+        _share_copies(head, stored, "embed_tokens.weight", lm_head)
     return head, stored
 
 

@@ -198,8 +198,11 @@ def _write_tensors(
     """Write a file for each layer, one for each other tensor, and their index. packed: formats of weights by name."""
     parts: dict[str, list[str]] = {}
     for name in sorted(stored):
+        part_name = name
         layer = _LAYER.match(name)
-        parts.setdefault(layer[1] if layer else name, []).append(name)
+        if layer is not None:
+            part_name = layer[1]
+        parts.setdefault(part_name, []).append(name)
     places: dict[str, str] = {}
     sizes = {"before": 0, "after": 0}
     numbered: Iterable[tuple[int, list[str]]] = track(

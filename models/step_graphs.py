@@ -306,7 +306,8 @@ class StepGraphs:
                 max_seqlen_k=self.longest,
                 max_append=self._max_append,
             )
-            metadata = replace(metadata, lora=LoraBatch(*lora) if lora else None)
+            if lora:
+                metadata = replace(metadata, lora=LoraBatch(*lora))
 
             def run() -> None:
                 hidden, features = self._network.run(input_ids, metadata)

@@ -56,4 +56,6 @@ def _listed(value: Any, max_length: int) -> list[Any] | None:
         raise TypeError
     if isinstance(value, Sized) and len(value) > max_length:
         return None
-    return list(value.tolist() if hasattr(value, "tolist") else islice(value, max_length + 1))
+    if hasattr(value, "tolist"):
+        return list(value.tolist())
+    return list(islice(value, max_length + 1))

@@ -301,7 +301,11 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    name: {**dict(zip(_KEYS, values, strict=True)), "hidden_act": "silu", **_OTHERS.get(name, {})}
-    for name, values in _VALUES.items()
-}
+
+
+def _defaults(name: str) -> Mapping[str, Any]:
+    common = dict(zip(_KEYS, _VALUES[name], strict=True))
+    return {**common, "hidden_act": "silu", **_OTHERS.get(name, {})}
+
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {name: _defaults(name) for name in _VALUES}

@@ -64,6 +64,7 @@ class PagedLayer:
         # The module has rotated: a table without columns rotates nothing. A CPU has a numba kernel for this operation.
         self.write = Bound(qk_norm_rope_and_cache, by=1)
         self.attend = Bound(paged_attention)
+        self.window_size = self.config.window_size
 
     def attach(self, module: torch.nn.Module) -> None:
         """Let an attention module use this cache."""
@@ -183,7 +184,7 @@ def _attend(
         seq_lens=metadata.seq_lens,
         max_seqlen_q=metadata.max_seqlen_q,
         softmax_scale=config.softmax_scale,
-        window_size=(-1, -1) if config.window is None else (config.window - 1, -1),
+        window_size=layer.window_size,
         softcap=config.softcap,
         sinks=s_aux,
         alibi_slopes=alibi_slopes,

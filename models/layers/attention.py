@@ -105,8 +105,7 @@ class Attention(nn.Module):
                 self.k_norm = RmsNorm(layer.head_dim, config.norms)
         self.options = cast("Sequence[HeadsOption]", nn.ModuleList(heads_options(config, index)))
         self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
-        # A window of W tokens is the token itself and W - 1 before it.
-        self.window_size = (-1, -1) if layer.window is None else (layer.window - 1, -1)
+        self.window_size = layer.window_size
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.qk_norm_rope_and_cache, self.paged_attention = Bound(qk_norm_rope_and_cache), Bound(paged_attention)
 

@@ -143,6 +143,13 @@ class AttentionConfig:
         return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window, self.latent is not None
 
     @property
+    def window_size(self) -> tuple[int, int]:
+        """Tokens before and after it that a token sees, -1 for all: of a window of W, W - 1 lie before the token."""
+        if self.window is None:
+            return -1, -1
+        return self.window - 1, -1
+
+    @property
     def rotated_dim(self) -> int:
         """Dimensions of a head that `rope` is about."""
         return self.head_dim if self.latent is None else self.latent.rope_dim

@@ -175,8 +175,11 @@ class LatentAttention(nn.Module):
         split = self._split(metadata)
         if split is None:
             return self._absorbed(q, block_table, metadata.seq_lens, metadata)
+        expanded_q = q
+        if split.rows is not None:
+            expanded_q = q[split.rows]
         expanded = attend_expanded(
-            q if split.rows is None else q[split.rows],
+            expanded_q,
             self.kv_cache,
             split.pieces,
             self._expand,

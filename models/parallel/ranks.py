@@ -139,7 +139,10 @@ class Ranks:
 
     def broadcast(self, x: torch.Tensor, *, on_device: bool = False) -> torch.Tensor:
         """Overwrite x on every rank with rank 0's, on the host or on the device."""
-        with self._sending("broadcast", x, "data" if on_device else "control") as group:
+        name = "control"
+        if on_device:
+            name = "data"
+        with self._sending("broadcast", x, name) as group:
             group.broadcast(x, 0).wait()
         return x
 

@@ -306,6 +306,9 @@ def _eight_bits(inputs: HfConfig | None, weights: HfConfig, kind: str) -> Layout
         strategies.append("block")
     strategy = weights.choice("strategy", *strategies)
     is_in_blocks = strategy == "block"
+    group_size = 0
+    if is_in_blocks:
+        group_size = FP8_BLOCK
     block = weights.value("block_structure")
     if is_in_blocks and block not in ([FP8_BLOCK, FP8_BLOCK], f"{FP8_BLOCK}x{FP8_BLOCK}"):
         raise UnsupportedError(f"{weights.source}: block_structure = {shown(block)}, known is [128, 128]")
@@ -316,7 +319,7 @@ def _eight_bits(inputs: HfConfig | None, weights: HfConfig, kind: str) -> Layout
         raise CheckpointError(f"{weights.source}: strategy is missing, expected tensor, channel or block")
     return EightBit(
         form=form,
-        group_size=FP8_BLOCK if is_in_blocks else 0,
+        group_size=group_size,
         one_scale=strategy == "tensor",
         quantizes_input=inputs is not None,
         has_input_scale=is_static,

@@ -375,8 +375,10 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.store(blocks)
             if self.recurrent is not None:
-                firsts = [first for first, _, _ in self.index.withdrawn_with(blocks)]
-                self.recurrent.store(dict.fromkeys(firsts))
+                firsts: dict[int, None] = {}
+                for first, _, _ in self.index.withdrawn_with(blocks):
+                    firsts[first] = None
+                self.recurrent.store(firsts)
 
     def _evict(self, blocks: list[int]) -> None:
         self._store(blocks)

@@ -195,7 +195,10 @@ class PrefixIndex:
     def next_hash(self, previous: Hash, ids: list[int]) -> Hash:
         """Return the hash of the block with these ids that follows the block with hash `previous`."""
         tokens, has_contents = pack(ids)
-        return self._chain.extend(previous, tokens[None], [ids] if has_contents else None)[0]
+        contents: Contents | None = None
+        if has_contents:
+            contents = [ids]
+        return self._chain.extend(previous, tokens[None], contents)[0]
 
     def hash_of(self, block: int) -> Hash | None:
         """Return the chained hash of a published block of the first table, None for other blocks."""
