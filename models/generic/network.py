@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import UnsupportedError
 from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.families.llama import Llama
+from paged.models.families.llama import Llama, rows_of
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.experts import ModuleExperts
 from paged.models.generic.interface import PAGED, PagedLayer, Step
@@ -144,8 +144,7 @@ class ModuleNetwork(Llama):
             result = self.decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
         finally:
             self._step.metadata = None
-        hidden: torch.Tensor = result.last_hidden_state[0]
-        return hidden if outputs is None else hidden[outputs.rows]
+        return rows_of(result.last_hidden_state[0], outputs)
 
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         """Raise: rows in place of token embeddings are not supported."""

@@ -263,7 +263,7 @@ class PagedKvCacheManager(KvInspection):
             name = self._sequences.new_name(request_id)
             source.begin_change(self._guard.rollback)
             blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
-            self._pool.share([block for block in blocks if block])
+            self._pool.share(blocks)
             state = SequenceState(name, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
             state.chain = source.chain.copy(source.num_tokens, len(blocks))
             if self._recurrent is not None:

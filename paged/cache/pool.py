@@ -124,7 +124,9 @@ class BlockPool:
         return sum(block in self.cached for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each of `blocks`, which are in use or cached."""
+        """Add one reference to each of `blocks`, which are in use or cached. Zeros are skipped."""
+        if 0 in blocks:
+            blocks = [block for block in blocks if block]
         cached, extra = self.cached, self._extra_references
         revived = [block for block in blocks if block in cached] if cached else []
         self._uncache(revived)

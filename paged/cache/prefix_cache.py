@@ -190,7 +190,7 @@ class PrefixCache:
         for column, table in enumerate(self._tables):
             missing[: table.first_seen_block(length, size), column] &= table.sliding_window is None or column == 0
         places = np.argwhere(missing)
-        held = [block for block in rows[:count].ravel().tolist() if block]
+        held: list[int] = rows[:count].ravel().tolist()
         num_fresh = max(0, num_needed - count) * self._num_whole
         if len(places) + self.pool.count_cached(held) + num_fresh > self.pool.num_free:
             return False
@@ -328,7 +328,7 @@ class PrefixCache:
             if 0 in shared[first * num_tables + index :: num_tables]:
                 raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
         taker.begin_change(self._rollback)
-        self.pool.share([block for block in shared if block])
+        self.pool.share(shared)
         self.pool.release(dropped)
         taker.blocks = shared + taker.blocks[end:]
         taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
