@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.preset is None:
         for name, preset in PRESETS.items():
-            print(f"{name:15} {preset.summary}{' (GPU)' if preset.needs_gpu else ''}")
+            note = " (GPU)" if preset.needs_gpu else ""
+            print(f"{name:15} {preset.summary}{note}")
         print(f"{'all':15} {', '.join(_ALL)}, each in its own process, and a report")
         return 0
     if args.preset == "all":
@@ -110,10 +111,15 @@ def _run_all(arguments: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     repeats = ["--repeats", str(options.repeats)] if options.repeats else []
     code = 0
+    written = []
     for name in tracked(_ALL, desc="benchmarks", unit="benchmark"):
-        code = max(code, _call(name, "--json", str(options.out / f"{name}.json"), *repeats))
-    written = [str(path) for name in _ALL if (path := options.out / f"{name}.json").is_file()]
-    return max(code, _call("report", *written, "--out", str(options.out))) if written else code
+        file = options.out / f"{name}.json"
+        code = max(code, _call(name, "--json", str(file), *repeats))
+        if file.is_file():
+            written.append(str(file))
+    if written:
+        code = max(code, _call("report", *written, "--out", str(options.out)))
+    return code
 
 
 def _call(*arguments: str) -> int:

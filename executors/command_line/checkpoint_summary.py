@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,10 +25,18 @@ from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import chosen_config
 
-# Parameters, their bytes, KV bytes per token, and the number of tokens that fit beside the weights.
-Needs = tuple[int, int, int, int | None, int | None, int | None]
-_NEEDS = ("parameters", "weight_bytes", "kv_bytes_per_token", "kv_tokens", "state_bytes", "conv_bytes")
 _SIZES = ("num_layers", "num_attention_heads", "num_kv_heads", "head_dim", "vocab_size")
+
+
+class Needs(NamedTuple):
+    """kv_tokens: the number of tokens that fit beside the weights. The other fields are named as in `summarize`."""
+
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int | None
+    state_bytes: int | None
+    conv_bytes: int | None
 
 
 def summarize(
@@ -62,7 +70,9 @@ def summarize(
     for file in sorted(folder.glob("*.safetensors")):
         stored |= read_header(file)
     tensors: Counter[str] = Counter()
+    files = set()
     for tensor in stored.values():
+        files.add(tensor.file)
         tensors[tensor.dtype] += math.prod(tensor.shape)
     summary: dict[str, Any] = {
         "folder": str(folder),
@@ -85,7 +95,7 @@ def summarize(
         "num_experts": None,
         "vocab_size": _integer(hf, "vocab_size"),
         "max_seq_len": _integer(hf, "max_position_embeddings"),
-        "stored_bytes": sum(file.stat().st_size for file in {tensor.file for tensor in stored.values()}),
+        "stored_bytes": sum(file.stat().st_size for file in files),
         "weight_bytes": None,
         "kv_bytes_per_token": None,
         "block_size": block_size,
@@ -104,19 +114,26 @@ def summarize(
             config = with_stored_layout(replace(config, quantization=as_stored(config.quantization, named)), named)
         if config.quantization is not None:
             meta_network(network_class, config, config.dtype)  # raises if a layer's sizes cannot be packed this way
-        dtype = config.dtype if dtype is None else dtype
+        if dtype is None:
+            dtype = config.dtype
         cache_dtype = kv_cache_dtype or dtype
         needs = partial(_needs, network_class, config, dtype, cache_dtype, block_size, device_bytes)
-        summary |= zip(_NEEDS, needs(Share()), strict=True)
+        summary |= needs(Share())._asdict()
     except PagedError as error:
         return summary | {"supported": False, "backend": None, "reason": str(error).removeprefix(f"{hf.source}: ")}
-    summary |= {name: getattr(config, name) for name in _SIZES}
+    for name in _SIZES:
+        summary[name] = getattr(config, name)
+    num_experts = None
+    for moe in config.moe:
+        if moe is not None:
+            num_experts = moe.num_experts
+            break
     return summary | {
         "dtype": _name(dtype),
         "kv_cache_dtype": _name(cache_dtype),
         "sliding_layers": sum(window is not None for window in config.windows),
         "unknown_keys": list(config.unknown_keys),
-        "num_experts": next((moe.num_experts for moe in config.moe if moe is not None), None),
+        "num_experts": num_experts,
         "max_seq_len": config.max_position_embeddings,
         "ranks": [_rank(network_class, config, dtype, share, needs) for share in spreads],
     }
@@ -125,13 +142,21 @@ def summarize(
 def _rank(
     network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share, needs: Callable[[Share], Needs]
 ) -> dict[str, Any]:
-    rank = {"tensor_parallel_size": share.size, "reason": None, **dict.fromkeys(_NEEDS), "sent_bytes": None}
+    rank: dict[str, Any] = {"tensor_parallel_size": share.size, "reason": None}
+    rank |= dict.fromkeys([*Needs._fields, "sent_bytes"])
     try:
-        rank |= zip(_NEEDS, needs(share), strict=True)
+        rank |= needs(share)._asdict()
     except PagedError as error:
         return rank | {"reason": str(error)}
-    num_sums, counts = network_class.num_sums(config), {"last_sums": 0, "num_tokens": 1, "num_rows": 1}
-    sent = step_bytes(config, num_sums=num_sums, size=share.size, itemsize=dtype.itemsize, **counts)
+    sent = step_bytes(
+        config,
+        num_sums=network_class.num_sums(config),
+        last_sums=0,
+        num_tokens=1,
+        num_rows=1,
+        size=share.size,
+        itemsize=dtype.itemsize,
+    )
     return rank | {"sent_bytes": round(ring_bytes(sent, share.size))}
 
 
@@ -148,11 +173,14 @@ def _needs(
     parameters, weight_bytes = _loaded(network_class, config, dtype, share)
     kv_tokens = None
     if device_bytes is not None:
+        kv_tokens = 0
         num_blocks = int((device_bytes - weight_bytes) * GPU_FRACTION) // cache.block_bytes(cache_dtype)
-        kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens if num_blocks > 0 else 0
-    recurrent = cache.recurrent
-    state = (None, None) if recurrent is None else (recurrent.state_bytes, recurrent.conv_bytes(dtype))
-    return parameters, weight_bytes, cache.token_bytes(cache_dtype), kv_tokens, *state
+        if num_blocks > 0:
+            kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens
+    needs = Needs(parameters, weight_bytes, cache.token_bytes(cache_dtype), kv_tokens, None, None)
+    if cache.recurrent is None:
+        return needs
+    return needs._replace(state_bytes=cache.recurrent.state_bytes, conv_bytes=cache.recurrent.conv_bytes(dtype))
 
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
@@ -171,9 +199,12 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
     none = replace(config, **nothing)
     base_parameters, base_bytes = _size(network_class, none, dtype, share)
     num_parameters, num_bytes = base_parameters, base_bytes
-    layers = Counter(zip(*(getattr(config, name) for name in fields), strict=True))
+    columns = [getattr(config, name) for name in fields]
+    layers = Counter(zip(*columns, strict=True))
     for values, count in layers.items():
-        one_layer: dict[str, Any] = {name: (value,) for name, value in zip(fields, values, strict=True)}
+        one_layer: dict[str, Any] = {}
+        for name, value in zip(fields, values, strict=True):
+            one_layer[name] = (value,)
         parameters, size = _size(network_class, replace(config, **one_layer), dtype, share)
         num_parameters += count * (parameters - base_parameters)
         num_bytes += count * (size - base_bytes)

@@ -12,10 +12,15 @@ from paged.executors.paged_attention_executor import DECAY, PagedExecutorConfig
 
 def expected_logits(config: PagedExecutorConfig, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits [vocab_size] of the last of `tokens`, float64."""
-    attend = _one_hot_attention if config.embedding == "one_hot" else _sinusoidal_attention
+    if config.embedding == "one_hot":
+        outputs = [_one_hot_attention(config, tokens)]
+    else:
+        outputs = [_sinusoidal_attention(config, tokens)]
+    if config.recurrent:
+        outputs.append(_recurrent_output(config, tokens))
     logits = torch.zeros(config.vocab_size, dtype=torch.float64)
-    for output in (attend, _recurrent_output) if config.recurrent else (attend,):
-        for j, value in enumerate(output(config, tokens)):
+    for output in outputs:
+        for j, value in enumerate(output):
             logits[j % config.vocab_size] += value
     return logits
 
@@ -25,22 +30,27 @@ def _one_hot_attention(config: PagedExecutorConfig, tokens: Sequence[int]) -> li
     width = config.num_kv_heads * config.head_dim
     indices = [token % width for token in tokens]
     group = config.num_heads // config.num_kv_heads
-    attention = []
+    attention: list[float] = []
     for head in range(config.num_heads):
         first = head // group * config.head_dim
         of_head = range(first, first + config.head_dim)
-        heavy = indices[-1] if indices[-1] in of_head else None
-        weights = [math.exp(1 / math.sqrt(config.head_dim)) if index == heavy else 1.0 for index in indices]
-        for i in of_head:
-            hits = sum(weight for weight, index in zip(weights, indices, strict=True) if index == i)
-            attention.append(hits / sum(weights))
+        equal_weight = 1.0
+        if indices[-1] in of_head:
+            equal_weight = math.exp(1 / math.sqrt(config.head_dim))
+        hits = dict.fromkeys(of_head, 0.0)
+        total = 0.0
+        for index in indices:
+            weight = equal_weight if index == indices[-1] else 1.0
+            total += weight
+            if index in of_head:
+                hits[index] += weight
+        attention += [hit / total for hit in hits.values()]
     return attention
 
 
 def _sinusoidal_attention(config: PagedExecutorConfig, tokens: Sequence[int]) -> list[float]:
     width = config.num_kv_heads * config.head_dim
-    angles = torch.tensor([[(t + 1) * (i + 1) for i in range(width)] for t in tokens], dtype=torch.float32)
-    heads = torch.sin(angles).double().view(len(tokens), config.num_kv_heads, config.head_dim)
+    heads = _sinusoids(tokens, width).view(len(tokens), config.num_kv_heads, config.head_dim)
     attention: list[float] = []
     for head in range(config.num_heads):
         keys = heads[:, head // (config.num_heads // config.num_kv_heads)]
@@ -49,15 +59,21 @@ def _sinusoidal_attention(config: PagedExecutorConfig, tokens: Sequence[int]) ->
     return attention
 
 
+def _sinusoids(tokens: Sequence[int], width: int) -> torch.Tensor:
+    """Return the embeddings [num_tokens, width], float64 values of the float32 sine."""
+    angles = (torch.tensor(tokens)[:, None] + 1) * torch.arange(1, width + 1)
+    return torch.sin(angles.float()).double()
+
+
 def _recurrent_output(config: PagedExecutorConfig, tokens: Sequence[int]) -> list[float]:
     """The state after the last token, for each query head that of its KV head; see `PagedAttentionExecutor`."""
     width = config.num_kv_heads * config.head_dim
     rows = torch.zeros(len(tokens) + 3, width, dtype=torch.float64)
-    for at, token in enumerate(tokens, 3):
-        if config.embedding == "one_hot":
+    if config.embedding == "one_hot":
+        for at, token in enumerate(tokens, 3):
             rows[at, token % width] = 1
-        else:
-            rows[at] = torch.sin(torch.tensor([(token + 1) * (i + 1) for i in range(width)], dtype=torch.float32))
+    else:
+        rows[3:] = _sinusoids(tokens, width)
     state = torch.zeros(width, dtype=torch.float64)
     for at in range(3, len(rows)):
         state = DECAY * state + rows[at] + rows[at - 1] / 4 + rows[at - 3] / 2

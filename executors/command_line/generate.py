@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -48,6 +48,16 @@ class Prompt(NamedTuple):
 
     text: str
     expected: str | None = None
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """index: the prompt's. adapter: None for the base model."""
+
+    index: int
+    prompt: Prompt
+    adapter: str | None
+    output: RequestOutput
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,32 +177,30 @@ def run(args: argparse.Namespace) -> int:
     engine = make_engine(folder, args, tokenizer)
     executor = cast("LlmExecutor", engine.executor)
     # Every prompt runs with every adapter, or without one.
-    pairs = [(index, name) for index in range(len(prompts)) for name in (folders or [None])]
-    outputs = [
-        engine.add_request(
-            encoded[index][0],
-            params,
-            adapter=name,
-            prompt_embeds=encoded[index][1],
-        )
-        for index, name in pairs
-    ]
-    is_streamed = len(outputs) == params.n == 1 and prompts[0].expected is None and not args.json
-    peak_blocks, seconds = _run(engine, outputs, is_streamed=is_streamed, shows_bar=not args.json)
+    adapters: list[str | None] = [*folders] or [None]
+    requests = []
+    for index, prompt in enumerate(prompts):
+        token_ids, embeds = encoded[index]
+        for adapter in adapters:
+            output = engine.add_request(token_ids, params, adapter=adapter, prompt_embeds=embeds)
+            requests.append(PromptRequest(index, prompt, adapter, output))
+    is_streamed = len(requests) == params.n == 1 and prompts[0].expected is None and not args.json
+    peak_blocks, seconds = _run(engine, requests, is_streamed=is_streamed, shows_bar=not args.json)
     if executor.kv_manager is not None:
         executor.kv_manager.close_tiers()
-    for (index, _), output in zip(pairs, outputs, strict=True):
-        if output.error is not None:
-            raise PagedError(f"prompt {index}: {output.error}")
+    for request in requests:
+        if request.output.error is not None:
+            raise PagedError(f"prompt {request.index}: {request.output.error}")
     answers = []
-    for (index, name), output in zip(pairs, outputs, strict=True):
-        answers += _answers_of(prompts[index], name, output)
+    for request in requests:
+        answers += _answers_of(request)
     summary = _summary_of(answers, engine, peak_blocks, seconds, len(prompts))
     if args.json:
         print_json({"answers": answers, "summary": summary})
     else:
         _print_answers(answers, summary, executor, tokenizer, is_streamed=is_streamed)
-    return int(any(answer["correct"] is False for answer in answers))
+    has_wrong_answer = any(answer["correct"] is False for answer in answers)
+    return int(has_wrong_answer)
 
 
 def make_engine(
@@ -274,18 +282,23 @@ def _encode(
     options = {"parse_special": args.parse_special}
     if not (args.chat or args.image):
         return [(tokenizer.encode(prompt.text, **options), None) for prompt in prompts]
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    system = []
+    if args.system is not None:
+        system.append({"role": "system", "content": args.system})
+    parts = [{"type": "image"}] * len(args.image)
+    chats = []
+    for prompt in prompts:
+        content: Any = prompt.text
+        if args.image:
+            content = [*parts, {"type": "text", "text": prompt.text}]
+        chats.append([*system, {"role": "user", "content": content}])
     if not args.image:
-        chats = [[*system, {"role": "user", "content": prompt.text}] for prompt in prompts]
         return [(tokenizer.encode_chat(messages, **options), None) for messages in chats]
     from paged.executors.vision.images import ImageRules
     from paged.executors.vision.vision_model import VisionModel
 
     images = [ImageRules().read_file(Path(file)) for file in args.image]
     vision = VisionModel.from_folder(folder, tokenizer, dtype=args.dtype, device=args.device)
-    parts = [{"type": "image"} for _ in images]
-    contents = [[*parts, {"type": "text", "text": prompt.text}] for prompt in prompts]
-    chats = [[*system, {"role": "user", "content": content}] for content in contents]
     return [vision.encode_chat(messages, images, **options) for messages in chats]
 
 
@@ -296,8 +309,11 @@ def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
 
     file = "generation_config.json"
     of_checkpoint = sampling_defaults(HfConfig.read(folder, file, may_lack=True))
-    names = vars(args).keys() & {field.name for field in fields(SamplingParams)}
-    of_command = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    of_command = {}
+    for field in fields(SamplingParams):
+        value = getattr(args, field.name, None)
+        if value is not None:
+            of_command[field.name] = value
     params = SamplingParams(**{"temperature": 0.0} | of_checkpoint | of_command)
     if args.verbose:
         for name in CHECKPOINT_PARAMS:
@@ -307,7 +323,8 @@ def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
             elif name in of_checkpoint:
                 source = file
             print(f"{name:20} {getattr(params, name)!s:>16}  {source}", file=sys.stderr)
-        print(f"{'end tokens':20} {', '.join(map(str, read_eos_token_ids(folder))):>16}  checkpoint", file=sys.stderr)
+        end_tokens = ", ".join(map(str, read_eos_token_ids(folder)))
+        print(f"{'end tokens':20} {end_tokens:>16}  checkpoint", file=sys.stderr)
     return params
 
 
@@ -349,7 +366,9 @@ def _draft_head(args: argparse.Namespace) -> str | None:
     if draft is None or draft == str(MTP):
         return draft
     # A head needs no tokenizer of its own.
-    return str(local_folder(Path(draft))) if is_eagle3(checkpoint_folder(draft, is_run=False)) else None
+    if is_eagle3(checkpoint_folder(draft, is_run=False)):
+        return str(local_folder(Path(draft)))
+    return None
 
 
 def _proposer(target: LlmExecutor, args: argparse.Namespace) -> Proposer | None:
@@ -358,46 +377,53 @@ def _proposer(target: LlmExecutor, args: argparse.Namespace) -> Proposer | None:
     from paged.executors.speculation.prompt_lookup import PromptLookup
 
     count = args.speculate
+    if args.draft is None and count is None:
+        return None
     if args.draft is None:
-        return None if count is None else PromptLookup(count)
-    count = 4 if count is None else count
+        return PromptLookup(count)
+    if count is None:
+        count = 4
     if target.capabilities().has_draft_head:
         return HeadProposer(target, count)
     return DraftModel(_executor(checkpoint_folder(args.draft), args), count, token_budget=args.token_budget)
 
 
-def _run(engine: Engine, outputs: Sequence[RequestOutput], *, is_streamed: bool, shows_bar: bool) -> tuple[int, float]:
+def _run(engine: Engine, requests: Sequence[PromptRequest], *, is_streamed: bool, shows_bar: bool) -> tuple[int, float]:
     """Step to the end and show the text or a bar; return the peak of used blocks, and the seconds."""
     manager = engine.executor.kv_manager
     assert manager is not None  # models of from_pretrained have a cache manager
     peak_blocks, printed, start = 0, 0, time.perf_counter()
-    bar = progress_bar(len(outputs), desc="generate", unit="prompt", shown=shows_bar and not is_streamed)
+    bar = progress_bar(len(requests), desc="generate", unit="prompt", shown=shows_bar and not is_streamed)
     with contextlib.closing(bar):
         while engine.num_unfinished:
             bar.update(sum(output.finished for output in engine.step()))
             peak_blocks = max(peak_blocks, manager.stats().used_blocks)
             if is_streamed:
-                text = outputs[0].outputs[0].text
+                text = requests[0].output.outputs[0].text
                 print(text[printed:], end="", flush=True)
                 printed = len(text)
     return peak_blocks, time.perf_counter() - start
 
 
-def _answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> list[Report]:
+def _answers_of(request: PromptRequest) -> list[Report]:
     """Return the completions of a finished request; `expected` and `correct` are None if no right answer is known."""
-    return [
-        {
+    prompt = request.prompt
+    answers = []
+    for completion in request.output.outputs:
+        answer = {
             "prompt": prompt.text,
-            "prompt_tokens": len(output.prompt_token_ids),
-            "adapter": adapter,
+            "prompt_tokens": len(request.output.prompt_token_ids),
+            "adapter": request.adapter,
             "text": completion.text,
             "new_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "expected": prompt.expected,
-            "correct": None if prompt.expected is None else completion.text.strip() == prompt.expected,
+            "correct": None,
         }
-        for completion in output.outputs
-    ]
+        if prompt.expected is not None:
+            answer["correct"] = completion.text.strip() == prompt.expected
+        answers.append(answer)
+    return answers
 
 
 def _summary_of(
@@ -408,10 +434,12 @@ def _summary_of(
     """
     metrics, manager = engine.metrics, engine.executor.kv_manager
     assert manager is not None
-    is_task = any(answer["expected"] is not None for answer in answers)
+    num_correct = None
+    if any(answer["expected"] is not None for answer in answers):
+        num_correct = sum(answer["correct"] for answer in answers)
     return {
         "prompts": num_prompts,
-        "correct": sum(answer["correct"] for answer in answers) if is_task else None,
+        "correct": num_correct,
         **{name: getattr(metrics, name) for name in _COUNTS},
         "seconds": seconds,
         "tokens_per_second": (metrics.prefill_tokens + metrics.decode_tokens) / seconds,
@@ -429,23 +457,22 @@ def _print_answers(
         print()
     elif summary["correct"] is None:
         for answer in answers:
-            adapter = "" if answer["adapter"] is None else f" [{answer['adapter']}]"
-            print(f"--- {_short(answer['prompt'])}{one_line(adapter)}\n{answer['text']}")
+            title = _short(answer["prompt"])
+            if answer["adapter"] is not None:
+                title += one_line(f" [{answer['adapter']}]")
+            print(f"--- {title}\n{answer['text']}")
     else:
         _print_task(answers)
         print(f"{summary['correct']} of {len(answers)} right")
-    info, stream = executor.info(), sys.stderr if is_streamed else sys.stdout
-    drafts = ", {accepted_tokens} of {draft_tokens} drafts right" if summary["draft_tokens"] else ""
-    counts = (
-        "{prefill_tokens} prompt and {decode_tokens} decode tokens in {steps} forwards ({mixed_steps} mixed)"
-        f"{drafts}, {{seconds:.2f}} s, {{tokens_per_second:.0f}} tokens/s\n"
-        "KV cache: {peak_blocks} of {num_blocks} blocks used, {block_size} tokens each"
-    )
-    print(
-        f"{one_line(info.model_id)} ({info.model_type}, {info.num_parameters:,} parameters, {info.dtype}) "
-        f"on {info.device}: {counts.format(**summary)}",
-        file=stream,
-    )
+    counts = "{prefill_tokens} prompt and {decode_tokens} decode tokens in {steps} forwards ({mixed_steps} mixed)"
+    if summary["draft_tokens"]:
+        counts += ", {accepted_tokens} of {draft_tokens} drafts right"
+    counts += ", {seconds:.2f} s, {tokens_per_second:.0f} tokens/s\n"
+    counts += "KV cache: {peak_blocks} of {num_blocks} blocks used, {block_size} tokens each"
+    info = executor.info()
+    model = f"{one_line(info.model_id)} ({info.model_type}, {info.num_parameters:,} parameters, {info.dtype})"
+    stream = sys.stderr if is_streamed else sys.stdout
+    print(f"{model} on {info.device}: {counts.format(**summary)}", file=stream)
 
 
 def _print_task(answers: Sequence[Report]) -> None:
@@ -454,10 +481,14 @@ def _print_task(answers: Sequence[Report]) -> None:
     width = max([len(text) for text in texts] + [6])
     print(f"{'tokens':>6}  {'prompt':48}  {'answer':{width}}")
     for answer, text in zip(answers, texts, strict=True):
-        note = "right" if answer["correct"] else f"WRONG, expected {answer['expected']}"
+        note = "right"
+        if not answer["correct"]:
+            note = f"WRONG, expected {answer['expected']}"
         print(f"{answer['prompt_tokens']:6}  {_short(answer['prompt']):48}  {text:{width}}  {note}")
 
 
 def _short(text: str) -> str:
     line = one_line(text)
-    return line if len(line) <= 48 else f"{line[:20]} ... {line[-23:]}"
+    if len(line) <= 48:
+        return line
+    return f"{line[:20]} ... {line[-23:]}"

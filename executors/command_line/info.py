@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import PagedError
 from paged.executors.command_line.safe_output import print_json
@@ -25,8 +25,12 @@ _PACKAGES = (
 ).split()
 
 
-# Name, whether this machine has it, and the reason or the substitute.
-Feature = tuple[str, bool, str]
+class Feature(NamedTuple):
+    """supported: whether this machine has it. reason: why, or the substitute."""
+
+    name: str
+    supported: bool
+    reason: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +45,14 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend, reason = backend_of(device)
     features = _features(device, backend)
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        versions[package] = _version(package)
     report: dict[str, Any] = {
         "device": _device(device),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": versions,
         "backend": {"name": backend, "reason": reason},
-        "features": [dict(zip(("name", "supported", "reason"), feature, strict=True)) for feature in features],
+        "features": [feature._asdict() for feature in features],
     }
     if args.json:
         print_json(report)
@@ -53,10 +60,14 @@ def run(args: argparse.Namespace) -> int:
     for title in ("device", "versions"):
         print(title)
         for name, value in report[title].items():
-            print(f"  {name:20} {'not installed' if value is None else one_line(value)}")
+            text = "not installed"
+            if value is not None:
+                text = one_line(value)
+            print(f"  {name:20} {text}")
     print(f"backend\n  {backend}: {reason}\nsupported")
-    for name, supported, why in features:
-        print(f"  {'yes' if supported else 'no':4} {name:22} {one_line(why)}")
+    for feature in features:
+        answer = "yes" if feature.supported else "no"
+        print(f"  {answer:4} {feature.name:22} {one_line(feature.reason)}")
     return 0
 
 
@@ -77,12 +88,17 @@ def _device(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "type": device.type,
         "host": f"{platform.system()} {platform.machine()}",
-        "cpu_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
     }
+    if sys.platform == "linux":
+        facts["cpu_cores"] = len(os.sched_getaffinity(0))
     if device.type == "cuda":
         known = device_of(device)
         free, total = torch.cuda.mem_get_info(device)
+        runtime = f"CUDA {torch.version.cuda}"
+        if torch.version.hip:
+            runtime = f"ROCm {torch.version.hip}"
         facts |= {
             "count": torch.cuda.device_count(),
             "name": torch.cuda.get_device_name(device),
@@ -90,7 +106,7 @@ def _device(device: torch.device) -> dict[str, Any]:
             "processors": known.num_sms,
             "memory_bytes": total,
             "free_bytes": free,
-            "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+            "runtime": runtime,
         }
     return facts
 
@@ -114,7 +130,9 @@ def backend_of(device: torch.device) -> tuple[str, str]:
         reason = "no GPU, and triton is not installed: PyTorch operations"
     else:
         reason = "no GPU: PyTorch operations; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
-    return "triton" if by_triton else choice or "torch", reason
+    if by_triton:
+        return "triton", reason
+    return choice or "torch", reason
 
 
 def _features(device: torch.device, backend: str) -> list[Feature]:
@@ -129,26 +147,35 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
     def product(form: str, group: int) -> str:
         return choose_product(form, (1, group), 128, 128, form == "int8", this_cpu())
 
-    on_gpu, arch, name = device.type == "cuda", device_of(device).arch, device_of(device).name.replace(" ", "_")
+    on_gpu = device.type == "cuda"
+    arch = device_of(device).arch
     interpreted = backend == "triton" and not on_gpu and interpreting()
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else not interpreted
+    if on_gpu:
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        where, bf16_reason = arch, arch
+    else:
+        has_bf16 = not interpreted
+        where, bf16_reason = "no GPU that torch can use", "by PyTorch"
+    if interpreted:
+        bf16_reason = "the interpreter multiplies its raw bits"
     has_fp8 = on_gpu and has_native_e4m3(device)
+    fp8_reason = "e4m3, converted by the GPU" if has_fp8 else "e4m3, converted in software"
     has_tma = on_gpu and arch in LARGE_SHARED_MEMORY
-    tables = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []
     has_kernels = backend in ("torch", "numba") and os.environ.get("PAGED_BACKEND") != "torch" and has_numba()
-    where, by = (arch, arch) if on_gpu else ("no GPU that torch can use", "by PyTorch")
+    int8, int4 = product("int8", 0), product("int4", 128)
+    tables = []
+    name = device_of(device).name.replace(" ", "_")
+    if name:
+        tables = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json"))
+    tiles = ", ".join(tables) or "default tiles; `paged bench tune-moe` writes a table"
     return [
-        ("bfloat16", has_bf16, "the interpreter multiplies its raw bits" if interpreted else by),
-        ("fp8 KV cache", backend != "none", "e4m3, converted by the GPU" if has_fp8 else "e4m3, converted in software"),
-        ("native fp8", has_fp8, f"{where}; from sm_89 on"),
-        ("TMA and wgmma", has_tma, f"{where}; from sm_90 on"),
-        ("CUDA graphs", on_gpu, where),
-        (
-            "numba kernels",
-            has_kernels,
-            "models on a CPU; installed by `pip install paged[cpu]`",
-        ),
-        ("int8 on the CPU", product("int8", 0) == "int8", f"int8 weights and activations: {product('int8', 0)}"),
-        ("int4 on the CPU", product("int4", 128) == "int4", f"int4 weights: {product('int4', 128)}"),
-        ("tuned MoE tiles", bool(tables), ", ".join(tables) or "default tiles; `paged bench tune-moe` writes a table"),
+        Feature("bfloat16", has_bf16, bf16_reason),
+        Feature("fp8 KV cache", backend != "none", fp8_reason),
+        Feature("native fp8", has_fp8, f"{where}; from sm_89 on"),
+        Feature("TMA and wgmma", has_tma, f"{where}; from sm_90 on"),
+        Feature("CUDA graphs", on_gpu, where),
+        Feature("numba kernels", has_kernels, "models on a CPU; installed by `pip install paged[cpu]`"),
+        Feature("int8 on the CPU", int8 == "int8", f"int8 weights and activations: {int8}"),
+        Feature("int4 on the CPU", int4 == "int4", f"int4 weights: {int4}"),
+        Feature("tuned MoE tiles", bool(tables), tiles),
     ]

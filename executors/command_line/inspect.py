@@ -96,14 +96,16 @@ def run(args: argparse.Namespace) -> int:
     from paged.models.parallel.share import Share
 
     folder = checkpoint_folder(args.model, is_run=False)
-    device_bytes = as_bytes("--device-memory", args.device_memory) if args.device_memory else None
+    device_bytes = None
+    if args.device_memory:
+        device_bytes = as_bytes("--device-memory", args.device_memory)
+    elif torch.cuda.is_available():
+        device_bytes = torch.cuda.mem_get_info()[1]
     spreads = []
     if args.tensor_parallel is not None:
         parallel = ParallelConfig(args.tensor_parallel, args.expert_parallel)
         sizes = sorted({*_SIZES, parallel.tensor_parallel_size} - {1})
         spreads = [Share(0, size, args.expert_parallel) for size in sizes]
-    if device_bytes is None and torch.cuda.is_available():
-        device_bytes = torch.cuda.mem_get_info()[1]
     dtype = as_dtype("--dtype", args.dtype)
     cache_dtype = as_dtype("--kv-cache-dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
     block_size = args.block_size or default_block_size(device_of(as_device("device", None)).arch)
@@ -121,10 +123,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(summary)
         _print_ranks(summary, as_bytes("--bandwidth", args.bandwidth))
-    unfit = [
-        rank for rank in summary["ranks"] if rank["tensor_parallel_size"] == args.tensor_parallel and rank["reason"]
-    ]
-    return int(not summary["supported"] or bool(unfit))
+    if not summary["supported"]:
+        return 1
+    for rank in summary["ranks"]:
+        if rank["tensor_parallel_size"] == args.tensor_parallel and rank["reason"]:
+            return 1
+    return 0
 
 
 def _forms(folder: Path) -> dict[str, str | None]:
@@ -229,7 +233,9 @@ def _run_tour(executor: LlmExecutor) -> PagedKvCacheManager:
 def _size(num_bytes: int | None) -> str | None:
     if num_bytes is None:
         return None
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:,.2f} GB"
+    return f"{num_bytes / 1e6:,.2f} MB"
 
 
 def _print_ranks(summary: dict[str, Any], bandwidth: int) -> None:
@@ -240,25 +246,40 @@ def _print_ranks(summary: dict[str, Any], bandwidth: int) -> None:
         if rank["reason"] is not None:
             print(f"{rank['tensor_parallel_size']:5} no: {one_line(rank['reason'])}")
             continue
-        tokens = "" if rank["kv_tokens"] is None else f"{rank['kv_tokens']:,}"
-        sizes = {name: _size(rank[f"{name}_bytes"]) for name in ("weight", "sent")}
-        print(_RANK_LINE.format_map(rank | sizes | {"tokens": tokens, "rate": bandwidth // rank["sent_bytes"]}))
+        values = rank | {
+            "tokens": "",
+            "weight": _size(rank["weight_bytes"]),
+            "sent": _size(rank["sent_bytes"]),
+            "rate": bandwidth // rank["sent_bytes"],
+        }
+        if rank["kv_tokens"] is not None:
+            values["tokens"] = f"{rank['kv_tokens']:,}"
+        print(_RANK_LINE.format_map(values))
 
 
 def _print(summary: dict[str, Any]) -> None:
-    window, longest, capacity = (summary[name] for name in ("sliding_layers", "max_seq_len", "kv_tokens"))
     values = summary | {
         "classes": ", ".join(summary["architectures"]) or "none",
-        "verdict": "yes" if summary["supported"] else f"no: {summary['reason']}",
+        "verdict": "yes",
         "unread": ", ".join(summary["unknown_keys"]),
         "files": ", ".join(summary["missing"]),
         "elements": ", ".join(f"{count:,} {dtype}" for dtype, count in summary["tensors"].items()),
         "head_dim": summary["head_dim"] or "unknown size",
-        "windows": f", {window} with a sliding window" if window else "",
-        "fits": "" if capacity is None else f"{capacity:,} tokens",
-        "sequences": (capacity or 0) // longest if longest else 0,
-        **{name: _size(summary[f"{name}_bytes"]) for name in ("stored", "weight", "device", "state", "conv")},
+        "windows": "",
+        "fits": "",
+        "sequences": 0,
     }
+    if not summary["supported"]:
+        values["verdict"] = f"no: {summary['reason']}"
+    if summary["sliding_layers"]:
+        values["windows"] = f", {summary['sliding_layers']} with a sliding window"
+    capacity = summary["kv_tokens"]
+    if capacity is not None:
+        values["fits"] = f"{capacity:,} tokens"
+        if summary["max_seq_len"]:
+            values["sequences"] = capacity // summary["max_seq_len"]
+    for name in ("stored", "weight", "device", "state", "conv"):
+        values[name] = _size(summary[f"{name}_bytes"])
     for name, needed, text in _LINES:
         if values[needed]:
             print(f"{name:17} {one_line(text.format_map(values))}")

@@ -56,7 +56,7 @@ def safe_output() -> Iterator[None]:
     """
     before = sys.stdout, sys.stderr
     # None if the process has no such stream; print() then prints nothing.
-    sys.stdout, sys.stderr = (stream and cast(TextIO, SafeStream(stream)) for stream in before)
+    sys.stdout, sys.stderr = _safe(sys.stdout), _safe(sys.stderr)
     try:
         try:
             yield
@@ -66,6 +66,10 @@ def safe_output() -> Iterator[None]:
         _flush(sys.stdout)
     finally:
         sys.stdout, sys.stderr = before
+
+
+def _safe(stream: TextIO) -> TextIO:
+    return stream and cast(TextIO, SafeStream(stream))
 
 
 def drop_unwritten() -> None:
@@ -113,4 +117,6 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

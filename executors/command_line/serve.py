@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     tongue = Tongue.of(tokenizer, args.tool_parser, args.reasoning_parser)
     engine = make_engine(folder, args, MarkedTokenizer(tokenizer, tongue), max_waiting=args.max_waiting)
     info, manager = engine.executor.info(), engine.executor.kv_manager
-    config = ServeConfig(**{option.name: getattr(args, option.name) for option in fields(ServeConfig)})
+    options = {option.name: getattr(args, option.name) for option in fields(ServeConfig)}
+    config = ServeConfig(**options)
     key = config.api_key or os.environ.get("PAGED_API_KEY") or None
     config = replace(config, api_key=key, model_name=config.model_name or info.model_id)
     defaults = SamplingParams(**sampling_defaults(HfConfig.read(folder, "generation_config.json", may_lack=True)))
@@ -78,16 +79,21 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, OverflowError) as error:
         raise InvalidInputError(f"--host {config.host} --port {config.port}: {error}") from error
     host, port = listener.getsockname()[:2]
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    note = " (this machine only, see --host)" if host in ("127.0.0.1", "::1") else ""
+    where = f"http://{host}:{port}"
+    if ":" in host:
+        where = f"http://[{host}]:{port}"
+    if host in ("127.0.0.1", "::1"):
+        where += " (this machine only, see --host)"
 
     async def serve() -> None:
         async with AsyncEngine(engine) as running:
             service = Service(running, tokenizer, config, defaults, vision)
             app = make_app(service)
-            free = 0 if manager is None else manager.stats().free_blocks * manager.config.block_size
+            free = 0
+            if manager is not None:
+                free = manager.stats().free_blocks * manager.config.block_size
             print(
-                f"paged: {where}{note}, {one_line(config.model_name)} in {info.dtype} on {info.device}, "
+                f"paged: {where}, {one_line(config.model_name)} in {info.dtype} on {info.device}, "
                 f"{free:,} tokens of cache free, backend {backend_of(info.device)[0]}",
                 flush=True,
             )
