@@ -31,7 +31,11 @@ class Adapters:
         with suppress(UnsupportedError):
             loaded = await self._engine.list_loras()
         clients_names = {engine_name: name for name, engine_name in self._engine_names.items()}
-        return tuple(clients_names.get(name, name) for name in loaded if name not in self._ending)
+        names = []
+        for name in loaded:
+            if name not in self._ending:
+                names.append(clients_names.get(name, name))
+        return tuple(names)
 
     async def load(self, name: str, path: Path, *, in_place: bool) -> None:
         """Load an adapter from a folder.

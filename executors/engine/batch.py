@@ -34,10 +34,15 @@ class Rows:
         handles = [completion.handle for completion in completions]
         self._handles = [handle for handle in handles if handle is not None]
         self.outputs = dict.fromkeys(completion.request_output for completion in completions)
-        self.reads_tokens = any(completion.reads_tokens for completion in completions)
-        has_embeds = any(completion.request.embeds is not None for completion in completions)
-        returns_states = any(completion.states is not None for completion in completions)
-        self.takes_batches = len(self._handles) == len(handles) and not has_embeds and not returns_states
+        self.takes_batches = True
+        self.reads_tokens = self._is_watched = False
+        for completion in completions:
+            if completion.handle is None or completion.request.embeds is not None or completion.states is not None:
+                self.takes_batches = False
+            if completion.reads_tokens:
+                self.reads_tokens = True
+            if completion.is_watched:
+                self._is_watched = True
         self._columns = BatchColumns(
             seq_ids=[completion.seq_id for completion in completions],
             kv_caches=handles,
@@ -48,10 +53,11 @@ class Rows:
         )
         self._row_ids = np.arange(len(completions))
         self._token_ids = [completion.token_ids for completion in completions]
-        self._ending_ids = frozenset[int]().union(*{completion.ending_ids for completion in completions})
-        self._is_watched = any(completion.is_watched for completion in completions)
+        ending_ids = {completion.ending_ids for completion in completions}  # few differ
+        self._ending_ids = frozenset[int]().union(*ending_ids)
         self._max_tokens = [completion.max_tokens for completion in completions]
-        self.steps_left = min((completion.max_tokens - completion.num_sampled for completion in completions), default=0)
+        tokens_left = [completion.max_tokens - completion.num_sampled for completion in completions]
+        self.steps_left = min(tokens_left, default=0)
 
     def next_batch(
         self, manager: PagedKvCacheManager, device: torch.device, newest: torch.Tensor | None, *, is_invariant: bool
@@ -196,25 +202,32 @@ class StepOutput:
 
     def newest_of(self, completions: list[Completion], device: torch.device) -> torch.Tensor | None:
         """Return the newest tokens of its completions, int64 [n] on the device; None if one was not sampled in it."""
-        parts = [(rows, sampled.token_ids) for rows, sampled in self.parts if sampled.token_ids is not None]
-        if len(parts) == 1:
-            rows, token_ids = parts[0]
-            if rows.completions == completions:
-                return token_ids
+        all_rows: list[Rows] = []
+        all_tokens: list[torch.Tensor] = []
+        for rows, sampled in self.parts:
+            if sampled.token_ids is not None:
+                all_rows.append(rows)
+                all_tokens.append(sampled.token_ids)
+        if len(all_rows) == 1 and all_rows[0].completions == completions:
+            return all_tokens[0]
         places: dict[Completion, int] = {}
-        for rows, _ in parts:
+        for rows in all_rows:
             for completion in rows.completions:
                 places[completion] = len(places)
         if not places.keys() >= set(completions):
             return None
-        tokens = torch.cat([tokens for _, tokens in parts])
         index = index_tensor([places[completion] for completion in completions], device)
-        return tokens[index]
+        return torch.cat(all_tokens)[index]
 
 
 def captured_of(completions: Sequence[Completion]) -> CapturedStates | None:
     """Return what a forward has to capture for completions, None for nothing."""
-    all_states = [completion.states for completion in completions if completion.states is not None]
-    if not all_states:
-        return None
-    return CapturedStates(has_experts=any(states.requested["routed_experts"] for states in all_states))
+    captured: CapturedStates | None = None
+    for completion in completions:
+        if completion.states is None:
+            continue
+        if captured is None:
+            captured = CapturedStates(has_experts=False)
+        if completion.states.requested["routed_experts"]:
+            captured.has_experts = True
+    return captured

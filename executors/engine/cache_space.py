@@ -129,7 +129,10 @@ class BlockSpace:
     def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
         """Return how many of the next `count` prompt tokens have free blocks beside the planned tokens of others."""
         assert completion.handle is not None
-        planned_handles = [(other.handle, num_tokens) for other, num_tokens in planned if other.handle is not None]
+        planned_handles = []
+        for other, num_tokens in planned:
+            if other.handle is not None:
+                planned_handles.append((other.handle, num_tokens))
         return self.manager.fitting_tokens(completion.handle, count, planned_handles)
 
     def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
@@ -146,9 +149,10 @@ class BlockSpace:
             if self._runs_fixed_chunks:
                 assert batch.prepared is not None
                 batch.prepared.is_invariant = self.is_invariant
-                batch.prepared.published = [
-                    completion.chunk if completion.has_full_chunk else None for completion in completions
-                ]
+                published: list[Sequence[int] | None] = []
+                for completion in completions:
+                    published.append(completion.chunk if completion.has_full_chunk else None)
+                batch.prepared.published = published
             return batch
         handles = [handle for handle in batch.columns.kv_caches if handle is not None]
         reservation, _ = self.manager.reserve_step(handles, batch.columns.counts)
@@ -231,7 +235,9 @@ class BlockSpace:
 
     def _read_files(self, completion: Completion) -> FileRead | None:
         ids = self._ids_to_match(completion)
-        return None if ids is None else self.manager.read_files(ids, namespace=self._namespace_of(completion))
+        if ids is None:
+            return None
+        return self.manager.read_files(ids, namespace=self._namespace_of(completion))
 
     def _ids_to_match(self, completion: Completion) -> Sequence[int] | None:
         """Return the ids by which the cache knows a completion's tokens; None if all of them have to run."""
@@ -240,7 +246,9 @@ class BlockSpace:
             return None  # a cached prefix has no logits, hidden states or experts
         if self._runs_fixed_chunks and (request.embeds is not None or not self._takes_prepared):
             return None  # embeddings have masks, which other kernels compute; other executors publish all that they run
-        return completion.tokens if request.embeds is None else request.embeds.ids(completion.tokens, 0)
+        if request.embeds is None:
+            return completion.tokens
+        return request.embeds.ids(completion.tokens, 0)
 
     def _namespace_of(self, completion: Completion) -> Hashable:
         request = completion.request

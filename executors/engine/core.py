@@ -80,7 +80,9 @@ class EngineCore:
             prompt_rows=max(_PROMPT_LOGITS // info.vocab_size, 1),
         )
         self._runner = StepRunner(executor, self._space, self._sampler, self.metrics)
-        overlaps = info.device.type == "cuda" if config.overlap is None else config.overlap
+        overlaps = config.overlap
+        if overlaps is None:
+            overlaps = info.device.type == "cuda"
         can_overlap = is_unified and capabilities.supports_device_ids and manager is not None
         self._overlaps = overlaps and can_overlap and proposer is None and not config.batch_invariant
         self._in_flight: StepOutput | None = None
@@ -218,9 +220,12 @@ class EngineCore:
         num_rows = sum(len(completions) for completions, _ in calls)
         prefill_tokens = 0
         if step.num_prefill_tokens or step.drafts is not None:
-            ran = [completion for completions, _ in calls for completion in completions]
-            num_rows = sum(len(completion.chunk) for completion in ran)
-            prefill_tokens = sum(len(completion.chunk) for completion in ran if completion.state is State.PREFILL)
+            num_rows = 0
+            for completions, _ in calls:
+                for completion in completions:
+                    num_rows += len(completion.chunk)
+                    if completion.state is State.PREFILL:
+                        prefill_tokens += len(completion.chunk)
         if num_rows:
             self.metrics.steps += 1
             self.metrics.step_tokens.observe(num_rows)
@@ -265,7 +270,10 @@ class EngineCore:
                         quietly(_note_recomputed, completion)
                 if begin == end:
                     continue
-                rows = answers[begin:end] if isinstance(answers, torch.Tensor) else as_rows(answers[index])
+                if isinstance(answers, torch.Tensor):
+                    rows = answers[begin:end]
+                else:
+                    rows = as_rows(answers[index])
                 if rows.is_floating_point() and rows.shape != (end - begin, self._vocab_size):
                     error = WrongResultsError(f"logits {tuple(rows.shape)}, expected {end - begin, self._vocab_size}")
                     self._requests.fail(completion, describe(error))
@@ -278,7 +286,9 @@ class EngineCore:
                 started = self._end_prefill(completion) if is_prompt else [completion]
                 completions += started
                 parts += [rows] * len(started)
-        return completions, joined(parts) if parts else []
+        if not parts:
+            return completions, []
+        return completions, joined(parts)
 
     def _sample(self, completions: list[Completion], answers: Answers, output: StepOutput) -> None:
         """Sample and start the copy of the tokens. After an error, sample each completion alone."""
@@ -332,7 +342,8 @@ class EngineCore:
                 sampled = on_device.read()
             except BaseException as error:
                 raise_exit(error)
-                self._requests.fail_all([(completion, describe(error)) for completion in rows.completions])
+                reason = describe(error)
+                self._requests.fail_all([(completion, reason) for completion in rows.completions])
             else:
                 self._advance(rows, sampled, output.step)
         now = perf_counter()
@@ -357,21 +368,24 @@ class EngineCore:
             attempt(partial(self._requests.fail, fork), self._space.fork, completion, fork)
             if completion.states is not None and fork.states is not None:
                 fork.states.begin_as(completion.states)
-        return [completion, *(fork for fork in forks if fork.state is State.DECODE)]
+        decoding = [fork for fork in forks if fork.state is State.DECODE]
+        return [completion, *decoding]
 
     def _advance(self, rows: Rows, sampled: Sampled, step: StepBatch) -> None:
         """Give completions the tokens that were sampled for them, and end those that are done."""
         self._requests.sampled = perf_counter()
         token_ids, logprobs = sampled
         if not self._scheduler.are_current(rows):
-            unfinished = [
-                row for row, completion in enumerate(rows.completions) if completion.state is not State.FINISHED
-            ]
+            unfinished = []
+            for row, completion in enumerate(rows.completions):
+                if completion.state is not State.FINISHED:
+                    unfinished.append(row)
             if len(unfinished) < len(token_ids):  # some ended while the step was under way
                 self.metrics.dropped_tokens += len(token_ids) - len(unfinished)
                 rows = Rows([rows.completions[row] for row in unfinished])
                 token_ids = [token_ids[row] for row in unfinished]
-                logprobs = logprobs and [logprobs[row] for row in unfinished]
+                if logprobs is not None:
+                    logprobs = [logprobs[row] for row in unfinished]
         completions = rows.completions
         if step.num_prefill_tokens:
             for request in {completion.request for completion in completions}:
@@ -434,8 +448,8 @@ def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Propos
     if not (is_managed and executor.capabilities().supports_truncate):
         raise UnsupportedError(f"{info.model_id}: speculation needs a cache that can be truncated")
     manager = executor.kv_manager
-    recurrent = None if manager is None else manager.config.recurrent
-    if recurrent is not None and cost > recurrent.max_append:
+    if manager is not None and manager.config.recurrent is not None and cost > manager.config.recurrent.max_append:
+        recurrent = manager.config.recurrent
         raise UnsupportedError(
             f"{info.model_id}: {proposer.num_tokens} drafts, expected at most {recurrent.max_append - 1} beside "
             f"recurrent layers; load the model with max_drafts={proposer.num_tokens}"

@@ -15,6 +15,7 @@ from paged.batch import FullLogits, UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import OutOfBlocksError, PagedError
 from paged.executors.engine.core import EngineCore
+from paged.executors.engine.runner import as_rows
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import whole_chunks
 from paged.executors.sampling.logprobs import own_and_best
@@ -31,7 +32,8 @@ def embed_prompts(
     """Yield None after every forward, then the mean or the last hidden state of each prompt, [n, hidden_size]."""
     executor, info, name = core.executor, core.executor.info(), f"embedding-{secrets.token_hex(8)}"
     pooled = torch.zeros(len(prompts), info.hidden_size, device=info.device)
-    policy, budget = VerifyLogits() if is_mean else FullLogits(), core.config.token_budget
+    policy = VerifyLogits() if is_mean else FullLogits()
+    budget = core.config.token_budget
     first = start = 0  # the first prompt that is not done, and its tokens that have run
     generation = core.generation
     try:
@@ -64,8 +66,10 @@ def embed_prompts(
                 continue
             for item, answer in zip(items, answers, strict=True):
                 start = item.pos_offset + len(item.q_tokens)
-                if answer is not None:
-                    pooled[first] += answer.sum(0) / len(prompts[first]) if is_mean else answer
+                if answer is not None and is_mean:
+                    pooled[first] += answer.sum(0) / len(prompts[first])
+                elif answer is not None:
+                    pooled[first] += answer
                 if start == len(prompts[first]):
                     executor.release_cache(item.seq_id)
                     core.own_seq_ids.discard(item.seq_id)
@@ -74,7 +78,9 @@ def embed_prompts(
         is_finite = pooled.isfinite().all(1).tolist()
         if not all(is_finite):
             raise PagedError(f"prompts[{is_finite.index(False)}]: the model's hidden states are not finite")
-        yield functional.normalize(pooled, dim=-1) if normalize else pooled
+        if normalize:
+            pooled = functional.normalize(pooled, dim=-1)
+        yield pooled
     finally:
         for index in range(first, len(prompts)):
             executor.release_cache(f"{name}/{index}")
@@ -130,7 +136,9 @@ def _run(executor: ModelExecutor, manager: PagedKvCacheManager, item: UnifiedBat
     if isinstance(answers, torch.Tensor):
         return answers
     (rows,) = answers
-    return torch.empty(0) if rows is None else torch.atleast_2d(rows)
+    if rows is None:
+        return torch.empty(0)
+    return as_rows(rows)
 
 
 def _as_decodes(host: HostMetadata) -> HostMetadata:

@@ -76,7 +76,8 @@ class Engine(EngineCore):
         proposer: Proposer | None = None,
         seed: int | None = None,
     ) -> None:
-        config = EngineConfig() if config is None else config
+        if config is None:
+            config = EngineConfig()
         super().__init__(executor, config, proposer)
         self._prompts = PromptChecks(executor, config, tokenizer)
         info = executor.info()
@@ -86,7 +87,9 @@ class Engine(EngineCore):
         else:
             self._eos_token_ids = frozenset(as_token_ids("eos_token_ids", list(eos_token_ids)))
             self._prompts.check_ids("eos_token_ids", sorted(self._eos_token_ids))
-        self._seed = secrets.randbits(64) if seed is None else as_int("seed", seed, low=-(1 << 63), high=_UINT64_MAX)
+        if seed is None:
+            seed = secrets.randbits(64)
+        self._seed = as_int("seed", seed, low=-(1 << 63), high=_UINT64_MAX)
         self._arrivals = itertools.count()
         # Several engines may share an executor, and callers may have sequences of their own in its cache.
         self._name = f"engine-{secrets.token_hex(8)}"
@@ -185,8 +188,12 @@ class Engine(EngineCore):
             SequenceTooLongError: prompt and max_tokens are longer than the model allows.
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
-        request_id = None if request_id is None else as_seq_id("request_id", request_id)
-        params = _DEFAULT_PARAMS if params is None else params
+        name = "prompt_token_ids"
+        if request_id is not None:
+            request_id = as_seq_id("request_id", request_id)
+            name = f"prompt_token_ids: request {request_id!r}"
+        if params is None:
+            params = _DEFAULT_PARAMS
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
         params = replace(params)  # checked again, and out of the caller's reach
@@ -196,13 +203,14 @@ class Engine(EngineCore):
         token_masks = _forks("token_mask", token_mask, TokenMask, params.n)  # type: ignore[type-abstract]
         processors = _forks("logits_processor", logits_processor, LogitsProcessor, params.n)  # type: ignore[type-abstract]
         priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
-        timeout_s = math.inf if timeout_s is None else as_float("timeout_s", timeout_s, 0.0, math.inf)
+        deadline_s = math.inf
+        if timeout_s is not None:
+            deadline_s = as_float("timeout_s", timeout_s, 0.0, math.inf)
         now, ids = perf_counter(), tuple(self._prompts.token_ids(prompt_token_ids))
         if params.returns_states:
             check_capture(self.executor, has_experts=params.return_routed_experts)
         if params.prompt_logprobs is not None and not self._is_unified:
             raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
-        name = "prompt_token_ids" if request_id is None else f"prompt_token_ids: request {request_id!r}"
         if prompt_embeds is not None:
             self._prompts.check_embeds(prompt_embeds, len(ids))
         chunks = whole_chunks(len(ids), prompt_embeds, is_fixed=self.config.batch_invariant)
@@ -213,8 +221,9 @@ class Engine(EngineCore):
         arrival, waiting = next(self._arrivals), len(self._scheduler.waiting)
         if self.config.max_waiting is not None and waiting >= self.config.max_waiting:
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {self.config.max_waiting}")
-        # Random, so that no caller's own id can equal it.
-        request_id = f"request-{arrival}-{secrets.token_hex(4)}" if request_id is None else request_id
+        if request_id is None:
+            # Random, so that no caller's own id can equal it.
+            request_id = f"request-{arrival}-{secrets.token_hex(4)}"
         end_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             end_token_ids |= self._eos_token_ids
@@ -231,11 +240,13 @@ class Engine(EngineCore):
             name=f"{self._name}-{arrival}",
             cache_salt=cache_salt,
             embeds=prompt_embeds,
-            deadline=now + timeout_s,
+            deadline=now + deadline_s,
             token_masks=token_masks,
             logits_processors=processors,
         )
-        seed = self._seed + arrival if params.seed is None else params.seed
+        seed = params.seed
+        if seed is None:
+            seed = self._seed + arrival
         for index, completion_seed in enumerate(completion_seeds(seed, params.n)):
             request.completions.append(Completion(request, index, completion_seed, self._prompts.tokenizer))
         request.unfinished = dict.fromkeys(request.completions)
@@ -268,7 +279,9 @@ class Engine(EngineCore):
     def find(self, request_id: SeqId) -> RequestOutput | None:
         """Return the output of an unfinished request, or None."""
         request = self._requests.by_id.get(as_seq_id("request_id", request_id))
-        return None if request is None else request.output
+        if request is None:
+            return None
+        return request.output
 
     def discard(self, output: RequestOutput) -> None:
         """Abort the request of this output; does nothing if it has ended, even if another request has its id now."""
@@ -392,9 +405,10 @@ class Engine(EngineCore):
             with closing(progress_bar(len(outputs), desc="generate", unit="prompt", shown=progress)) as bar:
                 pending = set(outputs)
                 while pending and self._requests:
-                    done = pending.intersection(output for output in self.step() if output.finished)
-                    pending -= done
-                    bar.update(len(done))
+                    for output in self.step():
+                        if output.finished and output in pending:
+                            pending.remove(output)
+                            bar.update(1)
         finally:
             for output in outputs:
                 self.discard(output)
@@ -529,4 +543,7 @@ def _forks(name: str, rule: Any, kind: type[R], count: int) -> list[R]:
         return []
     if not isinstance(rule, kind):
         raise InvalidInputError(f"{name}: {shown(rule)}, expected the methods of {kind.__name__}")
-    return [rule, *(rule.fork() for _ in range(count - 1))]  # type: ignore[attr-defined]
+    rules = [rule]
+    while len(rules) < count:
+        rules.append(rule.fork())  # type: ignore[attr-defined]
+    return rules

@@ -148,16 +148,20 @@ def _families(metrics: EngineMetrics, status: EngineStatus) -> Iterator[Metric]:
         else:
             yield CounterMetricFamily(f"paged_{name}", text, value=value)
     lora = status.lora or {}
-    gauges = vars(status) | {f"lora_{name}": value for name, value in lora.items()}
-    gauges |= {f"cache_{name}": value for name, value in status.tiers.items()}
+    gauges = dict(vars(status))
+    for name, value in lora.items():
+        gauges[f"lora_{name}"] = value
+    for name, value in status.tiers.items():
+        gauges[f"cache_{name}"] = value
     for name, gauge in gauges.items():
         if isinstance(gauge, int | float):
             yield GaugeMetricFamily(f"paged_{name}", name.replace("_", " "), value=gauge)
-    adapters = lora.get("adapters", {})
-    for name in dict.fromkeys(name for figures in adapters.values() for name in figures):
-        # A count that only grows, as long as the adapter is loaded.
-        kind = CounterMetricFamily if name == "tokens" else GaugeMetricFamily
-        family = kind(f"paged_lora_adapter_{name}", f"adapter {name}", labels=["adapter"])
-        for adapter, figures in adapters.items():
-            family.add_metric([adapter], figures[name])
-        yield family
+    families: dict[str, Any] = {}
+    for adapter, figures in lora.get("adapters", {}).items():
+        for name, value in figures.items():
+            if name not in families:
+                # A count that only grows, as long as the adapter is loaded.
+                kind = CounterMetricFamily if name == "tokens" else GaugeMetricFamily
+                families[name] = kind(f"paged_lora_adapter_{name}", f"adapter {name}", labels=["adapter"])
+            families[name].add_metric([adapter], value)
+    yield from families.values()

@@ -29,7 +29,9 @@ class PromptChecks:
         info, capacity = executor.info(), executor.kv_capacity()
         self._vocab_size = info.vocab_size
         self._longest = info.max_sequence_length
-        self._room = self._longest if capacity is None else min(self._longest, capacity)
+        self._room = self._longest
+        if capacity is not None:
+            self._room = min(self._longest, capacity)
 
     def item_metadata(self, metadata: object, adapter: str | None) -> Mapping[str, Any]:
         """Return the metadata of all batch items of a request, after checking that the executor reads it."""
@@ -90,7 +92,9 @@ class PromptChecks:
             room = min(room, manager.config.longest_with(chunks))
         # The last new token is never run, so it takes no slot.
         fitting = room + 1 - len(prompt)
-        max_tokens = max(fitting, 1) if params.max_tokens is None else params.max_tokens
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(fitting, 1)
         longest = len(prompt) + max_tokens - 1
         if longest > self._longest:
             raise SequenceTooLongError(

@@ -152,10 +152,13 @@ class StepRunner:
             own_drafts = None
             if drafts is not None:
                 size += len(drafts.token_ids[index])
-                probs = None if drafts.probs is None else drafts.probs[index : index + 1]
+                probs = None
+                if drafts.probs is not None:
+                    probs = drafts.probs[index : index + 1]
                 own_drafts = Drafts([drafts.token_ids[index]], probs)
-            is_stacked = isinstance(answers, torch.Tensor)
-            rows = answers[begin : begin + size] if is_stacked else [answers[index]]
+            rows: Answers = [answers[index]]
+            if isinstance(answers, torch.Tensor):
+                rows = answers[begin : begin + size]
             begin += size
             try:
                 sampled = self.sample([completion], rows, own_drafts)
@@ -173,7 +176,9 @@ class StepRunner:
             completion.start_over()
 
     def _fail_all(self, completions: Sequence[Completion], error: BaseException) -> None:
-        self.failed += [(completion, describe(error)) for completion in completions]
+        reason = describe(error)
+        for completion in completions:
+            self.failed.append((completion, reason))
 
 
 def _keep_states(completions: Sequence[Completion], captured: CapturedStates, generation: int) -> None:
@@ -194,7 +199,9 @@ def _keep_states(completions: Sequence[Completion], captured: CapturedStates, ge
 def as_rows(answer: torch.Tensor | None) -> torch.Tensor:
     """Return the logits of an item, [V] or [n, V], or its token, as rows."""
     assert answer is not None
-    return answer if answer.dim() == 2 else answer[None]
+    if answer.dim() == 2:
+        return answer
+    return answer[None]
 
 
 def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -210,8 +210,9 @@ class Scheduler:
                     step.drafts = None
                     continue
                 if not self.make_room(error.needed):
-                    completions = [*step.decodes, *step.chunks]
-                    self.refused += [(completion, describe(error)) for completion in completions]
+                    reason = describe(error)
+                    for completion in [*step.decodes, *step.chunks]:
+                        self.refused.append((completion, reason))
                     return False
                 step.drop_preempted()  # without new drafts, which would take the blocks again
             except BaseException as error:  # of one completion; each then reserves its capacity alone
@@ -239,7 +240,9 @@ class Scheduler:
         takes_rows = self._space.takes_rows and not runs_apart
         if not step.chunks and step.drafts is None and takes_rows and self._ask_for_tokens is None:
             rows = self.rows_of(decodes)
-            newest = None if in_flight is None else in_flight.newest_of(decodes, self._space.device)
+            newest = None
+            if in_flight is not None:
+                newest = in_flight.newest_of(decodes, self._space.device)
             if rows.takes_batches and (newest is not None or in_flight is None):
                 assert self._space.manager is not None
                 step.batch = rows.next_batch(
@@ -312,7 +315,8 @@ class Scheduler:
         if len(decodes) > max_decodes:  # take turns: those that run now go last
             decodes = decodes[:max_decodes]
             running = set(decodes)
-            self.decoding = [completion for completion in self.decoding if completion not in running] + decodes
+            resting = [completion for completion in self.decoding if completion not in running]
+            self.decoding = resting + decodes
         return decodes
 
     def _add_fixed_chunk(self, completion: Completion, step: StepBatch) -> None:
@@ -347,8 +351,9 @@ class Scheduler:
         if num_uncut == 0:
             return
         # If blocks are short beside other sequences, wait rather than leave the grid.
-        may_wait = bool(step.decodes or step.chunks) or (num_fitting < max_count and self.num_running > 1)
-        count = self._space.chunk(completion, num_uncut, max_chunk=step.max_chunk if may_wait else 0)
+        may_wait = step.decodes or step.chunks or (num_fitting < max_count and self.num_running > 1)
+        max_chunk = step.max_chunk if may_wait else 0
+        count = self._space.chunk(completion, num_uncut, max_chunk=max_chunk)
         if count:
             step.add_chunk(completion, count)
 
@@ -357,7 +362,9 @@ class Scheduler:
         planned = [(decode, self._decode_cost) for decode in step.decodes]
         planned += [(prefill, len(prefill.chunk)) for prefill in step.chunks]
         num_fitting = self._space.fitting(completion, count, planned)
-        return max(num_fitting, 1) if self.num_running == 1 else num_fitting
+        if self.num_running == 1:
+            num_fitting = max(num_fitting, 1)
+        return num_fitting
 
     def to_decoding(self, completion: Completion) -> None:
         """Start decoding a completion whose prompt is done."""
@@ -452,7 +459,9 @@ class Scheduler:
         # If nothing else runs, the step waits here, so that its caller does not spin.
         wait_s = 0.0 if self.num_running else _FILE_WAIT_S
         self.awaits_files = self._space.is_reading(self.waiting[0], wait_s)
-        return None if self.awaits_files else self.waiting[0]
+        if self.awaits_files:
+            return None
+        return self.waiting[0]
 
     def _has_slot(self, completion: Completion) -> bool:
         """Return whether it may run beside the others, counting all forks to come."""
@@ -503,10 +512,14 @@ class StepPacer:
         elif self._steady is not None:
             cost = max(seconds - self._steady, 0.01 * self._steady) / num_prefill_tokens
             # A cost that rises counts at once, one that falls slowly: the limit is for every step, not for the mean.
-            is_higher = self._per_token is None or cost > self._per_token
-            self._per_token = cost if is_higher else _blend(self._per_token, cost)
+            if self._per_token is None or cost > self._per_token:
+                self._per_token = cost
+            else:
+                self._per_token = _blend(self._per_token, cost)
             self._largest = max(self._largest, num_prefill_tokens)
 
 
 def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + _NEWEST * (new - old)
+    if old is None:
+        return new
+    return old + _NEWEST * (new - old)

@@ -75,7 +75,8 @@ class UnfinishedRequests:
 
     def begin(self, completions: Iterable[Completion], now: float) -> None:
         """Record the time in the queue of requests that start at `now`."""
-        for request in (completion.request for completion in completions):
+        for completion in completions:
+            request = completion.request
             if not request.has_begun:
                 request.has_begun = True
                 quietly(measure, request, queued_s=now - request.arrived)

@@ -121,7 +121,9 @@ class Request:
     @property
     def namespace(self) -> Hashable:
         """Namespace of its cached K/V, by adapter and salt."""
-        return self.adapter if self.cache_salt is None else (self.adapter, self.cache_salt)
+        if self.cache_salt is None:
+            return self.adapter
+        return (self.adapter, self.cache_salt)
 
 
 class Completion:
@@ -170,9 +172,13 @@ class Completion:
         self.policy: LogitsPolicy = FullLogits()
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
-        self.token_mask = request.token_masks[index] if request.token_masks else None
+        self.token_mask: TokenMask | None = None
+        if request.token_masks:
+            self.token_mask = request.token_masks[index]
         self.awaited_mask = self.token_mask if isinstance(self.token_mask, AwaitedMask) else None
-        self.logits_processor = request.logits_processors[index] if request.logits_processors else None
+        self.logits_processor: LogitsProcessor | None = None
+        if request.logits_processors:
+            self.logits_processor = request.logits_processors[index]
         self.is_watched = tokenizer is not None or self.token_mask is not None
         self.last_of_prompt = len(request.prompt) - 1
         self.max_tokens = request.max_tokens
@@ -195,7 +201,9 @@ class Completion:
     @property
     def num_sequences(self) -> int:
         """1, and the number of forks to come at the end of its prompt."""
-        return 1 + len(self.request.completions) - self.request.num_begun if self.index == 0 else 1
+        if self.index > 0:
+            return 1
+        return 1 + len(self.request.completions) - self.request.num_begun
 
     @property
     def longest(self) -> int:
@@ -258,12 +266,16 @@ class Completion:
     def tokens_from(self, start: int) -> list[int]:
         """Return the tokens from that position on."""
         beyond = start - len(self.request.prompt)
-        return self.token_ids[beyond:] if beyond >= 0 else [*self.request.prompt[start:], *self.token_ids]
+        if beyond >= 0:
+            return self.token_ids[beyond:]
+        return [*self.request.prompt[start:], *self.token_ids]
 
     @property
     def num_answer_rows(self) -> int:
         """Number of rows that a step returns for what runs next: logits, or one token."""
-        return len(self.chunk) if isinstance(self.policy, VerifyLogits) else int(self.is_final)
+        if isinstance(self.policy, VerifyLogits):
+            return len(self.chunk)
+        return int(self.is_final)
 
     def hold(self, handle: KvCacheHandle | None) -> None:
         """Set its sequence in the cache, or None; tokens that it holds already are not run."""
@@ -300,13 +312,17 @@ class Completion:
     def whole_spans(self, count: int) -> int:
         """Return how many tokens to prefill in place of `count`, so that no span of its prompt's rows is cut."""
         embeds = self.request.embeds
-        return count if embeds is None else embeds.whole_spans(self.cached, self.cached + count) - self.cached
+        if embeds is None:
+            return count
+        return embeds.whole_spans(self.cached, self.cached + count) - self.cached
 
     @property
     def fixed_chunk(self) -> int:
         """Number of tokens to prefill next, which depends on the request alone; output that runs again takes one."""
         start, end = self.cached, len(self.request.prompt)
-        return 1 if start >= end else _fixed_end(start, end, self.request.embeds) - start
+        if start >= end:
+            return 1
+        return _fixed_end(start, end, self.request.embeds) - start
 
     def full_chunks(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` are in full fixed chunks of the prompt."""
@@ -375,7 +391,9 @@ class Completion:
 def _fixed_end(start: int, num_tokens: int, embeds: PromptEmbeds | None) -> int:
     """Return where the chunk of a prompt of `num_tokens` that begins at `start` ends under batch_invariant."""
     end = min((start // FIXED_CHUNK + 1) * FIXED_CHUNK, num_tokens)
-    return end if embeds is None else embeds.whole_spans(start, end)
+    if embeds is None:
+        return end
+    return embeds.whole_spans(start, end)
 
 
 def whole_chunks(num_tokens: int, embeds: PromptEmbeds | None, *, is_fixed: bool) -> Iterator[tuple[int, int]]:
@@ -384,7 +402,8 @@ def whole_chunks(num_tokens: int, embeds: PromptEmbeds | None, *, is_fixed: bool
     is_fixed: whether it runs in fixed chunks; otherwise only its spans are never cut.
     """
     if not is_fixed:
-        yield from () if embeds is None else embeds.spans
+        if embeds is not None:
+            yield from embeds.spans
         return
     start = 0
     while start < num_tokens:

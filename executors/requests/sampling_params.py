@@ -140,7 +140,10 @@ def sampling_defaults(generation_config: HfConfig) -> dict[str, Any]:
         CheckpointError: a value has another type or is out of range.
     """
     values = generation_config.values
-    named = {name: values[name] for name in CHECKPOINT_PARAMS if values.get(name) is not None}
+    named = {}
+    for name in CHECKPOINT_PARAMS:
+        if values.get(name) is not None:
+            named[name] = values[name]
     if values.get("do_sample") is False:
         named["temperature"] = 0.0
     try:
@@ -196,7 +199,10 @@ def _read(name: str, value: Any) -> Any:
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping) or len(value) > MAX_IDS:
         raise InvalidInputError(f"logit_bias: {shown(value)}, expected numbers by token id, at most {MAX_IDS}")
-    return {as_int("logit_bias", token): as_float("logit_bias", bias) for token, bias in value.items()}
+    biases = {}
+    for token, bias in value.items():
+        biases[as_int("logit_bias", token)] = as_float("logit_bias", bias)
+    return biases
 
 
 def _stops(value: Any) -> str | tuple[str, ...]:
@@ -207,9 +213,10 @@ def _stops(value: Any) -> str | tuple[str, ...]:
         stops = tuple(value)
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise InvalidInputError(f"stop: {shown(value)}, expected a string, or a list of them, that are not empty")
-    if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+    num_characters = sum(map(len, stops))
+    if len(stops) > MAX_STOP_STRINGS or num_characters > MAX_STOP_CHARACTERS:
         raise InvalidInputError(
-            f"stop: {len(stops)} strings of {sum(map(len, stops))} characters, "
+            f"stop: {len(stops)} strings of {num_characters} characters, "
             f"expected at most {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS}"
         )
     return value if isinstance(value, str) else stops

@@ -42,7 +42,10 @@ class TokenStates:
 
     def add(self, position: int, rows: dict[str, torch.Tensor], generation: int) -> None:
         """Begin the copy of the states of tokens from `position` on, by weights of `generation`."""
-        copies = {name: HostCopy(rows[name]) for name, is_requested in self.requested.items() if is_requested}
+        copies = {}
+        for name, is_requested in self.requested.items():
+            if is_requested:
+                copies[name] = HostCopy(rows[name])
         end = position + len(rows["hidden_states"])
         self._parts.append(_Part(generation, position, end, copies))
         if self._parts[0].generation < generation and end >= max(part.end for part in self._parts):
@@ -59,13 +62,14 @@ class TokenStates:
         total = self._num_prompt + num_tokens - 1
         all_parts = self._parts.copy()
         complete = [part.generation for part in all_parts if part.end >= total]
-        if not complete:
-            return None
+        newest = max(complete, default=None)
         states: NDArray[Any] | None = None
         for part in all_parts:
-            if part.generation == max(complete):
+            if part.generation == newest:
                 rows = part.copies[name].numpy()
                 if states is None:
                     states = np.empty((total, *rows.shape[1:]), rows.dtype)
                 states[part.start : part.end] = rows[: max(total - part.start, 0)]
-        return None if states is None else torch.from_numpy(states)
+        if states is None:
+            return None
+        return torch.from_numpy(states)

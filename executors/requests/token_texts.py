@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from paged.executors.requests.output import CompletionOutput
@@ -46,7 +45,8 @@ class TokenTexts:
             text = self._decode([token])
             if not (is_first or token in self._special):
                 twice = self._decode([token, token])
-                text = twice[len(text) :] if twice.startswith(text) else text
+                if twice.startswith(text):
+                    text = twice[len(text) :]
             self._texts[token, is_first] = text
         return text
 
@@ -68,8 +68,12 @@ class TokenTexts:
         encoding = encoded(self._tokenizer, text, add_special_tokens=True)
         if encoding.ids != list(token_ids):
             return None
-        ends = accumulate((end for _, end in encoding.offsets), max, initial=0)
-        return list(ends)[:-1]
+        offsets = []
+        largest_end = 0
+        for _, end in encoding.offsets:
+            offsets.append(largest_end)
+            largest_end = max(largest_end, end)
+        return offsets
 
     def is_shown(self, token: int) -> bool:
         """Return whether a token is part of a decoded text."""

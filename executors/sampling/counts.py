@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -80,5 +79,10 @@ class TokenCounts:
 
 def _pairs(rows: Sequence[tuple[int, Sequence[int]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (row, token) pairs as two arrays: each row once for each of its tokens, and the tokens."""
-    indices = np.repeat(np.array([row for row, _ in rows], np.int64), [len(tokens) for _, tokens in rows])
-    return indices, np.fromiter(chain.from_iterable(tokens for _, tokens in rows), np.int64, len(indices))
+    sizes: list[int] = []
+    tokens: list[int] = []
+    for _, row_tokens in rows:
+        sizes.append(len(row_tokens))
+        tokens += row_tokens
+    indices = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
+    return indices, np.array(tokens, np.int64)

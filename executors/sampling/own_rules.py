@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +14,14 @@ from paged.kernels.common.checks import check_tensor
 from paged.staging import to_device
 
 _WORD_BITS = 32
-Span = tuple[Completion, int, Sequence[int]]
-"""A completion, its first row, and its drafts; it has a row more than drafts."""
+
+
+class Span(NamedTuple):
+    """The rows of a completion, one more than it has drafts."""
+
+    completion: Completion
+    first_row: int
+    drafts: Sequence[int]
 
 
 def own_rules(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
@@ -23,7 +30,7 @@ def own_rules(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
     A processor comes before a mask. Masks are filled on the host while the device computes the logits.
     """
     # Tokens of finished completions are dropped.
-    spans = [span for span in spans if span[0].state is not State.FINISHED]
+    spans = [span for span in spans if span.completion.state is not State.FINISHED]
     if not spans:
         return logits
     logits = logits.clone()

@@ -37,7 +37,10 @@ def rejection_sample(
     is_draft = columns < num_drafts[:, None]
     rows = first_rows[:, None] + torch.minimum(columns, num_drafts[:, None])
     p = probs[rows, drafts]
-    q = torch.ones_like(p) if draft_probs is None else draft_probs.gather(-1, drafts[..., None]).squeeze(-1)
+    if draft_probs is None:
+        q = torch.ones_like(p)
+    else:
+        q = draft_probs.gather(-1, drafts[..., None]).squeeze(-1)
     accepted = (uniforms * q < p) & is_draft
     num_accepted = accepted.cumprod(1).sum(1)
 

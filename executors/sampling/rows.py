@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -55,20 +54,36 @@ class SamplingRows:
     """
 
     def __init__(self, completions: list[Completion], vocab_size: int, device: torch.device) -> None:
-        all_params = [completion.params for completion in completions]
         self.completions = completions
-        self._params, self._vocab_size, self._device = all_params, vocab_size, device
+        self._params = [completion.params for completion in completions]
+        self._vocab_size, self._device = vocab_size, device
         self.prompt_lengths = np.array([len(completion.request.prompt) for completion in completions], np.int64)
         self.hashed_seeds = hash_seeds(np.array([completion.seed for completion in completions], np.uint64))
-        self.is_drawn = not all(params.is_greedy for params in all_params)
-        self.penalised = [row for row, params in enumerate(all_params) if params.has_penalties]
-        self.with_minimum = [row for row, params in enumerate(all_params) if params.min_tokens]
-        self.reading = [row for row, completion in enumerate(completions) if completion.reads_tokens]
-        self.with_logprobs = [row for row, params in enumerate(all_params) if params.logprobs is not None]
-        nums_logprobs = [params.logprobs for params in all_params if params.logprobs is not None]
-        self.num_logprobs = max(nums_logprobs, default=None)
-        self._with_allowed = [row for row, params in enumerate(all_params) if params.allowed_token_ids]
-        self._with_biases = [row for row, params in enumerate(all_params) if params.logit_bias]
+        self.is_drawn = False
+        self.penalised: list[int] = []
+        self.with_minimum: list[int] = []
+        self.reading: list[int] = []
+        self.with_logprobs: list[int] = []
+        self.num_logprobs: int | None = None
+        self._with_allowed: list[int] = []
+        self._with_biases: list[int] = []
+        for row, completion in enumerate(completions):
+            params = completion.params
+            if not params.is_greedy:
+                self.is_drawn = True
+            if params.has_penalties:
+                self.penalised.append(row)
+            if params.min_tokens:
+                self.with_minimum.append(row)
+            if completion.reads_tokens:
+                self.reading.append(row)
+            if params.logprobs is not None:
+                self.with_logprobs.append(row)
+                self.num_logprobs = max(self.num_logprobs or 0, params.logprobs)
+            if params.allowed_token_ids:
+                self._with_allowed.append(row)
+            if params.logit_bias:
+                self._with_biases.append(row)
         has_rules = self.penalised or self.with_minimum or self.reading or self._with_allowed or self._with_biases
         self.is_free = not has_rules
         self.is_plain = self.is_free and not self.is_drawn
@@ -85,15 +100,22 @@ class SamplingRows:
         """The rows with allowed_token_ids, each once, and pairs of these rows and their allowed tokens."""
         if not self._with_allowed:
             return None
-        rows = [(row, self.completions[row].request.allowed_ids) for row in self._with_allowed]
-        return index_tensor(self._with_allowed, self._device), row_pairs(rows, self._device)
+        tokens = [self.completions[row].request.allowed_ids for row in self._with_allowed]
+        rows = index_tensor(self._with_allowed, self._device)
+        return rows, row_pairs(self._with_allowed, tokens, self._device)
 
     @cached_property
     def biased(self) -> tuple[Pairs, torch.Tensor] | None:
         """Pairs of rows and tokens with a bias, and the biases, float32 [m]."""
         if not self._with_biases:
             return None
-        return _biased([(row, self.completions[row].request.biases) for row in self._with_biases], self._device)
+        all_tokens, all_biases = [], []
+        for row in self._with_biases:
+            tokens, biases = self.completions[row].request.biases
+            all_tokens.append(tokens)
+            all_biases.append(biases)
+        (device_biases,) = to_device([np.concatenate(all_biases)], self._device)
+        return row_pairs(self._with_biases, all_tokens, self._device), device_biases
 
     @cached_property
     def penalised_rows(self) -> torch.Tensor:
@@ -110,7 +132,9 @@ class SamplingRows:
         """Return the position of each row's next token, after its drafts if there are some."""
         num_sampled = np.array([completion.num_sampled for completion in self.completions], np.int64)
         lengths = self.prompt_lengths + num_sampled
-        return lengths if row_drafts is None else lengths + row_drafts.counts
+        if row_drafts is not None:
+            lengths += row_drafts.counts
+        return lengths
 
     def next_keys(self) -> torch.Tensor:
         """Return the noise keys of the rows' next tokens, as `sample_tokens` takes them; made for several steps."""
@@ -130,19 +154,12 @@ def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device([np.array(values, np.int64)], device)[0]
 
 
-def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> Pairs:
+def row_pairs(rows: Sequence[int], tokens: Sequence[NDArray[np.int64]], device: torch.device) -> Pairs:
     """Return each row with its tokens as pairs, two tensors int64 [n]; one request may name all of a vocabulary."""
-    sizes = [len(tokens) for _, tokens in rows]
-    row_indices = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
-    first, second = to_device([row_indices, np.concatenate([tokens for _, tokens in rows])], device)
+    sizes = [len(row_tokens) for row_tokens in tokens]
+    row_indices = np.repeat(np.array(rows, np.int64), sizes)
+    first, second = to_device([row_indices, np.concatenate(tokens)], device)
     return first, second
-
-
-def _biased(
-    rows: Sequence[tuple[int, tuple[NDArray[np.int64], NDArray[np.float32]]]], device: torch.device
-) -> tuple[Pairs, torch.Tensor]:
-    (bias,) = to_device([np.concatenate([bias for _, (_, bias) in rows])], device)
-    return row_pairs([(row, tokens) for row, (tokens, _) in rows], device), bias
 
 
 def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -168,7 +185,8 @@ def _temperature(params: SamplingParams) -> float:
 def _columns(
     params: Sequence[SamplingParams], read: Callable[[SamplingParams], float | tuple[float, ...]], device: torch.device
 ) -> torch.Tensor:
-    return to_device([np.array([read(row_params) for row_params in params], np.float32)], device)[0]
+    values = [read(row_params) for row_params in params]
+    return to_device([np.array(values, np.float32)], device)[0]
 
 
 def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -183,9 +201,13 @@ def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
         first = (starts[0] - base.data_ptr()) // size
         if rows[-1].dim() == 1 and starts == list(range(starts[0], starts[0] + len(rows) * size, size)):
             return base[first : first + len(rows)]
-        ends = list(accumulate((row.numel() * base.element_size() for row in rows), initial=starts[0]))
-        if starts == ends[:-1]:
-            return base[first : first + (ends[-1] - starts[0]) // size]
+        end = starts[0]
+        for row, start in zip(rows, starts, strict=True):
+            if start != end:
+                break
+            end += row.numel() * base.element_size()
+        else:
+            return base[first : first + (end - starts[0]) // size]
     return torch.cat([row.reshape(-1, width) for row in rows])
 
 

@@ -15,7 +15,7 @@ from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.logprobs import logprob_table, own_and_best
 from paged.executors.sampling.noise import Stream, noise_keys, split_keys, uniform
-from paged.executors.sampling.own_rules import own_rules
+from paged.executors.sampling.own_rules import Span, own_rules
 from paged.executors.sampling.rejection_sampling import rejection_sample
 from paged.executors.sampling.rows import RowDrafts, SamplingRows, index_tensor, row_pairs
 from paged.kernels.common.operation import Bound
@@ -57,6 +57,11 @@ class Drafts(NamedTuple):
     token_ids: list[list[int]]
     probs: torch.Tensor | None = None
 
+    @classmethod
+    def empty(cls, num_completions: int) -> Drafts:
+        """Return no drafts for each completion."""
+        return cls([[] for _ in range(num_completions)])
+
 
 # Logits with masks and biases applied, and the penalties that are not applied yet.
 _Ruled = tuple[torch.Tensor, Penalties | None]
@@ -83,7 +88,7 @@ class Sampler:
         rows = self._rows(completions)
         if rows.is_plain and rows.num_logprobs is None:
             return SampledOnDevice.of(self._best(logits))
-        spans = [(completions[row], row, ()) for row in rows.reading]
+        spans = [Span(completions[row], row, ()) for row in rows.reading]
         ruled = self._ruled(own_rules(logits, spans), rows, None)
         _, penalties = ruled
         tokens = self._choose(ruled, rows, None)
@@ -108,7 +113,9 @@ class Sampler:
             if params.is_greedy:
                 draws.append(DrawToken(0.0, (low, high)))
                 continue
-            top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+            top_k = 0
+            if 0 < params.top_k < self._vocab_size:
+                top_k = params.top_k
             draws.append(DrawToken(params.temperature, (low, high), top_k, params.top_p, params.min_p))
         return draws
 
@@ -123,7 +130,9 @@ class Sampler:
         row_drafts = RowDrafts(drafts, np.full(len(completions), drafts.shape[1], np.int64))
         ruled = self._ruled(logits, rows, row_drafts)
         tokens = self._choose(ruled, rows, row_drafts)
-        return tokens, self._filtered(ruled, rows).softmax(-1) if rows.is_drawn else None
+        if not rows.is_drawn:
+            return tokens, None
+        return tokens, self._filtered(ruled, rows).softmax(-1)
 
     def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> SampledOnDevice:
         """Choose the drafts that each completion keeps, and one token more.
@@ -131,10 +140,13 @@ class Sampler:
         logits: [num_rows, V], a row for each draft of a completion and one more.
         """
         counts = [len(ids) for ids in drafts.token_ids]
-        width, sizes = max(counts), [count + 1 for count in counts]
+        sizes = [count + 1 for count in counts]
+        width = max(counts)
+        padded_ids = np.zeros((len(counts), width), np.int64)
         row_completions: list[Completion] = []
-        for completion, size in zip(completions, sizes, strict=True):
-            row_completions += [completion] * size
+        for index, completion in enumerate(completions):
+            padded_ids[index, : counts[index]] = drafts.token_ids[index]
+            row_completions += [completion] * sizes[index]
         rows = self._rows(row_completions)
         firsts = np.array([0, *accumulate(sizes[:-1])], np.int64)
         seeds = rows.hashed_seeds[firsts][:, None]
@@ -143,16 +155,20 @@ class Sampler:
             (
                 firsts,
                 np.repeat(np.arange(len(sizes)), sizes),
-                np.array([[*ids, *[0] * (width - len(ids))] for ids in drafts.token_ids], np.int64),
+                padded_ids,
                 np.array(counts, np.int64),
                 uniform(noise_keys(seeds, positions[:, :width], Stream.ACCEPT)),
                 split_keys(noise_keys(seeds, positions, Stream.TOKEN)),
             ),
             self._device,
         )
-        row_drafts = RowDrafts(ids[owners], np.concatenate([*map(np.arange, sizes)]))
-        spans = zip(completions, firsts.tolist(), drafts.token_ids, strict=True)
-        changed = own_rules(logits, [span for span in spans if span[0].reads_tokens])
+        num_before = np.arange(len(row_completions)) - np.repeat(firsts, sizes)
+        row_drafts = RowDrafts(ids[owners], num_before)
+        spans = []
+        for completion, first, draft_ids in zip(completions, firsts.tolist(), drafts.token_ids, strict=True):
+            if completion.reads_tokens:
+                spans.append(Span(completion, first, draft_ids))
+        changed = own_rules(logits, spans)
         filtered = self._filtered(self._ruled(changed, rows, row_drafts), rows)
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
         if not self._has_raw_logprobs:
@@ -196,15 +212,16 @@ class Sampler:
     def _ruled(self, logits: torch.Tensor, rows: SamplingRows, row_drafts: RowDrafts | None) -> _Ruled:
         """Return the logits, or a copy with masks and biases if any row has some; masked ones become -inf."""
         penalties = self._penalties(rows, row_drafts)
-        banned = []
+        banned_rows, banned_tokens = [], []
         for row in rows.with_minimum:
             completion = rows.completions[row]
             num_before = completion.num_sampled
             if row_drafts is not None:
                 num_before += int(row_drafts.counts[row])
             if num_before < completion.params.min_tokens:
-                banned.append((row, completion.request.end_ids))
-        if rows.allowed is None and rows.biased is None and not banned:
+                banned_rows.append(row)
+                banned_tokens.append(completion.request.end_ids)
+        if rows.allowed is None and rows.biased is None and not banned_rows:
             return logits, penalties
         logits = logits.clone()
         if rows.allowed is not None:
@@ -215,8 +232,8 @@ class Sampler:
             logits[pairs] = kept
         if rows.biased is not None:
             logits.index_put_(*rows.biased, accumulate=True)
-        if banned:
-            logits[row_pairs(banned, self._device)] = -torch.inf
+        if banned_rows:
+            logits[row_pairs(banned_rows, banned_tokens, self._device)] = -torch.inf
         return logits, penalties
 
     def _penalties(self, rows: SamplingRows, row_drafts: RowDrafts | None) -> Penalties | None:
@@ -253,7 +270,12 @@ class Sampler:
         of those that want log probabilities are read.
         """
         width, logprob_rows = tokens.shape[1], rows.with_logprobs
-        parts = [tokens, torch.zeros_like(tokens[:, 0]) if accepted is None else accepted]
+        newest = None
+        num_accepted = accepted
+        if num_accepted is None:
+            newest = tokens.flatten()
+            num_accepted = torch.zeros_like(tokens[:, 0])
+        parts = [tokens, num_accepted]
         if rows.num_logprobs is not None:
             places: list[int] = []  # of each row's token in the flattened tokens
             for index, size in enumerate(sizes):
@@ -264,7 +286,6 @@ class Sampler:
             parts += own_and_best(logits, chosen, rows.num_logprobs)
         host = HostCopy(torch.cat([part.double().flatten() for part in parts]))
         shapes = [part.shape for part in parts]
-        newest = tokens.flatten() if accepted is None else None
         return SampledOnDevice(newest, lambda: _unpack(host.numpy(), shapes, rows, sizes))
 
 
@@ -274,8 +295,9 @@ def _unpack(
     """Read the copy of `Sampler._with_logprobs`."""
     flats = np.split(host, np.cumsum([shape.numel() for shape in shapes])[:-1])
     ids, num_kept, *logprobs = [flat.reshape(shape) for flat, shape in zip(flats, shapes, strict=True)]
-    pairs = zip(ids.astype(np.int64).tolist(), num_kept.astype(np.int64).tolist(), strict=True)
-    kept_ids = [row[: count + 1] for row, count in pairs]
+    kept_ids = []
+    for row_ids, count in zip(ids.astype(np.int64).tolist(), num_kept.astype(np.int64).tolist(), strict=True):
+        kept_ids.append(row_ids[: count + 1])
     if rows.num_logprobs is None:
         return Sampled(kept_ids)
     lines = {row: line for line, row in enumerate(rows.with_logprobs)}
