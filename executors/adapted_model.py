@@ -106,7 +106,9 @@ class AdaptedModel:
         for item in items:
             if is_decode_step(item) and not isinstance(item.logits_policy, VerifyLogits):
                 steps.append((item.cache_id, item.q_tokens[0], item.pos_offset))
-        decoded: Sequence[torch.Tensor] | torch.Tensor = model.decode_batch(steps) if steps else []
+        decoded: Sequence[torch.Tensor] | torch.Tensor = []
+        if steps:
+            decoded = model.decode_batch(steps)
         if len(decoded) != len(steps):
             raise PagedError(f"decode_batch returned {len(decoded)} rows of logits for {len(steps)} tokens")
         decoded_rows = iter(decoded)
@@ -117,7 +119,10 @@ class AdaptedModel:
                 start = {"start_pos": item.pos_offset} if is_default else {}
                 results.append(model.forward_verify(item.cache_id, item.q_tokens, **start))
                 continue
-            logits = next(decoded_rows) if is_decode_step(item) else model.prefill(item.cache_id, item.q_tokens)
+            if is_decode_step(item):
+                logits = next(decoded_rows)
+            else:
+                logits = model.prefill(item.cache_id, item.q_tokens)
             if item.is_final_chunk and logits is not None:
                 results.append(apply_policies(logits[None], [item.logits_policy])[0])
             else:

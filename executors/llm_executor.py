@@ -159,15 +159,21 @@ class LlmExecutor(UnifiedExecutor):
 
     def _alike(self, kind: Kind, *words: str) -> AbstractContextManager[None]:
         """Return the context of a call that every rank makes on its own."""
-        return nullcontext() if self._driver is None else self._driver.alike(kind, *words)
+        if self._driver is None:
+            return nullcontext()
+        return self._driver.alike(kind, *words)
 
     @property
     def weights_generation(self) -> int:
-        return self.model.weights_generation if isinstance(self.model, PagedCausalLM) else 0
+        if not isinstance(self.model, PagedCausalLM):
+            return 0
+        return self.model.weights_generation
 
     @property
     def sleep_level(self) -> int:
-        return self.model.memory.level if isinstance(self.model, PagedCausalLM) else 0
+        if not isinstance(self.model, PagedCausalLM):
+            return 0
+        return self.model.memory.level
 
     @property
     def takes_device_ids(self) -> bool:
@@ -228,14 +234,19 @@ class LlmExecutor(UnifiedExecutor):
             InvalidInputError: the adapter is not loaded, or sequences use it.
             UnsupportedError: the model takes no adapters.
         """
-        with self._call(), nullcontext() if self._driver is None else self._driver.lock:
+        lock: AbstractContextManager[object] = nullcontext()
+        if self._driver is not None:
+            lock = self._driver.lock
+        with self._call(), lock:
             self._paged().adapters.unload(name)
             with self._alike(Kind.UNLOAD_LORA, name):
                 pass
 
     def list_loras(self) -> tuple[str, ...]:
         """Return the names of the loaded adapters, none if the model takes none."""
-        return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
+        if not isinstance(self.model, PagedCausalLM):
+            return ()
+        return self.model.adapters.names()
 
     def update_weights(self, source: Source, *, check_finite: bool = False) -> None:
         """Replace the weights by those of a folder or of named tensors, all or none; no sequence may be live.
@@ -262,8 +273,8 @@ class LlmExecutor(UnifiedExecutor):
             is_folder = isinstance(source, str | Path)
             if not is_folder and self._ranks.size > 1:
                 raise UnsupportedError("source: tensors, expected a folder that every rank can read")
-            words = (str(source) if is_folder else "", "yes" if check_finite else "")
-            with self._alike(Kind.UPDATE_WEIGHTS, *words):
+            folder = str(source) if is_folder else ""
+            with self._alike(Kind.UPDATE_WEIGHTS, folder, "yes" if check_finite else ""):
                 failure = update_weights(model, source, check_finite=check_finite)
             if failure is not None:
                 raise failure

@@ -174,9 +174,9 @@ def check_metadata(executor: ModelExecutor, name: str, metadata: Mapping[str, An
     keys = executor.metadata_keys
     if keys is None:
         return
-    unknown = [key for key in metadata if key not in keys]
-    if unknown:
-        raise InvalidInputError(f"{name}: nothing reads the key {shown(unknown[0])}, expected one of {sorted(keys)}")
+    for key in metadata:
+        if key not in keys:
+            raise InvalidInputError(f"{name}: nothing reads the key {shown(key)}, expected one of {sorted(keys)}")
 
 
 def check_adapter(executor: ModelExecutor, name: object) -> None:

@@ -105,8 +105,8 @@ class PagedAttentionExecutor(UnifiedExecutor):
             have, want = getattr(kv_manager.config, name), getattr(config, name)
             if have != want:
                 raise InvalidInputError(f"kv_manager: {name} {have}, expected {want} as in the configuration")
-        spec = kv_manager.config.recurrent
-        layers, want_layers = spec and spec.layers, (config.num_layers - 1,) if config.recurrent else None
+        layers = kv_manager.config.recurrent and kv_manager.config.recurrent.layers
+        want_layers = (config.num_layers - 1,) if config.recurrent else None
         if layers != want_layers:
             raise InvalidInputError(
                 f"kv_manager: recurrent layers {layers}, expected {want_layers} as in the configuration"
@@ -114,7 +114,8 @@ class PagedAttentionExecutor(UnifiedExecutor):
         cache = kv_manager.k_cache(0)
         if cache.dtype not in CACHE_DTYPES:
             raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {CACHE_DTYPES}")
-        width, dtype = config.num_heads * config.head_dim, cache.dtype if cache.dtype in FLOAT_DTYPES else torch.float32
+        width = config.num_heads * config.head_dim
+        dtype = cache.dtype if cache.dtype in FLOAT_DTYPES else torch.float32
         kv_width = config.num_kv_heads * config.head_dim
         super().__init__(
             ModelInfo(

@@ -15,6 +15,7 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError
 from paged.kernels.common.checks import check_shape
 from paged.kernels.common.scalars import shown
+from paged.seq_id import SeqId
 
 T = TypeVar("T")
 
@@ -86,9 +87,8 @@ def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
     first = rows[0][0]
     for index, (step, row) in enumerate(zip(inputs, rows, strict=True)):
         if len(row) != 1 or row[0].seq_id != first.seq_id:
-            raise InvalidInputError(
-                f"inputs[{index}]: sequences {[item.seq_id for item in row]}, expected one: {first.seq_id!r}"
-            )
+            seq_ids = [item.seq_id for item in row]
+            raise InvalidInputError(f"inputs[{index}]: sequences {seq_ids}, expected one: {first.seq_id!r}")
         if step.position_ids is not None and row[0].pos_offset != first.pos_offset + index:
             raise InvalidInputError(
                 f"inputs[{index}].position_ids: {row[0].pos_offset}, expected {first.pos_offset + index}"
@@ -105,7 +105,9 @@ def _items(
     check_shape("input_ids", inputs.input_ids, ("B", "S"))
     tokens = _integers("input_ids", inputs.input_ids)
     positions: list[list[int]] | None = None
-    caches = [None] * len(tokens) if kv_caches is None else kv_caches
+    caches: Sequence[KvCacheHandle | None] = [None] * len(tokens)
+    if kv_caches is not None:
+        caches = kv_caches
     if not tokens or len(caches) != len(tokens):
         raise InvalidInputError(
             f"input_ids: {len(tokens)} rows for {len(caches)} caches, expected one each, at least one"
@@ -116,18 +118,24 @@ def _items(
     if attention_mask is not None:
         check_shape("attention_mask", attention_mask, inputs.input_ids.shape)
         mask = attention_mask.tolist()
-        tokens = [list(compress(*pair)) for pair in zip(tokens, mask, strict=True)]
-        positions = positions and [list(compress(*pair)) for pair in zip(positions, mask, strict=True)]
+        tokens = _without_padding(tokens, mask)
+        if positions is not None:
+            positions = _without_padding(positions, mask)
     items = []
     for row, cache in enumerate(caches):
-        start = 0 if cache is None else cache.num_tokens
+        if cache is None:
+            start = 0
+            seq_id: SeqId = f"prefill-{uuid.uuid4()}"
+        else:
+            start = cache.num_tokens
+            seq_id = cache.cache_id
         if positions is not None:
-            start = positions[row][0] if positions[row] else start
+            if positions[row]:
+                start = positions[row][0]
             if positions[row] != list(range(start, start + len(positions[row]))):
                 raise InvalidInputError(
                     f"position_ids: row {row} holds {positions[row]}, expected consecutive positions"
                 )
-        seq_id = f"prefill-{uuid.uuid4()}" if cache is None else cache.cache_id
         items.append(
             UnifiedBatchItem(
                 seq_id=seq_id,
@@ -139,6 +147,11 @@ def _items(
             )
         )
     return items
+
+
+def _without_padding(rows: list[list[int]], mask: list[list[int]]) -> list[list[int]]:
+    """Return the values of each row whose mask is not 0."""
+    return [list(compress(row, row_mask)) for row, row_mask in zip(rows, mask, strict=True)]
 
 
 def _integers(name: str, tensor: torch.Tensor) -> list[list[int]]:

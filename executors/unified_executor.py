@@ -131,9 +131,10 @@ class UnifiedExecutor(ModelExecutor):
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
         """Run all prompts in one forward; return the logits of each row's last token, float32 [B, 1, V]."""
         with self._call():
-            groups = [prefill_items(prompts) for prompts in inputs_of(PrefillInput, inputs)]
-            num_tokens = sum(len(item.q_tokens) for group in groups for item in group)
-            logits = self._logits_of(groups, ForwardWork(sum(map(len, groups)), num_tokens, 0))
+            groups = [prefill_items(rows) for rows in inputs_of(PrefillInput, inputs)]
+            prompts = list(chain.from_iterable(groups))
+            num_tokens = sum(len(prompt.q_tokens) for prompt in prompts)
+            logits = self._logits_of(groups, ForwardWork(len(prompts), num_tokens, 0))
             outputs = []
             for rows, group in zip(logits, groups, strict=True):
                 handles = [self._live_handle(item.cache_id) for item in group]
@@ -286,7 +287,11 @@ class UnifiedExecutor(ModelExecutor):
             check_embeds(batch.items, self.embeds_limits)
         if None not in handles:
             return set()
-        return {cache_id for cache_id, handle in zip(cache_ids, handles, strict=True) if handle is None}
+        new_ids = set()
+        for cache_id, handle in zip(cache_ids, handles, strict=True):
+            if handle is None:
+                new_ids.add(cache_id)
+        return new_ids
 
     def _roll_back(self, handle: KvCacheHandle, length: int | None) -> None:
         """Truncate a cache to its former length; free it if `length` is None, as it did not exist before the call."""
@@ -421,7 +426,9 @@ class WorkMeter:
 
     def begin(self) -> torch.cuda.Event | float:
         """Return the start of a forward: on a GPU an event of the stream, else the time in seconds."""
-        return self._event() if self._device.type == "cuda" else perf_counter()
+        if self._device.type == "cuda":
+            return self._event()
+        return perf_counter()
 
     def end(self, work: ForwardWork, start: torch.cuda.Event | float) -> None:
         """Count and time the work of a forward that has succeeded since `start`."""

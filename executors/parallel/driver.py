@@ -75,7 +75,10 @@ class Driver:
     @contextmanager
     def _lead(self, step: ForwardStep, row_slots: NDArray[np.int32] | None, draws: Draws | None) -> Iterator[None]:
         with self._running():
-            message = StepMessage(step, row_slots, draws, 0 if step.device_ids is None else len(step.device_ids))
+            num_device_ids = 0
+            if step.device_ids is not None:
+                num_device_ids = len(step.device_ids)
+            message = StepMessage(step, row_slots, draws, num_device_ids)
             self._send(Kind.STEP, message.arrays())
             if step.device_ids is not None:
                 self._ranks.broadcast(step.device_ids, on_device=True)

@@ -54,7 +54,9 @@ def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception
     try:
         is_first = model.adapters.load(name, path)
         is_loaded = True
-        parts = checkpoint_parts(*adapter_files(Path(path))) if model.ranks.size > 1 else {}
+        parts = {}
+        if model.ranks.size > 1:
+            parts = checkpoint_parts(*adapter_files(Path(path)))
     except (PagedError, OSError) as error:
         failure = error
     failed = _failed(model, failure)
@@ -76,7 +78,9 @@ def update_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) 
     failure: Exception | None = None
     try:
         new = read_new_weights(model, source, check_finite=check_finite)
-        parts = {} if model.ranks.size == 1 else checkpoint_parts({}, read_headers(Path(str(source))))
+        parts = {}
+        if model.ranks.size > 1:
+            parts = checkpoint_parts({}, read_headers(Path(str(source))))
     except (PagedError, OSError) as error:
         failure = error
     failed = _failed(model, failure)
@@ -106,6 +110,10 @@ def _failed(model: PagedCausalLM, failure: Exception | None) -> list[int]:
     return [rank for rank, flag in enumerate(flags) if flag]
 
 
+def _text(word: NDArray[Any]) -> str:
+    return word.tobytes().decode()
+
+
 def _obey(
     model: PagedCausalLM, files: FollowerFiles | None, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]
 ) -> bool:
@@ -124,14 +132,15 @@ def _obey(
         elif not step.returns_hidden:
             model.gather_logits(rows)
     elif kind is Kind.MOVE_BLOCKS:
-        name = arrays[0].tobytes().decode()
+        name = _text(arrays[0])
         assert name in _MOVES + _FILE_CALLS
         owner: Any = model.kv_manager.tensors
         if name.endswith("_states"):
             owner = owner.states
         elif name in _FILE_CALLS:
             owner = files
-        getattr(owner, name.removesuffix("_states"))(*(argument.tolist() for argument in arrays[1:]))
+        arguments = [array.tolist() for array in arrays[1:]]
+        getattr(owner, name.removesuffix("_states"))(*arguments)
     elif kind is Kind.COMPARE_READ:
         assert files is not None
         number, is_late = arrays[0].tolist()
@@ -139,16 +148,17 @@ def _obey(
     elif kind is Kind.PREPARE:
         model.prepare()
     elif kind is Kind.LOAD_LORA:
-        load_adapter(model, *(word.tobytes().decode() for word in arrays))
+        adapter, path = arrays
+        load_adapter(model, _text(adapter), _text(path))
     elif kind is Kind.UPDATE_WEIGHTS:
-        path, check_finite = (word.tobytes().decode() for word in arrays)
-        update_weights(model, path, check_finite=bool(check_finite))
+        path, check_finite = arrays
+        update_weights(model, _text(path), check_finite=bool(_text(check_finite)))
     elif kind is Kind.SLEEP:
         model.memory.sleep(int(arrays[0].tobytes()))
     elif kind is Kind.WAKE:
         wake(model)
     elif kind is Kind.UNLOAD_LORA:
-        model.adapters.unload(arrays[0].tobytes().decode())
+        model.adapters.unload(_text(arrays[0]))
     else:
         states = ranks.compare(channel.state)
         if kind is Kind.STOP:

@@ -57,8 +57,9 @@ class Channel:
 
     def send(self, kind: Kind, arrays: Sequence[NDArray[Any]]) -> None:
         """Send a message to the other ranks."""
-        layouts = json.dumps([kind, [(array.dtype.str, array.shape) for array in arrays]]).encode()
-        message = b"".join([layouts, *(array.tobytes() for array in arrays)])
+        array_layouts = [(array.dtype.str, array.shape) for array in arrays]
+        layouts = json.dumps([kind, array_layouts]).encode()
+        message = layouts + b"".join([array.tobytes() for array in arrays])
         message = _SIZES.pack(_SIZES.size + len(message), len(layouts)) + message
         buffer = self._first
         if len(message) > _FIRST_BYTES:
@@ -92,6 +93,22 @@ class Channel:
         self.state[1] = zlib.crc32(message, int(self.state[1]))
 
 
+class _Numbers(NamedTuple):
+    """The numbers and flags of a step's message, its first array."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_device_ids: int
+    num_states: int
+    max_append: int
+    is_adapted: bool
+    is_drawn: bool
+    returns_hidden: bool
+    is_captured: bool
+    has_embeds: bool
+    is_invariant: bool
+
+
 class StepMessage(NamedTuple):
     """A step, the adapter slot of each row or None, and the draws from its logits, or None for the logits.
 
@@ -106,27 +123,42 @@ class StepMessage(NamedTuple):
     def arrays(self) -> list[NDArray[Any]]:
         """Return the message as arrays."""
         step, host, slots = self.step, self.step.host, self.row_slots
-        flags = [host.max_seqlen_q, host.max_seqlen_k, self.num_device_ids, slots is not None, self.draws is not None]
-        captures = step.captured is not None
-        flags += [step.returns_hidden, captures, step.embeds is not None, len(host.states), host.max_append]
-        flags.append(step.is_invariant)
+        numbers = _Numbers(
+            max_seqlen_q=host.max_seqlen_q,
+            max_seqlen_k=host.max_seqlen_k,
+            num_device_ids=self.num_device_ids,
+            num_states=len(host.states),
+            max_append=host.max_append,
+            is_adapted=slots is not None,
+            is_drawn=self.draws is not None,
+            returns_hidden=step.returns_hidden,
+            is_captured=step.captured is not None,
+            has_embeds=step.embeds is not None,
+            is_invariant=step.is_invariant,
+        )
         rows = np.empty(0, np.int32) if slots is None else slots
         draws = self.draws or Draws.of([])
-        embeds = [] if step.embeds is None else step.embeds.arrays()
-        return [np.array(flags, np.int64), step.token_ids, step.row_ids, rows, *draws, *host.arrays, *embeds]
+        embeds = []
+        if step.embeds is not None:
+            embeds = step.embeds.arrays()
+        return [np.array(numbers, np.int64), step.token_ids, step.row_ids, rows, *draws, *host.arrays, *embeds]
 
     @classmethod
     def read(cls, arrays: Sequence[NDArray[Any]], device: torch.device) -> StepMessage:
         """Return the message from its arrays; the step has no sequences of this rank's cache."""
-        flags, token_ids, row_ids, row_slots = arrays[:4]
-        max_seqlen_q, max_seqlen_k, num_device_ids, is_adapted, is_drawn = flags[:5].tolist()
-        returns_hidden, captures, has_embeds, num_states, max_append, is_invariant = flags[5:].tolist()
+        numbers = _Numbers(*arrays[0].tolist())
+        token_ids, row_ids = arrays[1:3]
+        row_slots: NDArray[np.int32] | None = None
+        if numbers.is_adapted:
+            row_slots = arrays[3]
         num_read = 4 + len(Draws._fields)
-        draws = Draws(*arrays[4:num_read])
+        draws: Draws | None = None
+        if numbers.is_drawn:
+            draws = Draws(*arrays[4:num_read])
         positions, slots, seq_lens = arrays[num_read : num_read + 3]
         num_read += 3
-        states = tuple(arrays[num_read : num_read + num_states])
-        num_read += num_states
+        states = tuple(arrays[num_read : num_read + numbers.num_states])
+        num_read += numbers.num_states
         cu_seqlens_q, tables = arrays[num_read : num_read + 2]
         metadata = HostMetadata(
             positions=positions,
@@ -134,15 +166,16 @@ class StepMessage(NamedTuple):
             seq_lens=seq_lens,
             cu_seqlens_q=cu_seqlens_q,
             block_tables=tables,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
+            max_seqlen_q=numbers.max_seqlen_q,
+            max_seqlen_k=numbers.max_seqlen_k,
             states=states,
-            max_append=max_append,
+            max_append=numbers.max_append,
         )
-        step = ForwardStep(token_ids, metadata, row_ids, (), (), device, returns_hidden=bool(returns_hidden))
-        step.is_invariant = bool(is_invariant)
-        if has_embeds:
+        returns_hidden = bool(numbers.returns_hidden)
+        step = ForwardStep(token_ids, metadata, row_ids, (), (), device, returns_hidden=returns_hidden)
+        step.is_invariant = bool(numbers.is_invariant)
+        if numbers.has_embeds:
             step.embeds = StepEmbeds.read(arrays[num_read + 2 :])
-        if captures:
+        if numbers.is_captured:
             step.captured = CapturedStates()
-        return cls(step, row_slots if is_adapted else None, draws if is_drawn else None, num_device_ids)
+        return cls(step, row_slots, draws, numbers.num_device_ids)

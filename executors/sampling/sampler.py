@@ -293,8 +293,13 @@ def _unpack(
     host: NDArray[np.float64], shapes: Sequence[torch.Size], rows: SamplingRows, sizes: Sequence[int]
 ) -> Sampled:
     """Read the copy of `Sampler._with_logprobs`."""
-    flats = np.split(host, np.cumsum([shape.numel() for shape in shapes])[:-1])
-    ids, num_kept, *logprobs = [flat.reshape(shape) for flat, shape in zip(flats, shapes, strict=True)]
+    parts = []
+    start = 0
+    for shape in shapes:
+        end = start + shape.numel()
+        parts.append(host[start:end].reshape(shape))
+        start = end
+    ids, num_kept, *logprobs = parts
     kept_ids = []
     for row_ids, count in zip(ids.astype(np.int64).tolist(), num_kept.astype(np.int64).tolist(), strict=True):
         kept_ids.append(row_ids[: count + 1])

@@ -15,7 +15,7 @@ from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.rows import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
-from paged.executors.speculation.drafting import draw
+from paged.executors.speculation.drafting import cut_limits, draw
 from paged.seq_id import SeqId
 
 
@@ -61,31 +61,34 @@ class DraftModel:
         self._sequences: dict[SeqId, _DraftSequence] = {}
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        # The last draft is not run, so it may lie one position beyond the longest sequence.
-        limits = [
-            min(limit, self.num_tokens, self._longest + 1 - completion.num_tokens)
-            for completion, limit in zip(completions, limits, strict=True)
-        ]
+        limits = cut_limits(completions, limits, num_tokens=self.num_tokens, longest=self._longest)
         items, active = self._catch_up(completions, limits)
 
         def run(rows: Sequence[int], newest: torch.Tensor | None) -> torch.Tensor:
             chosen, device_ids = items, None
             if newest is not None:
-                device_ids = newest if self._takes_device_ids else None  # `draw` sees a -1, which is no token
-                known = [0] * len(rows) if self._takes_device_ids else newest.tolist()
-                chosen = [self._item(completions[row], [draft]) for row, draft in zip(rows, known, strict=True)]
+                if self._takes_device_ids:
+                    device_ids = newest  # `draw` sees a -1, which is no token
+                    token_ids = [0] * len(rows)  # placeholders
+                else:
+                    token_ids = newest.tolist()
+                chosen = []
+                for row, token in zip(rows, token_ids, strict=True):
+                    chosen.append(self._item(completions[row], [token]))
             answers = self._executor.unified_decode(UnifiedBatch(chosen, device_ids))
             return row_matrix([row for row in answers if row is not None])
 
         if not active:  # all are catching up
             if items:
                 self._executor.unified_decode(UnifiedBatch(items))
-            return Drafts([[] for _ in completions])
+            return Drafts.empty(len(completions))
         drafts = draw(self._sampler, completions, limits, active, run)
-        ran = [self._sequences[completions[row].seq_id] for row in active]
-        for row, sequence in zip(active, ran, strict=True):
+        ran_tokens = []
+        for row in active:
+            sequence = self._sequences[completions[row].seq_id]
             sequence.length, sequence.drafts = completions[row].num_tokens, drafts.token_ids[row]
-        self._manager.append_tokens([(sequence.handle, sequence.drafts[:-1]) for sequence in ran])
+            ran_tokens.append((sequence.handle, sequence.drafts[:-1]))
+        self._manager.append_tokens(ran_tokens)
         return drafts
 
     def forget(self, completion: Completion) -> None:

@@ -56,12 +56,14 @@ class Drafter:
         warn = partial(_LOG.warning, "no drafts in this step: %s")
         drafts = attempt(warn, _propose, self._proposer, decodes, limits, self._vocab_size)
         if drafts is None:
-            drafts = Drafts([[] for _ in decodes])
+            drafts = Drafts.empty(len(decodes))
             for completion in decodes:
                 self.forget(completion)
         for completion, token_ids in zip(decodes, drafts.token_ids, strict=True):
             completion.follow(token_ids)
-        return drafts if any(drafts.token_ids) else None
+        if not any(drafts.token_ids):
+            return None
+        return drafts
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a completion that has ended or was preempted."""
@@ -84,6 +86,17 @@ def _propose(proposer: Proposer, decodes: Sequence[Completion], limits: Sequence
     return drafts
 
 
+def cut_limits(completions: Sequence[Completion], limits: Sequence[int], *, num_tokens: int, longest: int) -> list[int]:
+    """Return how many drafts each completion gets: its limit, at most `num_tokens`, and as many as its positions allow.
+
+    The last draft is not run, so it may lie one position beyond the longest sequence.
+    """
+    cut = []
+    for completion, limit in zip(completions, limits, strict=True):
+        cut.append(min(limit, num_tokens, longest + 1 - completion.num_tokens))
+    return cut
+
+
 def draw(
     sampler: Sampler,
     completions: Sequence[Completion],
@@ -99,7 +112,8 @@ def draw(
     Raises:
         PagedError: logits left no token to choose.
     """
-    width, drawn, device = max(limits[row] for row in active), active, sampler.device
+    drawn, device = active, sampler.device
+    width = max(limits[row] for row in drawn)
     drafts = torch.full((len(completions), width), NO_TOKEN, dtype=torch.int64, device=device)
     probs: torch.Tensor | None = None
     index, newest = index_tensor(active, device), None
@@ -115,19 +129,24 @@ def draw(
         if following != active:
             active, index = following, index_tensor(following, device)
         newest = drafts[index, position]
-    table, known = drafts.tolist(), list[list[int]]([[] for _ in completions])
+    token_ids = Drafts.empty(len(completions)).token_ids
+    table = drafts.tolist()
     for row in drawn:
-        known[row] = table[row][: limits[row]]
-        if min(known[row]) < 0:
+        token_ids[row] = table[row][: limits[row]]
+        if min(token_ids[row]) < 0:
             raise PagedError(f"the draft model returned no token for {completions[row]!r}")
-    return Drafts(known, probs)
+    return Drafts(token_ids, probs)
 
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:
     """Return the drafts of `completions`, in their order; completions without drafts get none."""
     rows = {completion: row for row, completion in enumerate(decodes)}
-    chosen = [rows.get(completion, -1) for completion in completions]
-    token_ids = [drafts.token_ids[row] if row >= 0 else [] for row in chosen]
+    chosen = []
+    token_ids = []
+    for completion in completions:
+        row = rows.get(completion, -1)
+        chosen.append(row)
+        token_ids.append(drafts.token_ids[row] if row >= 0 else [])
     if drafts.probs is None:
         return Drafts(token_ids)
     padded = torch.cat([drafts.probs, torch.zeros_like(drafts.probs[:1])])

@@ -13,7 +13,7 @@ from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts, Sampler
-from paged.executors.speculation.drafting import draw
+from paged.executors.speculation.drafting import cut_limits, draw
 from paged.models.paged_lm import PagedCausalLM
 
 
@@ -36,7 +36,8 @@ class HeadProposer:
     def __init__(self, target: ModelExecutor, num_tokens: int = 4) -> None:
         if num_tokens < 1:
             raise InvalidInputError(f"num_tokens: {num_tokens}, expected at least 1")
-        info, model = target.info(), target.model if isinstance(target, LlmExecutor) else None
+        info = target.info()
+        model = target.model if isinstance(target, LlmExecutor) else None
         if not isinstance(model, PagedCausalLM) or model.drafts is None:
             raise UnsupportedError(f"{info.model_id}: no draft head; load it with draft='mtp' or the folder of a head")
         self.num_tokens = num_tokens
@@ -45,11 +46,7 @@ class HeadProposer:
         self._sampler = Sampler(info.vocab_size, info.device)
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        # The newest token is not in the cache yet; the last draft is not run.
-        limits = [
-            min(limit, self.num_tokens, self._longest + 1 - completion.num_tokens)
-            for completion, limit in zip(completions, limits, strict=True)
-        ]
+        limits = cut_limits(completions, limits, num_tokens=self.num_tokens, longest=self._longest)
         active = []
         for row, (completion, limit) in enumerate(zip(completions, limits, strict=True)):
             handle = completion.handle
@@ -60,7 +57,7 @@ class HeadProposer:
                 return self._draw(completions, limits, active)
             except OutOfBlocksError:
                 active = active[: len(active) // 2]  # those that are preempted last
-        return Drafts([[] for _ in completions])
+        return Drafts.empty(len(completions))
 
     def forget(self, completion: Completion) -> None:
         self._sampler.forget(completion)
@@ -78,8 +75,11 @@ class HeadProposer:
 
         def run(rows: Sequence[int], newest: torch.Tensor | None) -> torch.Tensor:
             if newest is None:
-                newest = index_tensor([completions[row].token_ids[-1] for row in rows], self._sampler.device)
-            return steps.logits([places[row] for row in rows], newest)
+                token_ids = [completions[row].token_ids[-1] for row in rows]
+                newest = index_tensor(token_ids, self._sampler.device)
+            row_places = [places[row] for row in rows]
+            return steps.logits(row_places, newest)
 
-        with torch.no_grad(), self._steps.drafting(handles, [limits[row] for row in active]) as steps:
+        active_limits = [limits[row] for row in active]
+        with torch.no_grad(), self._steps.drafting(handles, active_limits) as steps:
             return draw(self._sampler, completions, limits, active, run)

@@ -56,7 +56,10 @@ class VisionModel:
         self._family = _FAMILIES[model.config.model_type]
         self._row_id: int = model.config.image_token_id
         # What a chat template writes for an image; Gemma's is another token than those in whose place rows come.
-        token = tokenizer.tokenizer.id_to_token(self._row_id) if self._family.has_grid else processor.image_token
+        if self._family.has_grid:
+            token = tokenizer.tokenizer.id_to_token(self._row_id)
+        else:
+            token = processor.image_token
         if not token:
             raise CheckpointError(f"tokenizer: no token {self._row_id}, expected that of images")
         self._token = str(token)
@@ -99,7 +102,8 @@ class VisionModel:
         except ImportError as error:
             raise UnsupportedError(f"images need {error.name}: pip install 'paged[vision]'") from error
         kind_of_number = as_dtype("dtype", dtype) or "auto"
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if not device:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         with _quiet(), _named(str(folder), CheckpointError):
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
             has_grid = _FAMILIES[config.model_type].has_grid
@@ -134,13 +138,7 @@ class VisionModel:
                 the placeholder of an image.
             SequenceTooLongError: there are more tokens than `longest`; the tower has not run.
         """
-        # Some templates read nothing but parts.
-        messages = [
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if isinstance(message.get("content"), str)
-            else message
-            for message in messages
-        ]
+        messages = [_in_parts(message) for message in messages]
         if not images:
             return self._tokenizer.encode_chat(messages, longest=longest, **options), None
         with _named("images", InvalidInputError):
@@ -151,7 +149,10 @@ class VisionModel:
             if len(pieces) != len(texts) + 1:
                 count = f"{len(pieces) - 1} times {self._token!r} in the rendered messages"
                 raise InvalidInputError(f"messages: {count}, expected {len(texts)}, once for each image")
-            return "".join(piece + more for piece, more in zip(pieces, [*texts, ""], strict=True))
+            expanded = pieces[0]
+            for image_text, piece in zip(texts, pieces[1:], strict=True):
+                expanded += image_text + piece
+            return expanded
 
         ids = self._tokenizer.encode_chat(messages, expand=expand, longest=longest, **options)
         return ids, self._embedded(ids, inputs)
@@ -168,7 +169,8 @@ class VisionModel:
                 text=placeholders, images=list(images), return_tensors="pt", return_text_replacement_offsets=True
             )
             texts = [replaced["replacement"] for replaced in inputs["text_replacement_offsets"][0]]
-            return {name: value for name, value in inputs.items() if name not in _OF_TEXT}, texts
+            tower_inputs = {name: value for name, value in inputs.items() if name not in _OF_TEXT}
+            return tower_inputs, texts
 
     @property
     def _merge_size(self) -> int:
@@ -177,32 +179,41 @@ class VisionModel:
     def _embedded(self, ids: list[int], inputs: Mapping[str, torch.Tensor]) -> PromptEmbeds:
         positions = [position for position, token in enumerate(ids) if token == self._row_id]
         device = next(self._model.parameters()).device
-        on_device = {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        on_device = dict(inputs)
+        for name, value in inputs.items():
+            if torch.is_tensor(value):
+                on_device[name] = value.to(device)
         on_device["pixel_values"] = on_device["pixel_values"].to(self._model.dtype)
         with self._lock, torch.no_grad():
             features = self._model.get_image_features(**on_device)
         rows = torch.cat(list(features.pooler_output))
         if len(rows) != len(positions):
             raise CheckpointError(f"images: {len(rows)} rows for {len(positions)} tokens {self._row_id} of the prompt")
+        deepstack = None
         layers = getattr(features, "deepstack_features", None)
+        if layers:
+            deepstack = torch.stack([torch.cat(list(layer)) for layer in layers])
+        spans = list(_runs(positions)) if self._family.has_spans else ()
         rope = None
         if self._family.has_grid:
             grids = inputs["image_grid_thw"].tolist()
             rope = mrope_positions(len(ids), positions, grids, merge_size=self._merge_size)
-        return PromptEmbeds(
-            positions,
-            rows,
-            torch.stack([torch.cat(list(layer)) for layer in layers]) if layers else None,
-            rope,
-            list(_runs(positions)) if self._family.has_spans else (),
-        )
+        return PromptEmbeds(positions, rows, deepstack, rope, spans)
+
+
+def _in_parts(message: Message) -> Message:
+    """Return a message whose content is a list of parts, as some templates read nothing else."""
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the begin and end of each run of consecutive positions."""
     begin = None
     for position, following in zip(positions, [*positions[1:], -1], strict=True):
-        begin = position if begin is None else begin
+        if begin is None:
+            begin = position
         if following != position + 1:
             yield begin, position + 1
             begin = None
