@@ -46,7 +46,9 @@ class ChatTemplate:
             CheckpointError: a file is unreadable, or a template in it is not a str.
         """
         file = folder / "tokenizer_config.json"
-        hf = HfConfig.read(folder, file.name) if is_there(file) else HfConfig({}, str(file))
+        hf = HfConfig({}, str(file))
+        if is_there(file):
+            hf = HfConfig.read(folder, file.name)
         more = folder / "additional_chat_templates"
         try:
             paths = {path.stem: path for path in sorted(more.glob("*.jinja"))}
@@ -56,13 +58,20 @@ class ChatTemplate:
             paths["default"] = folder / "chat_template.jinja"
         if len(paths) > _MOST_TEMPLATES:
             raise CheckpointError(f"{folder}: {len(paths)} chat templates, expected {_MOST_TEMPLATES} at most")
-        # A character has up to 4 bytes.
-        templates = {name: read_text(path, 4 * _LONGEST) for name, path in paths.items()} or _templates_within(hf)
+        templates = {}
+        for name, path in paths.items():
+            templates[name] = read_text(path, 4 * _LONGEST)  # a character has up to 4 bytes
+        if not templates:
+            templates = _templates_within(hf)
         return cls(templates, _special_tokens(hf), str(folder))
 
     def literals(self) -> set[str]:
         """Return every quoted string of the templates."""
-        return {match[2] for text in self.templates.values() for match in _QUOTED.finditer(text)}
+        literals = set()
+        for text in self.templates.values():
+            for match in _QUOTED.finditer(text):
+                literals.add(match[2])
+        return literals
 
     def render(
         self,
@@ -88,7 +97,9 @@ class ChatTemplate:
             CheckpointError: the template does not parse.
             UnsupportedError: jinja2 is not installed, or no process can be started.
         """
-        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
+        name = "default"
+        if tools is not None and "tool_use" in self.templates:
+            name = "tool_use"
         if name not in self.templates:
             raise InvalidInputError(f"{self._source}: no chat template (chat_template.jinja, tokenizer_config.json)")
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes) and len(messages)
@@ -117,13 +128,22 @@ def _templates_within(hf: HfConfig) -> dict[str, str]:
     """Return the templates of tokenizer_config.json: one, or a list of named ones."""
     if not isinstance(hf.values.get("chat_template"), list):
         template = hf.text("chat_template", "")
-        return {"default": template} if template else {}
-    named = [HfConfig(entry, hf.source) for entry in hf.items("chat_template", dict)]
-    return {entry.text("name"): entry.text("template") for entry in named}
+        if not template:
+            return {}
+        return {"default": template}
+    templates = {}
+    for entry in hf.items("chat_template", dict):
+        named = HfConfig(entry, hf.source)
+        templates[named.text("name")] = named.text("template")
+    return templates
 
 
 def _special_tokens(hf: HfConfig) -> dict[str, str]:
     """Return bos_token, eos_token and so on, each stored as a text or as an object with the text as its content."""
-    tokens = {key: value for key, value in hf.values.items() if key.endswith("_token")}
-    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-    return {key: value for key, value in tokens.items() if isinstance(value, str)}
+    tokens = {}
+    for key, value in hf.values.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            tokens[key] = value
+    return tokens

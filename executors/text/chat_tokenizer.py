@@ -118,13 +118,18 @@ class ChatTokenizer:
         encoding = self._encoded(text, add_special_tokens=False, longest=longest)
         if parse_special:
             return list(encoding.ids)
-        names = [name for name in ("tools", "documents") if options.get(name) is not None]
-        # Copies, as the template had them.
-        values = json.loads(json.dumps([list(messages), *(options[name] for name in names)]))
+        names: list[str] = []
+        texts: list[Any] = [list(messages)]
+        for name in ("tools", "documents"):
+            if options.get(name) is not None:
+                names.append(name)
+                texts.append(options[name])
+        values = json.loads(json.dumps(texts))  # copies, as the template had them
 
         def render(change: Callable[[Any], Any]) -> str:
             changed = change(values)
-            return expand(self.render(changed[0], **options | dict(zip(names, changed[1:], strict=True))))
+            changed_options = options | dict(zip(names, changed[1:], strict=True))
+            return expand(self.render(changed[0], **changed_options))
 
         literals = self.template.literals()
         return _named(lambda: self._special.encode_rendered(text, encoding, values, render, literals), "messages")

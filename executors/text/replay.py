@@ -36,10 +36,14 @@ def replayed(
         has_text_arguments: whether it wants arguments as text, unless it writes them as JSON itself.
     """
     for message in messages:
-        thoughts = [message[name] for name in _THOUGHT_NAMES if isinstance(message.get(name), str) and message[name]]
-        for name in _THOUGHT_NAMES if thoughts else ():
-            message.setdefault(name, thoughts[0])
-        if has_channels and message.get("tool_calls") and message.get("content") and thoughts:
+        thought = ""
+        for name in _THOUGHT_NAMES:
+            if not thought and isinstance(message.get(name), str):
+                thought = message[name]
+        if thought:
+            for name in _THOUGHT_NAMES:
+                message.setdefault(name, thought)
+        if has_channels and message.get("tool_calls") and message.get("content") and thought:
             message["thinking"] = f"{message['thinking']}\n\n{message['content']}"  # the template takes one of both
             message["content"] = ""
     if has_channels or "only supports single tool-calls" in template:

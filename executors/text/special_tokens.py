@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError, PagedError
 
@@ -14,8 +14,14 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 _SLICE = 1 << 16
-Span = tuple[int, int, int]
-"""Begin, end and token id of a special token in a text."""
+
+
+class Span(NamedTuple):
+    """The place of a special token in a text."""
+
+    begin: int
+    end: int
+    token_id: int
 
 
 def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
@@ -36,16 +42,20 @@ class CharacterEscapes:
         self._pattern = pattern
         self._spared = frozenset(spared)
         self._stand_ins: dict[str, str] = {}
-        used = set(taken)
-        self._free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+        self._taken = set(taken)
+        self._next_free = 0xF0000  # code of the next private character
 
     def escape(self, value: Any) -> Any:
         """Return a JSON value with the characters of all its texts escaped."""
         if isinstance(value, str):
-            return value if value in self._spared else self._pattern.sub(self._stand_in, value)
+            if value in self._spared:
+                return value
+            return self._pattern.sub(self._stand_in, value)
         if isinstance(value, dict):
             return {self.escape(key): self.escape(item) for key, item in value.items()}
-        return [self.escape(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self.escape(item) for item in value]
+        return value
 
     def restore(self, text: str) -> str:
         """Return the text with the original characters, one for one, so that offsets stay."""
@@ -62,7 +72,10 @@ class CharacterEscapes:
             return str(match[0])
         char: str = match[0][0]
         if char not in self._stand_ins:
-            self._stand_ins[char] = next(self._free)
+            while chr(self._next_free) in self._taken:
+                self._next_free += 1
+            self._stand_ins[char] = chr(self._next_free)
+            self._next_free += 1
         return self._stand_ins[char] + str(match[0][1:])
 
 
@@ -72,9 +85,15 @@ class SpecialTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._contents = {token_id: token.content for token_id, token in added.items() if token.special}
-        self._others = [token.content for token in added.values() if not token.special and token.content]
-        self._normalizes = any(token.special and token.normalized for token in added.values())
+        self._contents: dict[int, str] = {}
+        self._others: list[str] = []
+        self._normalizes = False
+        for token_id, token in added.items():
+            if token.special:
+                self._contents[token_id] = token.content
+                self._normalizes = self._normalizes or token.normalized
+            elif token.content:
+                self._others.append(token.content)
         # Token for unknown text: the model's own, or the result of encoding the last private character, which is in no
         # vocabulary. Unigram does not name its own, and a normalizer may drop the character.
         self._unknown: set[int | None] = set(encoded(tokenizer, "\U0010fffd").ids)
@@ -97,7 +116,7 @@ class SpecialTokens:
                 span = offsets[index]
             begin, end = span
             if token_id not in self._unknown or text[begin:end].strip() == self._contents[token_id].strip():
-                spans.append((begin, end, token_id))
+                spans.append(Span(begin, end, token_id))
         return spans
 
     def encode_plain(self, text: str) -> list[int]:
@@ -141,17 +160,18 @@ class SpecialTokens:
         spans = self.found(text, encoding)
         if not spans:
             return list(encoding.ids)
-        characters = {
-            *map(chr, range(32)),
-            *_characters(json.dumps(values, ensure_ascii=False)),
-        }  # JSON escapes these 32
+        characters = _characters(json.dumps(values, ensure_ascii=False))
+        characters.update(map(chr, range(32)))  # which JSON escapes
         literals = list(literals)
         # Special tokens made of word characters: escape single letters if the template does not mind.
-        contents = {self._contents[token_id] for _, _, token_id in spans}
-        words = {content for content in contents if not any(map(_is_sign, content))}
+        word_letters: set[str] = set()
+        for span in spans:
+            content = self._contents[span.token_id]
+            if not any(map(_is_sign, content)):
+                word_letters.update(*content.split())
         choices: list[set[str]] = [set()]
-        if words:
-            choices.insert(0, {char for char in "".join(words) if not char.isspace()})
+        if word_letters:
+            choices.insert(0, word_letters)
         for letters in choices:
             pattern = self._pattern(characters, literals, letters)
             escapes = CharacterEscapes(pattern, characters | _characters(text), literals if letters else ())
@@ -166,11 +186,11 @@ class SpecialTokens:
             revealed = escapes.restore(other)
             if revealed == text:
                 break
-        if revealed == text and all(other[begin:end] == text[begin:end] for begin, end, _ in spans):
+        if revealed == text and all(other[span.begin : span.end] == text[span.begin : span.end] for span in spans):
             return list(encoding.ids)
         # A template that tests such characters may have written another text.
         templates_own = self.found(other, encoded(self._tokenizer, other))
-        if [token for _, _, token in templates_own] == [token for _, _, token in spans]:
+        if [span.token_id for span in templates_own] == [span.token_id for span in spans]:
             return list(encoding.ids)
         ids, start = [], 0
         for begin, end, token_id in templates_own:
@@ -202,15 +222,22 @@ class SpecialTokens:
                 words.add(content.strip())
         if self._normalizes and (normalizer := self._tokenizer.normalizer) is not None:
             # Characters that the tokenizer normalizes to one of these.
-            signs |= {char for char in characters if signs & set(normalizer.normalize_str(char))}
+            same = {char for char in characters if not signs.isdisjoint(normalizer.normalize_str(char))}
+            signs |= same
         spared = set()
         for text in (*self._others, *literals):
             if text and not any(_touch(text, content) for content in contents):
                 spared.add(text)
-        kept = "|".join(re.escape(text) for text in sorted(spared, key=len, reverse=True)) or "(?!)"
-        parts = [f"(?i:{re.escape(word)})" for word in sorted(words, key=len, reverse=True)]
-        parts += [f"[{''.join(map(re.escape, sorted(signs)))}]"] if signs else []
+        kept = "|".join(map(re.escape, _longest_first(spared))) or "(?!)"
+        parts = [f"(?i:{re.escape(word)})" for word in _longest_first(words)]
+        if signs:
+            class_of_signs = "".join(map(re.escape, sorted(signs)))
+            parts.append(f"[{class_of_signs}]")
         return re.compile(f"(?P<kept>{kept})|{'|'.join(parts) or '(?!)'}")
+
+
+def _longest_first(texts: Iterable[str]) -> list[str]:
+    return sorted(texts, key=len, reverse=True)
 
 
 def _characters(text: str) -> set[str]:

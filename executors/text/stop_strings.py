@@ -37,9 +37,11 @@ class StopReader:
             if ends:
                 end, _, string = min(ends)
                 return text[: end - len(string)], string
-        shown = next((start for start in range(len(text)) if self._begins(text, start)), len(text))
-        self.held = text[shown:]
-        return text[:shown], None
+        num_shown = 0
+        while num_shown < len(text) and not self._begins(text, num_shown):
+            num_shown += 1
+        self.held = text[num_shown:]
+        return text[:num_shown], None
 
     def _begins(self, text: str, start: int) -> bool:
         """Return whether the text from `start` is a proper prefix of a stop string."""

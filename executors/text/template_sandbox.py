@@ -54,7 +54,10 @@ def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
         raise
     except Exception as error:  # Python's compiler raises for templates nested too deeply
         return {"error": f"{type(error).__name__}: {str(error)[:2000]}", "is_syntax": True}
-    values["messages"] = [{k: v for k, v in message.items() if v is not None} for message in values["messages"]]
+    messages = []
+    for message in values["messages"]:
+        messages.append({name: value for name, value in message.items() if value is not None})
+    values["messages"] = messages
     parts, length = [], 0
     try:
         for part in template.generate(values):

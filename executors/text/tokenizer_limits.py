@@ -47,8 +47,11 @@ def _gap(vocab: Any) -> str | None:
     """Return how sparse a vocabulary's ids are, or None: saving it loops over all ids up to the largest."""
     if not isinstance(vocab, dict):
         return None
-    largest = max((token_id for token_id in vocab.values() if isinstance(token_id, int)), default=0)
-    return f"token id {largest} among {len(vocab)} tokens" if largest > 2 * len(vocab) + 65536 else None
+    token_ids = [token_id for token_id in vocab.values() if isinstance(token_id, int)]
+    largest = max(token_ids, default=0)
+    if largest <= 2 * len(vocab) + 65536:
+        return None
+    return f"token id {largest} among {len(vocab)} tokens"
 
 
 def _growth(step: Any) -> float:
@@ -78,8 +81,9 @@ def _growth(step: Any) -> float:
 def _replacement_growth(pattern: dict[str, str], content: int) -> float:
     if "Regex" not in pattern:
         return max(1.0, content / max(1, len(pattern["String"])))
-    # A pattern that may match nothing matches between all characters, which stay.
-    return 1.0 + content if _MAY_MATCH_NOTHING.search(pattern["Regex"]) else max(1.0, content)
+    if _MAY_MATCH_NOTHING.search(pattern["Regex"]):
+        return 1.0 + content  # it matches between all characters, which stay
+    return max(1.0, content)
 
 
 def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
@@ -88,10 +92,13 @@ def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
         return single.count("$")
     names = [part["SpecialToken"]["id"] for part in single if "SpecialToken" in part]
     around = sum(len(special_tokens[name]["ids"]) for name in names)
-    return max(1, len(single) - len(names)) if around <= _MOST_AROUND else math.inf
+    if around > _MOST_AROUND:
+        return math.inf
+    return max(1, len(single) - len(names))
 
 
 def _longest_form(charsmap: bytes) -> float:
     """Return the longest form in a table of normal forms: a trie after its size in bytes, then 0-terminated strings."""
     start = 4 + int.from_bytes(charsmap[:4], "little")
-    return max([1, *(len(form.decode(errors="replace")) for form in charsmap[start:].split(b"\0"))])
+    lengths = [len(form.decode(errors="replace")) for form in charsmap[start:].split(b"\0")]
+    return max(1, *lengths)
