@@ -265,8 +265,11 @@ def _lines(source: str) -> list[str]:
         raise InvalidInputError("--prompts -: stdin is closed")
     try:
         # Read bytes: the text stream accepts some invalid UTF-8.
-        with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        if source == "-":
+            data = sys.stdin.buffer.read(_MAX_BYTES + 1)
+        else:
+            with Path(source).open("rb") as file:
+                data = file.read(_MAX_BYTES + 1)
         text = data.decode("utf-8")
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"--prompts {source}: {getattr(error, 'strerror', None) or error}") from error

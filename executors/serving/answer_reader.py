@@ -31,6 +31,7 @@ _BEHIND_STRINGS = ("", *",:=)]} \t\r\n")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _OPENING, _CLOSING = {"(": "[", "[": "[", "{": "{"}, {")": "]", "]": "]", "}": "}"}
+_JSON_ENDS = {"[": "]", "{": "}"}
 # Markers of harmony.
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
@@ -78,7 +79,10 @@ class AnswerReader:
         if tools is not None:
             self._begins = tuple(marker for marker in (tools.begin, *tools.other_begins) if marker)
         has_channels = reasoning is not None and reasoning.has_channels
-        self._run = self._channels(thinks) if has_channels else self._answer(thinks)
+        if has_channels:
+            self._run = self._channels(thinks)
+        else:
+            self._run = self._answer(thinks)
         next(self._run)
 
     def read(self, *texts: str, is_last: bool = False) -> list[Delta]:
@@ -352,7 +356,6 @@ class AnswerReader:
         if form.tags.is_in_lines:
             ends = (f"\n{end.rstrip()}", *ends)
         schema = (self._parameters or {}).get(name)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
         before = ""  # the next argument
         while True:
             yield from self._while(str.isspace)
@@ -375,7 +378,7 @@ class AnswerReader:
                 yield from self._comes("\n")
             self._put_arguments(f"{before or '{'}{_dumps(key)}: ")
             before = ", "
-            value_schema = properties.get(key) if isinstance(properties, Mapping) else None
+            value_schema = _inner(schema, key, is_item=False)
             if kind == "true" or (not kind and is_text(value_schema)):
                 self._put_arguments('"')
                 if not (yield from self._up_to(ends, self._put_escaped)):
@@ -415,11 +418,13 @@ class AnswerReader:
             if not tag.startswith("/"):
                 schema = schemas[-1]
                 if not brackets[-1]:
-                    is_list = _is_list(schema, tag)
-                    self._put_arguments("[" if is_list else "{")
-                    brackets[-1] = "]" if is_list else "}"
+                    opening = "[" if _is_list(schema, tag) else "{"
+                    self._put_arguments(opening)
+                    brackets[-1] = _JSON_ENDS[opening]
                 is_item = brackets[-1] == "]"
-                self._put_arguments(comma if is_item else f"{comma}{_dumps(tag)}: ")
+                self._put_arguments(comma)
+                if not is_item:
+                    self._put_arguments(f"{_dumps(tag)}: ")
                 comma = ""
                 brackets.append("")
                 schemas.append(_inner(schema, tag, is_item=is_item))
@@ -450,8 +455,9 @@ class AnswerReader:
             letter = yield from self._next()
             if letter in _OPENING:
                 self._advance(self._at + 1)
-                self._put_arguments(f"{comma}{_OPENING[letter]}")
-                brackets.append("}" if letter == "{" else "]")
+                opening = _OPENING[letter]
+                self._put_arguments(f"{comma}{opening}")
+                brackets.append(_JSON_ENDS[opening])
                 is_key, comma = letter == "{", ""
             elif letter in closing:
                 self._advance(self._at + 1)
@@ -576,14 +582,17 @@ class AnswerReader:
     def _up_to(self, markers: tuple[str, ...], take: Callable[[str], None]) -> _Reading[str]:
         """Read to one of some markers, or without one to the end; `take` gets what is before it. Return the marker."""
         while (yield from self._next()):
-            match = _any_of(markers).search(self._text, self._at) if markers else None
+            match = None
+            if markers:
+                match = _any_of(markers).search(self._text, self._at)
             if match is not None:
                 take(self._advance(match.start()))
                 self._advance(match.end())
                 return match[0]
             held = 0
             if not self._is_last:
-                held = max((_overlap(self._text, self._at, marker) for marker in markers), default=0)
+                for marker in markers:
+                    held = max(held, _overlap(self._text, self._at, marker))
             take(self._advance(len(self._text) - held))
             if held:
                 yield
@@ -635,7 +644,9 @@ def _inner(schema: Any, tag: str, *, is_item: bool) -> Any:
     if is_item:
         return schema.get("items")
     properties = schema.get("properties")
-    return properties.get(tag) if isinstance(properties, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return None
+    return properties.get(tag)
 
 
 def _as_json(text: str, *, is_known: bool) -> str:

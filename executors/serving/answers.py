@@ -80,7 +80,8 @@ class Form:
         pieces = self.service.pieces(self.request, prompts, params, **options)
         if self.is_streamed:
             return _EventStream(self, pieces)
-        by_choice = sorted([piece async for piece in pieces], key=lambda piece: piece.choice)
+        by_choice = [piece async for piece in pieces]
+        by_choice.sort(key=lambda piece: piece.choice)
         return await self.service.in_thread(lambda: reply(self.whole(by_choice)), sum(map(_work, by_choice)))
 
 
@@ -115,13 +116,17 @@ class _EventStream(Response):
             if failed.status >= 500:
                 LOG.error("request %s failed within its stream: %s", scope["state"]["record"].id, failed.message)
             text = self._text([failed.body])
-        text += b"" if self._form.is_named else b"data: [DONE]\n\n"
+        if not self._form.is_named:
+            text += b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": text, "more_body": False})
 
     def _text(self, events: Iterable[Event]) -> bytes:
-        if self._form.is_named:
-            return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), dumps(event)) for event in events)
-        return b"".join(b"data: %s\n\n" % dumps(event) for event in events)
+        text = b""
+        for event in events:
+            if self._form.is_named:
+                text += b"event: %s\n" % event["type"].encode()
+            text += b"data: %s\n\n" % dumps(event)
+        return text
 
 
 def _work(piece: Piece) -> int:
@@ -137,4 +142,6 @@ def _work(piece: Piece) -> int:
 
 def finite(value: float) -> float:
     """JSON has no infinities; OpenAI writes -9999 for a token that cannot be."""
-    return value if math.isfinite(value) else -9999.0
+    if not math.isfinite(value):
+        return -9999.0
+    return value

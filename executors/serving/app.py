@@ -54,7 +54,8 @@ def make_app(service: Service) -> Gate:
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(components)
 
     def end(record: Record) -> None:
-        service.metrics.end(record, record.path if record.path in _ROUTES["POST"] else "none")
+        route = record.path if record.path in _ROUTES["POST"] else "none"
+        service.metrics.end(record, route)
 
     return Gate(app, service.config, end)
 

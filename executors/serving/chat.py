@@ -53,14 +53,17 @@ class Conversation(Form):
 
     def read(self, piece: Piece) -> tuple[list[Delta], str | None]:
         """Return the parts of a piece's text, and the finish reason with the last piece of a choice."""
-        if (reader := self._readers.get(piece.choice)) is None:
+        reader = self._readers.get(piece.choice)
+        if reader is None:
             reasoning = self.service.tongue.reasoning
             reader = AnswerReader(self._tools, reasoning, thinks=self._thinks, parameters=self._parameters)
             self._readers[piece.choice] = reader
         part, reason = piece.part, piece.part.finish_reason
         texts = part.growth.texts[part.begin.texts : part.mark.texts]
         deltas = reader.read(*texts, is_last=reason is not None)
-        return deltas, "tool_calls" if reason == "stop" and reader.num_calls else reason
+        if reason == "stop" and reader.num_calls:
+            reason = "tool_calls"
+        return deltas, reason
 
     @property
     def num_reasoning(self) -> int:
@@ -80,7 +83,9 @@ class Conversation(Form):
     ) -> Response:
         """Encode the messages, check the limits, and answer; body: what it says of model, stream and form."""
         service, options = self.service, await self.service.options(body)
-        functions = () if tools.choice == "none" else tools.functions
+        functions = tools.functions
+        if tools.choice == "none":
+            functions = ()
         forced = []
         if tools.choice == "required":
             forced = [function for function in functions if tools.name in (None, function["name"])]
@@ -90,9 +95,8 @@ class Conversation(Form):
             param = options["constraint"]
             raise ApiError(400, f"{param}: not beside a tool_choice that forces a call", param)
         size = len(await self.request.body())
-        prompt, embeds = await service.encode_chat(
-            messages, {"tools": listed_tools(functions), **(variables or {})}, size
-        )
+        template_options = {"tools": listed_tools(functions), **(variables or {})}
+        prompt, embeds = await service.encode_chat(messages, template_options, size)
         if embeds is not None:
             options["prompt_embeds"] = embeds
         params = service.check_prompts([prompt], params)
@@ -129,32 +133,45 @@ async def read_again(request: Request) -> Untyped:
 
 def as_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as templates read them: arguments of calls as values; text as one, unless there are images."""
-    functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
-    texts = [arguments for function in functions if isinstance(arguments := function.get("arguments"), str)]
-    if (excess := excess_of(",".join(texts).encode(), ChatBody.max_values)) is not None:
-        raise ApiError(400, f"messages: arguments of calls with {excess}", "messages")
-    messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    functions: list[dict[str, Any]] = []
+    texts: list[str] = []
     for message in messages:
-        message["role"] = "system" if message["role"] == "developer" else message["role"]
+        for call in message.get("tool_calls") or ():
+            functions.append(call["function"])
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str):
+                texts.append(arguments)
+    excess = excess_of(",".join(texts).encode(), ChatBody.max_values)
+    if excess is not None:
+        raise ApiError(400, f"messages: arguments of calls with {excess}", "messages")
+    copies = []
+    for original in messages:
+        message = {name: value for name, value in original.items() if value is not None}
+        copies.append(message)
+        if message["role"] == "developer":
+            message["role"] = "system"
         parts = message.get("content")
         if isinstance(parts, list) and any(part["type"] == "image_url" for part in parts):
-            message["content"] = [
-                {"type": "image", "url": part["image_url"]["url"]}
-                if part["type"] == "image_url"
-                else {"type": "text", "text": part["text"]}
-                for part in parts
-            ]
+            message["content"] = list(map(_template_part, parts))
         else:
             message["content"] = text_of(parts)
     for function in functions:
         if isinstance(function.get("arguments"), str):
             function["arguments"] = call_arguments(function["arguments"])
-    return messages
+    return copies
+
+
+def _template_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "image_url":
+        return {"type": "image", "url": part["image_url"]["url"]}
+    return {"type": "text", "text": part["text"]}
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None) -> str:
     """Return a message's text, its parts joined."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content or ())
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -177,11 +194,14 @@ async def chat(body: ChatBody, request: Request) -> Response:
     for name in ("tool_choice", "parallel_tool_calls"):
         if getattr(body, name) is not None and not body.tools:
             raise ApiError(400, f"{name}: only with tools", name)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    logprobs = None
+    if body.logprobs:
+        logprobs = body.top_logprobs or 0
     params = service_of(request).params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
     variables = template_variables(body.chat_template_kwargs)
     untyped = await read_again(request)
-    tools = Tools([tool["function"] for tool in untyped.tools or ()], is_one=body.parallel_tool_calls is False)
+    functions = [tool["function"] for tool in untyped.tools or ()]
+    tools = Tools(functions, is_one=body.parallel_tool_calls is False)
     if isinstance(body.tool_choice, Tool):
         tools = tools._replace(choice="required", name=body.tool_choice.function.name, is_one=True)
     elif body.tool_choice is not None:
@@ -198,37 +218,44 @@ class _Chat(Conversation):
         self._token_readers: dict[int, TokenReader] = {}
 
     def events(self, piece: Piece) -> Iterator[Event]:
-        entries: list[Event] = [] if piece.choice in self._readers else [{"role": "assistant", "content": ""}]
+        entries: list[Event] = []
+        if piece.choice not in self._readers:
+            entries.append({"role": "assistant", "content": ""})
         deltas, reason = self.read(piece)
         index = self._readers[piece.choice].num_calls - sum(delta.kind == "call" for delta in deltas) - 1
         for kind, text in deltas:
             index += kind == "call"
-            if kind in ("call", "arguments"):
-                call = _call(text) if kind == "call" else {"function": {"arguments": text}}
-                entries.append({"tool_calls": [{"index": index, **call}]})
+            if kind == "call":
+                entries.append({"tool_calls": [{"index": index, **_call(text)}]})
+            elif kind == "arguments":
+                entries.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
             else:
                 entries.append({kind: text})
         logprobs = self._logprobs(piece)
         if not entries and (reason or (logprobs and logprobs["content"])):
             entries = [{}]
         for entry in entries:
-            is_last = entry is entries[-1]
-            ending = {"logprobs": logprobs if is_last else None, "finish_reason": reason if is_last else None}
-            yield self.body(choices=[{"index": piece.choice, "delta": entry, **ending}])
+            choice = {"index": piece.choice, "delta": entry, "logprobs": None, "finish_reason": None}
+            if entry is entries[-1]:
+                choice |= {"logprobs": logprobs, "finish_reason": reason}
+            yield self.body(choices=[choice])
 
     def whole(self, pieces: Sequence[Piece]) -> Event:
         choices = []
         for piece in pieces:
             deltas, reason = self.read(piece)
             message: Event = {"role": "assistant", "content": ""}
+            calls: list[Event] = []
             for kind, text in deltas:
                 if kind == "call":
-                    message.setdefault("tool_calls", []).append(_call(text))
+                    calls.append(_call(text))
                 elif kind == "arguments":
-                    message["tool_calls"][-1]["function"]["arguments"] += text
+                    calls[-1]["function"]["arguments"] += text
                 else:
                     message[kind] = message.get(kind, "") + text
-            message["content"] = message["content"] or (None if "tool_calls" in message else "")
+            if calls:
+                message["tool_calls"] = calls
+                message["content"] = message["content"] or None
             ending = {"logprobs": self._logprobs(piece), "finish_reason": reason}
             choices.append({"index": piece.choice, "message": message, **ending})
         return self.body(choices=choices, usage=self.usage()) | {"object": "chat.completion"}
@@ -237,7 +264,8 @@ class _Chat(Conversation):
         if piece.part.growth.logprobs is None:
             return None
         reader = self._token_readers.setdefault(piece.choice, self.service.token_reader())
-        return {"content": [msgspec.Raw(dumps(self._entry(row))) for row in reader.read(piece.part)]}
+        entries = [msgspec.Raw(dumps(self._entry(row))) for row in reader.read(piece.part)]
+        return {"content": entries}
 
     def _entry(self, row: TokenRow) -> Event:
         texts, rows = self.service.token_texts, row.logprobs or {}
@@ -258,7 +286,10 @@ def listed_tools(functions: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | 
 
 def _schemas(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON schemas of functions by name."""
-    return {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+    schemas = {}
+    for function in functions:
+        schemas[function["name"]] = function.get("parameters") or {"type": "object"}
+    return schemas
 
 
 def _call(name: str) -> Event:

@@ -30,9 +30,9 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     options = await service.options(body)
     ids = [await service.encoded(prompt) for prompt in prompts]
     params = service.check_prompts(ids, params)
-    num_echoed = n * sum(map(len, ids)) if body.echo else 0
+    num_echoed = n * sum(map(len, ids))
     limit = service.config.max_new_tokens
-    if num_echoed > limit:
+    if body.echo and num_echoed > limit:
         raise ApiError(400, f"echo: {num_echoed} tokens of prompts in all, expected at most {limit}", "echo")
     return await _Completion(request, body, prompts).answer(ids, params, options)
 
@@ -94,14 +94,18 @@ class _Completion(Form):
         logprobs = None
         if part.growth.logprobs is not None:
             logprobs = columns.joined(self._columns(self._readers[choice].read(part)))._asdict()
-            logprobs["top_logprobs"] = logprobs["top_logprobs"] if self._num_top else None
+            if not self._num_top:
+                logprobs["top_logprobs"] = None
         return {"index": choice, "text": text + part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
     def _echo(self, index: int, output: RequestOutput) -> tuple[str, _Columns]:
         """Return the text of a prompt and the log probabilities of its tokens, the same for all of its choices."""
         if index not in self._echoes:
             prompt, rows = self._prompts[index], output.prompt_logprobs
-            text = prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
+            if isinstance(prompt, str):
+                text = prompt
+            else:
+                text = self.service.tokenizer.decode(prompt)
             columns = _Columns([], [], [], [])
             if rows is not None:
                 read = self.service.token_reader().read_tokens(list(output.prompt), rows, is_last=True)
@@ -109,23 +113,24 @@ class _Completion(Form):
                 offsets = columns.text_offset
                 if isinstance(prompt, str):
                     offsets = self.service.token_texts.offsets(prompt, output.prompt) or offsets
-                columns = columns._replace(text_offset=[min(offset, len(text)) for offset in offsets])
+                offsets = [min(offset, len(text)) for offset in offsets]
+                columns = columns._replace(text_offset=offsets)
             self._echoes[index] = text, columns
         return self._echoes[index]
 
     def _columns(self, rows: Iterable[TokenRow]) -> _Columns:
         texts, columns = self.service.token_texts, _Columns([], [], [], [])
-        for token, is_first, offset, _, logprobs in rows:
-            columns.tokens.append(texts.text(token, is_first=is_first))
-            columns.text_offset.append(offset)
-            if logprobs is None:  # of a prompt's first token
+        for row in rows:
+            columns.tokens.append(texts.text(row.token, is_first=row.is_first))
+            columns.text_offset.append(row.offset)
+            if row.logprobs is None:  # of a prompt's first token
                 columns.token_logprobs.append(None)
                 columns.top_logprobs.append(None)
                 continue
-            columns.token_logprobs.append(finite(logprobs[token]))
+            columns.token_logprobs.append(finite(row.logprobs[row.token]))
             best: dict[str, float] = {}
-            for other, value in logprobs.items():  # the token's own is the first, and stays if others have its text
-                best.setdefault(texts.text(other, is_first=is_first), finite(value))
+            for token, value in row.logprobs.items():  # the row's own is the first, and stays if others have its text
+                best.setdefault(texts.text(token, is_first=row.is_first), finite(value))
             columns.top_logprobs.append(msgspec.Raw(dumps(best)))
         return columns
 
@@ -144,9 +149,13 @@ async def embed(body: EmbeddingsBody, request: Request) -> Response:
     rows = (await service.engine.embed(prompts)).cpu().numpy()
 
     def answer() -> Response:
-        is_text = body.encoding_format == "base64"
-        values = [base64.b64encode(row.tobytes()).decode() if is_text else row.tolist() for row in rows]
-        data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
+        data = []
+        for index, row in enumerate(rows):
+            if body.encoding_format == "base64":
+                embedding = base64.b64encode(row.tobytes()).decode()
+            else:
+                embedding = row.tolist()
+            data.append({"object": "embedding", "index": index, "embedding": embedding})
         usage = {"prompt_tokens": count, "total_tokens": count}
         model = body.model or service.config.model_name
         return reply({"object": "list", "data": data, "model": model, "usage": usage})

@@ -26,13 +26,19 @@ class ApiError(PagedError):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers: dict[str, str] = {"retry-after": "1"} if status == 429 else {}
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers: dict[str, str] = {}
+        if status == 429:
+            self.headers["retry-after"] = "1"
 
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's form; "type" beside it is what Anthropic's clients look for."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, default)
         message, param = one_line(self.message, _LONGEST), self.param and one_line(self.param, _LONGEST)
         return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": self.code}}
 

@@ -46,10 +46,17 @@ class Record:
     end: str = ""
 
     def line(self, form: str) -> str:
-        values = {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        values = asdict(self)
+        for name, value in values.items():
+            if isinstance(value, float):
+                values[name] = round(value, 4)
         if form == "json":
             return json.dumps(values)
-        return " ".join(f"{name}={one_line(str(value), 200)}" for name, value in values.items() if value is not None)
+        words = []
+        for name, value in values.items():
+            if value is not None:
+                words.append(f"{name}={one_line(str(value), 200)}")
+        return " ".join(words)
 
 
 class Gate:
@@ -94,7 +101,9 @@ class Gate:
                 if connection.is_slow:
                     raise ConnectionError
         except ConnectionError:
-            record.end = "slow" if connection is not None and connection.is_slow else record.end or "left"
+            record.end = record.end or "left"
+            if connection is not None and connection.is_slow:
+                record.end = "slow"
         except asyncio.CancelledError:
             record.end = "shutdown"
             if connection is not None:
@@ -112,8 +121,12 @@ class Gate:
         """Run the app for a whole body; raise ConnectionError if the client leaves first."""
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def receive_body() -> Message:  # nothing after it: the end of the client ends the app
-            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+        async def receive_body() -> Message:
+            if messages:
+                return messages.pop()
+            # Nothing comes after the body: the end of the client ends the app.
+            nothing: Message = await asyncio.get_running_loop().create_future()
+            return nothing
 
         run = asyncio.ensure_future(self.app(scope, receive_body, send))
         watch = asyncio.ensure_future(_wait_for_end(receive))

@@ -33,13 +33,18 @@ class HostRules:
             match = _HOST.fullmatch(entry)
             if match is None and ("[" in entry or _address(entry) is None):
                 raise InvalidInputError(f"--allowed-hosts: {entry!r}, expected NAME, NAME:PORT or *")
-            self._allowed.add(_plain(entry) if match is None else _plain(match[1]) + (match[2] or ""))
+            if match is None:
+                self._allowed.add(_plain(entry))
+            else:
+                self._allowed.add(_plain(match[1]) + (match[2] or ""))
 
     def check(self, scope: Scope) -> None:
         """Raise ApiError with 421 for another Host, 403 for another Origin; a request may lack both."""
         if not self.is_checked:
             return
-        address = scope["server"][0] if scope.get("server") else ""
+        address = ""
+        if scope.get("server"):
+            address = scope["server"][0]
         for name, value in scope["headers"]:
             text = value.decode("latin-1")
             if name == b"host" and not self._is_allowed(text, address):
@@ -63,14 +68,17 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
         address = ip_address(host.strip("[]"))
     except ValueError:
         return None
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return mapped or address
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
 
 
 def _plain(host: str) -> str:
     """Return a name or an address in one form: without case, brackets and the dot at the end."""
     address = _address(host)
-    return host.lower().removesuffix(".") if address is None else str(address)
+    if address is None:
+        return host.lower().removesuffix(".")
+    return str(address)
 
 
 def _is_loopback(host: str) -> bool:

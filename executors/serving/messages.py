@@ -161,9 +161,15 @@ class _Message(Conversation):
     def whole(self, pieces: Sequence[Piece]) -> Event:
         blocks: list[Event] = []
         for delta in self._read(pieces[0]):
-            field = "input" if delta.kind == "arguments" else _PIECES.get(delta.kind, ("", ""))[1]
+            if delta.kind == "arguments":
+                field = "input"
+            else:
+                _, field = _PIECES.get(delta.kind, ("", ""))
             if not blocks or field not in blocks[-1]:
-                blocks.append(_block(delta) | ({"input": ""} if delta.kind == "call" else {}))
+                block = _block(delta)
+                if delta.kind == "call":
+                    block["input"] = ""  # of text, until all of it has come
+                blocks.append(block)
             if field:
                 blocks[-1][field] += delta.text
         for block in blocks:
@@ -173,9 +179,11 @@ class _Message(Conversation):
 
     def _read(self, piece: Piece) -> list[Delta]:
         deltas, reason = self.read(piece)
-        is_stopped = isinstance(stopped_by := piece.part.stop_reason, str)
-        named = "stop_sequence" if is_stopped else _REASONS.get(reason or "", "end_turn")
-        self._ended = {"stop_reason": named, "stop_sequence": stopped_by if is_stopped else None}
+        stop_reason = piece.part.stop_reason
+        if isinstance(stop_reason, str):
+            self._ended = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+        else:
+            self._ended = {"stop_reason": _REASONS.get(reason or "", "end_turn"), "stop_sequence": None}
         return deltas
 
     def _close(self) -> Iterator[Event]:

@@ -32,8 +32,11 @@ class ServerMetrics:
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine, self._labels = engine, {"model_name": model_name, "engine": "0"}
         self.between_tokens = Histogram()
-        self._requests = {f"{name}_seconds": Histogram() for name in _TIMES}
-        self._requests |= {name: Histogram(TOKEN_BOUNDS) for name in _COUNTS}
+        self._requests: dict[str, Histogram] = {}
+        for name in _TIMES:
+            self._requests[f"{name}_seconds"] = Histogram()
+        for name in _COUNTS:
+            self._requests[name] = Histogram(TOKEN_BOUNDS)
         self._prompt_tokens: Counter[str] = Counter()  # by source
         self._answers: Counter[tuple[str, str]] = Counter()  # by route and class of the status
         self._answer_times: defaultdict[str, Histogram] = defaultdict(Histogram)  # by route
@@ -49,7 +52,9 @@ class ServerMetrics:
         self._prompt_tokens["local_cache_hit"] += record.cached_tokens - record.loaded_tokens
         self._prompt_tokens["external_kv_transfer"] += record.loaded_tokens
         total, queued = record.seconds, record.queued_s
-        first = total if record.first_token_s is None else record.first_token_s
+        first = record.first_token_s
+        if first is None:
+            first = total
         times = total, queued, total - queued, first - queued, total - first
         values = *times, record.prompt_tokens, record.new_tokens, record.most_tokens
         for histogram, value in zip(self._requests.values(), values, strict=True):
@@ -68,18 +73,22 @@ class ServerMetrics:
             "num_requests_waiting": status.waiting,
             "kv_cache_usage_perc": (status.used_blocks or 0) / (status.num_blocks or 1),
         }
-        cache = None if manager is None else manager.stats()
         num_prompt_tokens = self._prompt_tokens.total()
         totals = {
             "prefix_cache_queries": num_prompt_tokens,
-            "prefix_cache_hits": 0 if cache is None else cache.prefix_hit_tokens,
-            "external_prefix_cache_queries": 0 if cache is None else cache.host_query_tokens,
-            "external_prefix_cache_hits": 0 if cache is None else cache.host_hit_tokens,
+            "prefix_cache_hits": 0,
+            "external_prefix_cache_queries": 0,
+            "external_prefix_cache_hits": 0,
             "num_preemptions": counts.preempted.total(),
             "prompt_tokens": num_prompt_tokens,
             "prompt_tokens_cached": num_prompt_tokens - self._prompt_tokens["local_compute"],
             "generation_tokens": counts.generated_tokens,
         }
+        if manager is not None:
+            cache = manager.stats()
+            totals["prefix_cache_hits"] = cache.prefix_hit_tokens
+            totals["external_prefix_cache_queries"] = cache.host_query_tokens
+            totals["external_prefix_cache_hits"] = cache.host_hit_tokens
         histograms = self._requests | {
             "inter_token_latency_seconds": self.between_tokens,
             "time_to_first_token_seconds": counts.time_to_first_token,

@@ -109,8 +109,10 @@ class _Protocol(HttpToolsProtocol):
 
     def _become_idle(self) -> None:
         self.idle_since = self.loop.time()
-        is_new = self.cycle is None
-        self._close_in(self.limits.header_seconds if is_new or self._is_begun else self.limits.keep_alive_seconds)
+        if self.cycle is None or self._is_begun:
+            self._close_in(self.limits.header_seconds)
+        else:
+            self._close_in(self.limits.keep_alive_seconds)
 
     def _close_in(self, seconds: float) -> None:
         self._stop_idling()

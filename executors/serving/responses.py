@@ -55,7 +55,9 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     turn: dict[str, Any] | None = None  # the message of the assistant that goes on
     for index, item in enumerate(body.input):
         if item.type == "function_call_output":
-            output = item.output if isinstance(item.output, str) else "".join(part.text for part in item.output)
+            output = item.output
+            if not isinstance(output, str):
+                output = "".join(part.text for part in output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
             turn = None
             continue
@@ -166,8 +168,9 @@ class _Response(Conversation):
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item, kind = self._items[-1], self._kind
-        is_cut = self._status == "incomplete"
-        item["status"] = self._status if is_cut else "completed"
+        item["status"] = "completed"
+        if self._status == "incomplete":
+            item["status"] = "incomplete"
         if kind == "call":
             item["arguments"] = self._text
             done: Event = {"arguments": self._text, "name": item["name"]}
@@ -198,28 +201,31 @@ class _Response(Conversation):
         return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
 
     def _response(self) -> Event:
-        record, is_ended = self.record, self._status != "in_progress"
-        usage = {
+        response: Event = {
+            "error": None,
+            "parallel_tool_calls": self._is_parallel,
+            "tool_choice": self._choice,
+            "tools": [],
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": self._status,
+            "output": [],
+            "incomplete_details": None,
+            "usage": None,
+        }
+        if self._status == "in_progress":
+            return response
+        response["output"] = list(self._items)
+        if self._status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        record = self.record
+        response["usage"] = {
             "input_tokens": record.prompt_tokens,
             "input_tokens_details": {"cached_tokens": record.cached_tokens},
             "output_tokens": record.new_tokens,
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
             "total_tokens": record.prompt_tokens + record.new_tokens,
         }
-        fixed: Event = {
-            "error": None,
-            "parallel_tool_calls": self._is_parallel,
-            "tool_choice": self._choice,
-            "tools": [],
-        }
-        return {
-            **fixed,
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created,
-            "model": self.model,
-            "status": self._status,
-            "output": list(self._items) if is_ended else [],
-            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "usage": usage if is_ended else None,
-        }
+        return response

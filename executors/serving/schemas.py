@@ -21,7 +21,7 @@ from paged.interop.structured import Kind
 _MAX_LISTS = 1 << 15  # lists and objects of a body; 2^20 of them take 2 s, most of it in Python's garbage collector
 _MAX_KEYS = 1 << 17
 _MAX_DIGITS = 400  # of a number; the largest float has 309, and time grows with the square
-_AS_ZEROS = bytes(ord("0") if chr(byte).isdigit() else byte for byte in range(128)) + bytes(range(128, 256))
+_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONGEST_MESSAGE = 2000
 _PATH = re.compile(r"`\$(\S*)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
@@ -159,7 +159,9 @@ class OpenAiSampling(Sampling):
     def grammar(self) -> Grammar | None:
         form, schema = self.response_format, None
         if form is not None:
-            inner = None if form.json_schema is None else form.json_schema.schema
+            inner = None
+            if form.json_schema is not None:
+                inner = form.json_schema.schema
             schema = _schema("response_format", form.type, inner)
         if self.structured_outputs is None:
             return schema
@@ -414,13 +416,16 @@ def _as_api_error(message: str) -> ApiError:
     if len(message) > _LONGEST_MESSAGE:  # it quotes the client
         message = message[: _LONGEST_MESSAGE // 2] + message[-_LONGEST_MESSAGE // 2 :]
     path = _PATH.search(message)
-    place, reason = path[1] if path else "", message.partition(" - at ")[0]
-    if (field := _UNKNOWN.search(message)) is not None:
-        place += f".{field[1]}"
-    elif (field := _MISSING.search(message)) is not None:
-        place, reason = f"{place}.{field[1]}", "Field required"
-    elif (value := reason.removeprefix("Invalid value ")) != reason:
-        reason = f"{value} does not match any of the expected tags"
+    place = path[1] if path else ""
+    reason = message.partition(" - at ")[0]
+    unknown, missing = _UNKNOWN.search(message), _MISSING.search(message)
+    if unknown is not None:
+        place += f".{unknown[1]}"
+    elif missing is not None:
+        place += f".{missing[1]}"
+        reason = "Field required"
+    elif reason.startswith("Invalid value "):
+        reason = reason.removeprefix("Invalid value ") + " does not match any of the expected tags"
     param = re.sub(r"\[(\w+)\]", r".\1", place.replace("[...]", "")).lstrip(".")
     return ApiError(400, f"{param or 'the body'}: {reason}", param or None)
 
@@ -431,4 +436,6 @@ def _schema(param: str, kind: str, schema: dict[str, Any] | None) -> Grammar | N
         raise ApiError(400, f"{param}: a schema belongs to the type json_schema, and to no other", param)
     if kind == "text":
         return None
-    return Grammar(param, "json", {"type": "object"} if schema is None else schema)
+    if schema is None:
+        schema = {"type": "object"}
+    return Grammar(param, "json", schema)

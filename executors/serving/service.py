@@ -127,7 +127,9 @@ class Service:
         for message in messages:
             if not isinstance(message.get("content"), list):
                 continue
-            urls += [part.pop("url") for part in message["content"] if part["type"] == "image"]
+            for part in message["content"]:
+                if part["type"] == "image":
+                    urls.append(part.pop("url"))
         longest = longest or self.longest_prompt
         vision = self._vision
 
@@ -208,18 +210,21 @@ class Service:
     async def options(self, body: Sampling) -> dict[str, Any]:
         """Return what else `pieces` is given; only what the request asks for."""
         options: dict[str, Any] = {"deltas": bool(body.stream)}
-        if (adapter := await self.adapter(body.model)) is not None:
+        adapter = await self.adapter(body.model)
+        if adapter is not None:
             options["adapter"] = adapter
-        if (salt := getattr(body, "cache_salt", None)) is not None:
-            options["cache_salt"] = salt
-        if (grammar := body.grammar()) is not None:
+        cache_salt = getattr(body, "cache_salt", None)
+        if cache_salt is not None:
+            options["cache_salt"] = cache_salt
+        grammar = body.grammar()
+        if grammar is not None:
             options |= {"token_mask": await self.compiled(grammar), "constraint": grammar.param}
         return options
 
     async def compiled(self, grammar: Grammar) -> Any:
         """Return a fresh matcher of a grammar, within the limit of time."""
         param, kind, text = grammar
-        length = len(text if isinstance(text, str) else msgspec.json.encode(text))
+        length = len(text) if isinstance(text, str) else len(msgspec.json.encode(text))
         if length > _LONGEST_GRAMMAR:
             raise ApiError(400, f"{param}: {length} characters, expected at most {_LONGEST_GRAMMAR}", param)
         try:
@@ -295,8 +300,12 @@ class Service:
             options["adapter"] = self.adapters.engine_name(options["adapter"])
         runs: list[Any] = []
         for number, prompt in enumerate(prompts):
-            prompt_id = request_id if len(prompts) == 1 else f"{request_id}-{number}"
-            mask = None if token_mask is None else token_mask.fork()
+            prompt_id = request_id
+            if len(prompts) > 1:
+                prompt_id = f"{request_id}-{number}"
+            mask = None
+            if token_mask is not None:
+                mask = token_mask.fork()
             runs.append(self.engine.generate(prompt, params, request_id=prompt_id, token_mask=mask, **options))
         return runs
 
@@ -311,7 +320,9 @@ class Service:
         if reason == "timeout":
             raise self.timeout_error()
         if reason in ("error", "abort"):
-            raise ApiError(500 if output.error else 503, f"the request failed: {output.error or 'it was aborted'}")
+            if not output.error:
+                raise ApiError(503, "the request failed: it was aborted")
+            raise ApiError(500, f"the request failed: {output.error}")
 
 
 def _note(record: Record, outputs: Iterable[RequestOutput], reasons: Iterable[str]) -> None:
@@ -336,7 +347,9 @@ async def _merged(runs: Sequence[Any]) -> AsyncGenerator[tuple[int, RequestOutpu
             async for output in outputs:
                 yield 0, output
         return
-    waiting = {asyncio.ensure_future(anext(run, None)): number for number, run in enumerate(runs)}
+    waiting: dict[asyncio.Future[Any], int] = {}  # number of the generator that each output comes from
+    for number, run in enumerate(runs):
+        waiting[asyncio.ensure_future(anext(run, None))] = number
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

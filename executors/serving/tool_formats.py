@@ -97,8 +97,7 @@ class ToolFormat:
         before, after, last = self.call
         tags = []
         for name, schema in parameters.items():
-            texts = [text for text in _PLACE.split(after) if text]
-            elements = [_piece(text) for text in texts]
+            elements = [_piece(text) for text in _PLACE.split(after)]
             elements.append(_arguments(self, schema))
             tag = {"type": "tag", "begin": before + name, "content": _sequence(elements), "end": last}
             if not self.is_section:
@@ -114,7 +113,7 @@ class ToolFormat:
         }
         elements = [form]
         if self.is_section:
-            elements = [element for element in (_text(opening), form, _text(closing)) if element.get("value") != ""]
+            elements = [_text(opening), form, _text(closing)]
         if thinks and reasoning is not None:
             thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": reasoning.end}
             lines = {"type": "regex", "pattern": r"\n{0,2}"}
@@ -317,12 +316,15 @@ class Tongue(NamedTuple):
 
     def replayed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages as the chat template reads them; arguments of calls are objects."""
+        call_id, has_text_arguments = "", False
+        if self.tools is not None:
+            call_id, has_text_arguments = self.tools.call_id, self.tools.has_text_arguments
         return replayed(
             messages,
             template=self.template,
             has_channels=self.reasoning is not None and self.reasoning.has_channels,
-            call_id="" if self.tools is None else self.tools.call_id,
-            has_text_arguments=self.tools is not None and self.tools.has_text_arguments,
+            call_id=call_id,
+            has_text_arguments=has_text_arguments,
         )
 
     def markers(self) -> str:
@@ -340,9 +342,10 @@ class MarkedTokenizer:
         self._tokenizer = tokenizer
         text = (tongue or Tongue.of(tokenizer)).markers()
         added = tokenizer.tokenizer.get_added_tokens_decoder()
-        self._markers = {
-            token_id: token.content for token_id, token in added.items() if token.special and token.content in text
-        }
+        self._markers = {}
+        for token_id, token in added.items():
+            if token.special and token.content in text:
+                self._markers[token_id] = token.content
 
     def decode(self, token_ids: list[int], /) -> str:
         """Return the text of token ids."""
@@ -402,6 +405,10 @@ def _piece(text: str) -> dict[str, Any]:
 
 
 def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the grammar of elements, one after the other; empty texts are left out."""
+    elements = [element for element in elements if element.get("value") != ""]
+    if not elements:
+        return _text("")
     if len(elements) == 1:
         return elements[0]
     return {"type": "sequence", "elements": elements}
@@ -428,25 +435,21 @@ def _arguments(form: ToolFormat, schema: Any) -> dict[str, Any]:
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     properties = sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required)
     later: list[dict[str, Any]] = []  # grammar of the properties behind the current one, a separator before each
-    first: dict[str, Any] | None = None  # grammar of the current and later ones; None for nothing
+    first = _text("")  # grammar of the current and later ones
     for name, value in reversed(properties):
         if isinstance(value, dict):
             value = definitions | value
         argument = [_text(form.tags.begin + name + middle), _value(form, value), _text(end)]
-        argument = [element for element in argument if element.get("value") != ""]
         alone = _sequence([*argument, *later])
         if name in required:
             first = alone
             later = [*argument, *later]
-            if separator:
-                later = [_text(separator), *later]
+            later = [_text(separator), *later]
             continue
-        options = [alone, _text("") if first is None else first]
-        first = {"type": "or", "elements": options}
-        behind = [_text(separator), *argument] if separator else argument
-        later = [{"type": "optional", "content": _sequence(behind)}, *later]
-    elements = [element for element in (first, _text(closing)) if element is not None and element.get("value") != ""]
-    return _sequence(elements or [_text("")])
+        first = {"type": "or", "elements": [alone, first]}
+        behind = _sequence([_text(separator), *argument])
+        later = [{"type": "optional", "content": behind}, *later]
+    return _sequence([first, _text(closing)])
 
 
 def _value(form: ToolFormat, schema: Any) -> dict[str, Any]:
@@ -461,4 +464,4 @@ def _value(form: ToolFormat, schema: Any) -> dict[str, Any]:
         content: dict[str, Any] = {"type": "regex", "pattern": schema["pattern"]}
     else:
         content = {"type": "any_text", "excludes": [quote or "<"], "max_chars": schema.get("maxLength")}
-    return _sequence([element for element in (_text(quote), content, _text(quote)) if element.get("value") != ""])
+    return _sequence([_text(quote), content, _text(quote)])
