@@ -62,7 +62,9 @@ def as_flag(name: str, value: Any, default: bool = False) -> bool:
     if value is None:
         return default
     number = as_index(value)
-    return bool(number) if number in (0, 1) else as_bool(name, value)
+    if number in (0, 1):
+        return bool(number)
+    return as_bool(name, value)
 
 
 class Arguments(dict[str, Any]):
@@ -114,7 +116,9 @@ class Arguments(dict[str, Any]):
         return value
 
     def optional_tensor(self, key: str) -> torch.Tensor | None:
-        return self.tensor(key) if key in self else None
+        if key not in self:
+            return None
+        return self.tensor(key)
 
     def refuse_gradients(self) -> None:
         """Raise UnsupportedError for the first tensor that requires a gradient."""
@@ -127,10 +131,14 @@ class Arguments(dict[str, Any]):
 
     def integer(self, key: str) -> int | None:
         """Return an integer of any library, 0 or more, or None."""
-        return as_int(key, self[key]) if key in self else None
+        if key not in self:
+            return None
+        return as_int(key, self[key])
 
     def softmax_scale(self) -> float | None:
-        return as_float("softmax_scale", self["softmax_scale"], 0.0, 1e30) if "softmax_scale" in self else None
+        if "softmax_scale" not in self:
+            return None
+        return as_float("softmax_scale", self["softmax_scale"], 0.0, 1e30)
 
     def softcap(self) -> float:
         """Return the softcap; 0 or, as in FlashAttention, a negative number for none."""
@@ -146,17 +154,22 @@ class Arguments(dict[str, Any]):
             window_left, window_right = window
         except Exception as error:
             raise InvalidInputError(f"window_size: {shown(window)}, expected two integers, (left, right)") from error
-        edges = [None if edge is None else as_int("window_size", edge, None) for edge in (window_left, window_right)]
-        return edges[0], edges[1]
+        if window_left is not None:
+            window_left = as_int("window_size", window_left, None)
+        if window_right is not None:
+            window_right = as_int("window_size", window_right, None)
+        return window_left, window_right
 
 
 def takes(needed: str, options: Callable[..., None]) -> Callable[[Callable[[dict[str, Any]], R]], Callable[..., R]]:
     """Decorate a function of a dict: parameters `needed`, which may not be None, `options`, and any keyword."""
     first = needed.split()
     leading = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
-    defaults = {name: parameter.default for name, parameter in signature(options).parameters.items()}
+    optional = signature(options).parameters
+    defaults = {name: parameter.default for name, parameter in optional.items()}
     keywords = Parameter("others", Parameter.VAR_KEYWORD)
-    table, order = Signature([*leading, *signature(options).parameters.values(), keywords]), (*first, *defaults)
+    table = Signature([*leading, *optional.values(), keywords])
+    order = (*first, *defaults)
 
     def decorate(function: Callable[[dict[str, Any]], R]) -> Callable[..., R]:
         @wraps(function)

@@ -85,7 +85,9 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
     call = _read_call(args, has_negative_edges)
     is_local = call.edges != (None, None) or call.options["attention_chunk_size"] > 0
     batch, new = _rotate(args, call.batch, call.new, in_order=call.options["causal"] or is_local)
-    keys = batch if call.padding is None else by_token(batch, call.padding)
+    keys = batch
+    if call.padding is not None:
+        keys = by_token(batch, call.padding)
     if new is not None:
         batch = _append(batch, new, *call.new_scales)
     if call.padding is not None:
@@ -113,7 +115,8 @@ def _read_call(args: Arguments, has_negative_edges: bool) -> _Call:
             args.pop(key, None)
     new = _read_new_keys(args, batch)
     args.refuse_gradients()
-    check_lengths(batch, 0 if new is None else new.counts)
+    num_new = 0 if new is None else new.counts
+    check_lengths(batch, num_new)
     num_seqs, device = batch.num_seqs, batch.q.device
     num_q_heads, num_kv_heads = batch.q.shape[1], batch.k_cache.shape[2]
     options: dict[str, Any] = {
@@ -127,10 +130,14 @@ def _read_call(args: Arguments, has_negative_edges: bool) -> _Call:
         check_tensor("sinks", options["sinks"], (num_q_heads,), FLOAT_DTYPES, device)
         options["sinks"] = options["sinks"].contiguous()
     edges = _edges(args, has_negative_edges)
-    q_scale, k_scale, v_scale = (_row_for_all(args, f"{name}_scale", num_seqs, num_kv_heads) for name in "qkv")
+    q_scale = _row_for_all(args, "q_scale", num_seqs, num_kv_heads)
+    k_scale = _row_for_all(args, "k_scale", num_seqs, num_kv_heads)
+    v_scale = _row_for_all(args, "v_scale", num_seqs, num_kv_heads)
     score_scale = k_scale
-    if q_scale is not None:
-        score_scale = q_scale if k_scale is None else k_scale * q_scale
+    if q_scale is not None and k_scale is not None:
+        score_scale = k_scale * q_scale
+    elif q_scale is not None:
+        score_scale = q_scale
     rows: Rows = {
         "alibi_slopes": _row_for_all(args, "alibi_slopes", num_seqs, num_q_heads),
         "k_scale": score_scale,
@@ -138,7 +145,9 @@ def _read_call(args: Arguments, has_negative_edges: bool) -> _Call:
     }
     has_lse = args.flag("return_lse")
     has_probs = args.flag("return_attn_probs")
-    dtype = torch.bfloat16 if batch.q.dtype == torch.float8_e4m3fn else batch.q.dtype  # holds all values of e4m3
+    dtype = batch.q.dtype
+    if dtype == torch.float8_e4m3fn:
+        dtype = torch.bfloat16  # holds all values of e4m3
     given_out, out = _outputs(args, batch, dtype)
     used = lengths(args, "seqused_q", num_seqs, device)
     if used is not None:
@@ -146,7 +155,9 @@ def _read_call(args: Arguments, has_negative_edges: bool) -> _Call:
     padding = lengths(args, "cache_leftpad", num_seqs, device)
     if padding is not None:
         check_within("cache_leftpad", padding, 0, batch.seq_lens, "seq_lens")
-    new_scales = (None, None) if new is not None and new.is_scaled else (k_scale, v_scale)
+    new_scales = (k_scale, v_scale)
+    if new is not None and new.is_scaled:
+        new_scales = (None, None)
     return _Call(batch, new, options, rows, new_scales, edges, used, padding, given_out, out, has_lse or has_probs)
 
 
@@ -222,7 +233,10 @@ def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[
     offsets = torch.cat([torch.stack([starts, starts + used], 1).flatten(), batch.cu_seqlens_q[-1:]])
     seq_lens = torch.stack([batch.seq_lens, torch.zeros_like(batch.seq_lens)], 1).flatten()
     table = batch.block_table.repeat_interleave(2, 0)
-    twice = {name: row.repeat_interleave(2, 0) if _is_by_sequence(row) else row for name, row in rows.items()}
+    twice = dict(rows)
+    for name, row in rows.items():
+        if _is_by_sequence(row):
+            twice[name] = row.repeat_interleave(2, 0)
     return batch._replace(cu_seqlens_q=offsets, block_table=table, seq_lens=seq_lens), twice
 
 
@@ -233,7 +247,9 @@ def _fill(out: torch.Tensor, batch: Batch, rows: Rows, options: dict[str, Any], 
     """
     if not any(map(_is_by_sequence, rows.values())):
         result = paged_attention(**batch._asdict(), out=out, return_lse=has_lse, **options, **rows)
-        return result[1] if isinstance(result, tuple) else None
+        if not isinstance(result, tuple):
+            return None
+        return result[1]
     out.zero_()
     lse = torch.full(batch.q.shape[1::-1], -torch.inf, dtype=torch.float32, device=out.device)
     for seq, (start, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
@@ -245,7 +261,10 @@ def _fill(out: torch.Tensor, batch: Batch, rows: Rows, options: dict[str, Any], 
             seq_lens=batch.seq_lens[row],
             max_seqlen_q=end - start,
         )
-        its_rows = {name: row[seq] if _is_by_sequence(row) else row for name, row in rows.items()}
+        its_rows = dict(rows)
+        for name, values in rows.items():
+            if _is_by_sequence(values):
+                its_rows[name] = values[seq]
         lse_of_one = _fill(out[start:end], its_own, its_rows, options, has_lse)
         if lse_of_one is not None:
             lse[:, start:end] = lse_of_one
@@ -265,11 +284,16 @@ def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> to
     values = args.optional_tensor(key)
     if values is None:
         return None
-    is_scale = key != "alibi_slopes"
-    check_dtype(key, values, *((torch.float32,) if is_scale else FLOAT_DTYPES))
+    widths = [num_heads]
+    if key == "alibi_slopes":
+        check_dtype(key, values, *FLOAT_DTYPES)
+        *leading, width = values.shape or (0,)
+    else:
+        check_dtype(key, values, torch.float32)
+        *leading, width = values.shape or (1,)
+        widths.append(1)
     check_device(key, values, args.tensor("k_cache").device)
-    *leading, width = values.shape or (1 if is_scale else 0,)
-    if width not in ((1, num_heads) if is_scale else (num_heads,)) or leading not in ([], [1], [num_seqs]):
+    if width not in widths or leading not in ([], [1], [num_seqs]):
         expected = f"[{num_heads}] or [{num_seqs}, {num_heads}]"
         raise InvalidInputError(f"{key}: shape {list(values.shape)}, expected {expected}")
     if not leading:
@@ -281,7 +305,9 @@ def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> to
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(f"{key}: {num_seqs} rows in memory, expected one expanded row in a graph")
         is_one = torch.equal(values, values[:1].expand_as(values))
-    return (values[0] if is_one else values).contiguous()
+    if is_one:
+        values = values[0]
+    return values.contiguous()
 
 
 class _NewKeys(NamedTuple):
@@ -311,12 +337,18 @@ def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
     if "seq_lens" not in args:
         raise InvalidInputError(f"cache_seqlens: None, but {args.function} needs it")
     key, value = args.tensor("key"), args.tensor("value")
-    rows: tuple[int | str, ...] = (num_seqs, "seqlen_new") if offsets is None else ("total_new",)
-    dtypes = FLOAT_DTYPES if batch.k_cache.dtype != torch.float8_e4m3fn else _ROUNDED_DTYPES
+    rows: tuple[int | str, ...] = ("total_new",)
+    if offsets is None:
+        rows = (num_seqs, "seqlen_new")
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+    if batch.k_cache.dtype == torch.float8_e4m3fn:
+        dtypes = _ROUNDED_DTYPES
     check_tensor("key", key, (*rows, *batch.k_cache.shape[2:]), dtypes, device)
     check_tensor("value", value, (*key.shape[:-1], batch.v_cache.shape[3]), (key.dtype,), device)
     is_scaled = key.dtype == torch.float8_e4m3fn
-    key, value = (with_contiguous_rows(x.float() if is_scaled else x) for x in (key, value))
+    if is_scaled:
+        key, value = key.float(), value.float()
+    key, value = with_contiguous_rows(key), with_contiguous_rows(value)
     if offsets is None:
         seqs_and_steps = _steps(num_seqs, key.shape[1], device)
         return _NewKeys(key.flatten(0, 1), value.flatten(0, 1), *seqs_and_steps, key.shape[1], is_scaled)
@@ -339,13 +371,19 @@ def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bo
         raise InvalidInputError(f"rotary_cos: {cos.shape[1]} columns, expected 1 to {batch.k_cache.shape[3] // 2}")
     if batch.num_seqs == 0:
         return batch, new
-    table, starts = torch.cat([cos.float(), sin.float()], 1), (batch.seq_lens if starts is None else starts).long()
+    table = torch.cat([cos.float(), sin.float()], 1)
+    if starts is None:
+        starts = batch.seq_lens
+    starts = starts.long()
     if "cu_seqlens_q" in args:
         seqs, steps = _packed_steps(batch.cu_seqlens_q, len(batch.q))
     else:
         seqs, steps = _steps(batch.num_seqs, batch.max_seqlen_q, table.device)
     # Rows after the last sequence belong to none: they are rotated as at position 0 and never used.
-    of_queries = (starts.index_select(0, seqs) + (steps if in_order else 0)) * (steps >= 0)
+    of_queries = starts.index_select(0, seqs)
+    if in_order:
+        of_queries = of_queries + steps
+    of_queries = of_queries * (steps >= 0)
     of_keys = (starts.index_select(0, new.seqs) + new.steps) * (new.steps >= 0)
     rotated = []
     for positions, rows in ((of_queries, batch.q), (of_keys, new.key)):
@@ -374,7 +412,9 @@ def _append(batch: Batch, new: _NewKeys, k_scale: torch.Tensor | None, v_scale: 
 def _divided(rows: torch.Tensor, scale: torch.Tensor | None, seqs: torch.Tensor) -> torch.Tensor:
     if scale is None:
         return rows.float()
-    return rows.float() / (scale.index_select(0, seqs) if _is_by_sequence(scale) else scale).unsqueeze(-1)
+    if _is_by_sequence(scale):
+        scale = scale.index_select(0, seqs)
+    return rows.float() / scale.unsqueeze(-1)
 
 
 def _steps(num_seqs: int, seqlen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

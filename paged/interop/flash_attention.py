@@ -158,4 +158,6 @@ def _attend(function: str, arguments: dict[str, Any]) -> Result:
     out, lse = attend(function, arguments)
     if lse is None:
         return out
-    return (out, lse, None) if arguments.get("return_attn_probs") else (out, lse)
+    if arguments.get("return_attn_probs"):
+        return out, lse, None
+    return out, lse

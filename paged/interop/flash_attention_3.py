@@ -92,7 +92,9 @@ def flash_attn_combine(
     check_tensor("out_partial", out_partial, (*leading, "num_heads", "head_dim"), FLOAT_DTYPES)
     check_tensor("lse_partial", lse_partial, out_partial.shape[:-1], (torch.float32,), out_partial.device)
     refuse_gradients("flash_attn_combine", out_partial, lse_partial)
-    dtype = out_dtype or (out_partial if out is None else out).dtype
+    dtype = out_dtype or out_partial.dtype
+    if out_dtype is None and out is not None:
+        dtype = out.dtype
     if dtype not in FLOAT_DTYPES:
         raise InvalidInputError(f"out_dtype: {dtype}, expected one of {', '.join(map(str, FLOAT_DTYPES))}")
     if out is not None:
@@ -103,8 +105,13 @@ def flash_attn_combine(
         part = with_contiguous_rows(part.float()).flatten(0, -3)
         rows, lse = merge_attn_states(rows, lse, part, lse_of_part.flatten(0, -2).T)
     merged = rows.view(out_partial.shape[1:])
-    out = merged.to(dtype) if out is None else out.copy_(merged)
-    return out, lse.T.reshape(out.shape[:-1]) if return_lse else None
+    if out is None:
+        out = merged.to(dtype)
+    else:
+        out.copy_(merged)
+    if not return_lse:
+        return out, None
+    return out, lse.T.reshape(out.shape[:-1])
 
 
 @takes("batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens", lambda
@@ -120,4 +127,6 @@ def get_scheduler_metadata(arguments: dict[str, Any]) -> torch.Tensor:
 
 def _attend(function: str, arguments: dict[str, Any], *partial: None) -> Result:
     out, lse = attend(function, arguments)
-    return out if lse is None else (out, lse, *partial)
+    if lse is None:
+        return out
+    return (out, lse, *partial)

@@ -119,13 +119,19 @@ class KvEventPublisher:
         if not isinstance(event, BlocksStored):
             self._stored.clear()
             return {"type": "AllBlocksCleared"}
-        parent = event.parent_hash if event.parent_hash in self._stored else None  # else it stands for the namespace
+        parent = None
+        if event.parent_hash in self._stored:  # else it stands for the namespace
+            parent = event.parent_hash
         self._stored.update(event.hashes)
-        adapter, salt = event.namespace if isinstance(event.namespace, tuple) else (event.namespace, None)
-        keys = [
-            tuple(filter(None, (adapter, None if n or parent is not None else salt))) or None
-            for n in range(len(event.hashes))
-        ]
+        adapter, salt = event.namespace, None
+        if isinstance(event.namespace, tuple):
+            adapter, salt = event.namespace
+        extra_keys: list[tuple[Any, ...] | None] = []
+        for index in range(len(event.hashes)):
+            block_keys = [adapter] if adapter else []
+            if salt and parent is None and index == 0:  # the first block of a sequence
+                block_keys.append(salt)
+            extra_keys.append(tuple(block_keys) or None)
         return {
             "type": "BlockStored",
             "block_hashes": event.hashes,
@@ -135,5 +141,5 @@ class KvEventPublisher:
             "lora_id": None,
             "medium": "GPU",
             "lora_name": adapter,
-            "extra_keys": keys,
+            "extra_keys": extra_keys,
         }

@@ -51,7 +51,9 @@ def lengths(args: Arguments, key: str, size: int, device: torch.device) -> torch
 
 
 def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 def unpack(args: Arguments) -> None:
@@ -134,7 +136,9 @@ def read_batch(args: Arguments) -> Batch:
             args.put("block_table", None, "cache_batch_idx")
         table = rows.to(torch.int32).unsqueeze(1)
         if longest == 0:  # no keys: blocks of one token that no table refers to
-            k, v, table = *(x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (k, v)), table[:, :0]
+            k = k.new_zeros(k.shape[0], 1, *k.shape[2:])
+            v = v.new_zeros(v.shape[0], 1, *v.shape[2:])
+            table = table[:, :0]
     seq_lens = _seq_lens(args, num_seqs, longest, offsets, q.device)
     if "block_table" not in args and offsets is not None and is_readable(seq_lens):
         check_offsets("cu_seqlens_k", offsets, len(k))
@@ -152,15 +156,23 @@ def by_token(batch: Batch, left_padding: torch.Tensor) -> Batch:
     """
     k, v, table = batch.k_cache, batch.v_cache, batch.block_table
     num_blocks, block_size = k.shape[:2]
-    (ratio, remainder), of_values = (divmod(x.stride(0), max(x.stride(1), 1)) for x in (k, v))
+    ratio, remainder = divmod(k.stride(0), max(k.stride(1), 1))
+    of_values = divmod(v.stride(0), max(v.stride(1), 1))
     if remainder or of_values != (ratio, remainder) or num_blocks * ratio >= 1 << 31:
         raise UnsupportedError(f"cache_leftpad: cannot cut a cache with strides {k.stride()}")
-    size = (num_blocks - 1) * ratio + block_size if num_blocks else 0
+    size = 0
+    if num_blocks:
+        size = (num_blocks - 1) * ratio + block_size
     positions = torch.arange(batch.max_seqlen_k, device=k.device) + left_padding[:, None]
     positions = positions.clamp_(max=max(batch.max_seqlen_k - 1, 0))
     table = table.gather(1, positions // block_size) * ratio + positions % block_size
-    k, v = (x.as_strided((size, 1, *x.shape[2:]), (x.stride(1), *x.stride()[1:])) for x in (k, v))
-    return batch._replace(k_cache=k, v_cache=v, block_table=table.to(torch.int32))
+    k_tokens, v_tokens = _tokens_as_blocks(k, size), _tokens_as_blocks(v, size)
+    return batch._replace(k_cache=k_tokens, v_cache=v_tokens, block_table=table.to(torch.int32))
+
+
+def _tokens_as_blocks(cache: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return the tokens of a cache as blocks of one token, [num_tokens, 1, num_kv_heads, head_dim]."""
+    return cache.as_strided((num_tokens, 1, *cache.shape[2:]), (cache.stride(1), *cache.stride()[1:]))
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
@@ -195,7 +207,9 @@ def _few(values: torch.Tensor | int) -> str:
     if isinstance(values, int):
         return str(values)
     shown = ", ".join(map(str, values.flatten()[:8].tolist()))
-    return f"[{shown}, ...]" if values.numel() > 8 else f"[{shown}]"
+    if values.numel() > 8:
+        shown += ", ..."
+    return f"[{shown}]"
 
 
 def _check_shapes(

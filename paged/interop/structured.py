@@ -290,14 +290,15 @@ def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
     """Return the kind, and the grammar as text of a bounded size and depth."""
     if kind not in get_args(Kind):
         raise InvalidInputError(f"kind: {shown(kind)}, expected one of {', '.join(get_args(Kind))}")
-    if kind == "choice" and not (
-        isinstance(grammar, list) and grammar and all(x and isinstance(x, str) for x in grammar)
-    ):
-        raise InvalidInputError(f"choice: {shown(grammar)}, expected texts")
+    if kind == "choice":
+        is_list = isinstance(grammar, list) and len(grammar) > 0
+        if not is_list or not all(isinstance(text, str) and text for text in grammar):
+            raise InvalidInputError(f"choice: {shown(grammar)}, expected texts")
+    size = 0.0
     try:
         text = grammar if isinstance(grammar, str) else json.dumps(grammar)
-        is_json = kind in ("json", "structural_tag") and len(text) <= _MAX_CHARACTERS
-        size = _size(json.loads(text)) if is_json else 0
+        if kind in ("json", "structural_tag") and len(text) <= _MAX_CHARACTERS:
+            size = _size(json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{kind}: {one_line(error, 200)}") from error
     if len(text) > _MAX_CHARACTERS or size > _MAX_VALUES:
@@ -308,5 +309,10 @@ def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
 
 def _size(value: Any, levels: int = _MAX_DEPTH) -> float:
     """Return the number of values in JSON, infinite beyond the levels."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(_size(item, levels - 1) for item in inner) if levels else math.inf
+    if levels == 0:
+        return math.inf
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return 1
+    return 1 + sum(_size(item, levels - 1) for item in value)

@@ -132,10 +132,15 @@ class PagedTritonAttention:
                 raise UnsupportedError(f"{name}: {NAME} does not take it")
         if paged_cache is None:
             raise UnsupportedError(f"cache: None, but {NAME} needs the paged cache of generate_batch")
+        if is_causal is None:
+            is_causal = module.is_causal
+        window_size = (-1, -1)
+        if sliding_window is not None:
+            window_size = (sliding_window - 1, -1)
         kind: dict[str, Any] = {
             "softmax_scale": scaling,
-            "causal": module.is_causal if is_causal is None else is_causal,
-            "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, -1),
+            "causal": is_causal,
+            "window_size": window_size,
             "softcap": softcap or 0.0,
         }
         options = {"max_seqlen_q": kwargs["max_length_q"], **kind}
@@ -195,7 +200,8 @@ class PagedTritonAttention:
         if capturing not in steps:
             read_index = kwargs["read_index"][allocator.index]
             index = read_index if read_index.numel() else write_index
-            cu_seqlens_k, longest = (kwargs[name][allocator.layer_type] for name in ("cu_seq_lens_k", "max_length_k"))
+            cu_seqlens_k = kwargs["cu_seq_lens_k"][allocator.layer_type]
+            longest = kwargs["max_length_k"][allocator.layer_type]
             first_tokens = torch.arange(0, longest, allocator.tokens_per_page, device=index.device)
             slots = (cu_seqlens_k[:-1, None] + first_tokens).clamp_(max=index.shape[0] - 1)
             lengths = {"max_seqlen_q": kwargs["max_length_q"], "max_seqlen_k": longest}
@@ -227,8 +233,10 @@ def _read_experts(experts: Any) -> dict[str, Any]:
     """
     gate = type(experts)._apply_gate
     is_clamped = gate.__qualname__ == "GptOssExperts._apply_gate"
-    expected = {"has_gate": True, "has_post_expert_norm": False, "is_concatenated": not is_clamped}
-    for name, value in (expected | _CLAMPED if is_clamped else expected).items():
+    expected: dict[str, Any] = {"has_gate": True, "has_post_expert_norm": False, "is_concatenated": not is_clamped}
+    if is_clamped:
+        expected |= _CLAMPED
+    for name, value in expected.items():
         if getattr(experts, name) != value:
             raise UnsupportedError(f"{name}: {getattr(experts, name)}, expected {value}")
     if not is_clamped and gate is not _default_apply_gate:
@@ -241,11 +249,14 @@ def _read_experts(experts: Any) -> dict[str, Any]:
             shapes = f"{list(w1.shape)} and {list(w2.shape)}"
             raise UnsupportedError(f"is_transposed: True, but the weights are {shapes}")
         w1, w2 = _transposed(w1), _transposed(w2)
+    w1_bias = w2_bias = None
+    if experts.has_bias:
+        w1_bias, w2_bias = experts.gate_up_proj_bias, experts.down_proj_bias
     return {
         "w1": w1,
         "w2": w2,
-        "w1_bias": experts.gate_up_proj_bias if experts.has_bias else None,
-        "w2_bias": experts.down_proj_bias if experts.has_bias else None,
+        "w1_bias": w1_bias,
+        "w2_bias": w2_bias,
         "activation": "swiglu_oai" if is_clamped else "silu",
         "interleaved": is_clamped,
     }

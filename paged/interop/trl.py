@@ -44,13 +44,15 @@ class RolloutFunction:
             As `Engine.update_weights` and `Engine.generate`.
         """
         params = self._begin(trainer)
-        groups = [(prompt, len(list(group))) for prompt, group in groupby(prompts)]
-        group_params = []
-        for _, count in groups:
-            seed = None if params.seed is None else params.seed + self._num_groups
-            group_params.append(replace(params, n=count, logprobs=0, seed=seed))
+        group_prompts, group_params = [], []
+        for prompt, group in groupby(prompts):
+            seed = params.seed
+            if seed is not None:
+                seed += self._num_groups
+            group_prompts.append(prompt)
+            group_params.append(replace(params, n=len(list(group)), logprobs=0, seed=seed))
             self._num_groups += 1
-        outputs = self._engine.generate([prompt for prompt, _ in groups], group_params, progress=False)
+        outputs = self._engine.generate(group_prompts, group_params, progress=False)
         for output in outputs:
             if output.error is not None:
                 raise RolloutError(f"{output.request_id!r}: {output.error}")
@@ -59,8 +61,10 @@ class RolloutFunction:
             for completion in output.outputs:
                 lists["prompt_ids"].append(output.prompt_token_ids)
                 lists["completion_ids"].append(completion.token_ids)
-                tables = completion.logprobs or ()
-                lists["logprobs"].append([value for table in tables for value in table.values()])
+                logprobs: list[float] = []
+                for table in completion.logprobs or ():
+                    logprobs += table.values()
+                lists["logprobs"].append(logprobs)
         return lists
 
     def score(self, prompt_ids: list[Any], completion_ids: list[list[int]], trainer: Any) -> list[list[float]]:
@@ -83,7 +87,9 @@ class RolloutFunction:
         if trainer.state.global_step != self._step:
             self._engine.update_weights(self._weights(trainer))
             self._step = trainer.state.global_step
-        return _params_of(trainer.args) if self._params is None else self._params
+        if self._params is None:
+            return _params_of(trainer.args)
+        return self._params
 
 
 def model_weights(trainer: Any) -> Any:

@@ -59,9 +59,13 @@ def reshape_and_cache_flash(
     if kv_cache_dtype in PLAIN_CACHES:
         k_scale = v_scale = None
     elif key_cache.dtype == value_cache.dtype == torch.uint8:
-        key_cache, value_cache = (cache.view(torch.float8_e4m3fn) for cache in (key_cache, value_cache))
+        key_cache = key_cache.view(torch.float8_e4m3fn)
+        value_cache = value_cache.view(torch.float8_e4m3fn)
     num_tokens = slot_mapping.shape[0]
-    key, value = (x[:num_tokens] if x.dim() else x for x in (key, value))
+    if key.dim():
+        key = key[:num_tokens]
+    if value.dim():
+        value = value[:num_tokens]
     with arguments_named(k_cache="key_cache", v_cache="value_cache"):
         reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
@@ -100,7 +104,9 @@ def fused_experts(
     if as_flag("apply_router_weight_on_input", apply_router_weight_on_input):
         raise UnsupportedError("apply_router_weight_on_input: True, fused_experts here takes only None, False or 0")
     num_experts = as_int("global_num_experts", global_num_experts, low=-1)
-    known = (w1 if expert_map is None else expert_map).shape[:1]
+    known = w1.shape[:1]
+    if expert_map is not None:
+        known = expert_map.shape[:1]
     if num_experts not in (-1, *known):
         raise InvalidInputError(f"global_num_experts: {num_experts}, expected -1 or {list(known)}")
     if topk_ids.dtype not in _INTEGERS:
@@ -115,18 +121,24 @@ def fused_experts(
     activation = getattr(activation, "value", activation)
     if not isinstance(activation, str):
         raise UnsupportedError(f"activation: {shown(activation)}, expected a name")
+    interleaved = _SWIGLU.get(activation, False)
+    if activation in _SWIGLU:
+        activation = "swiglu_oai"
+    out = None
+    if as_flag("inplace", inplace):
+        out = hidden_states
     return fused_moe(
         hidden_states,
         w1,
         w2,
         topk_weights.float().contiguous(),
         topk_ids.to(torch.int32).contiguous(),
-        activation="swiglu_oai" if activation in _SWIGLU else _OWN_NAMES.get(activation, activation),
-        interleaved=_SWIGLU.get(activation, False),
+        activation=_OWN_NAMES.get(activation, activation),
+        interleaved=interleaved,
         w1_bias=getattr(quant_config, "w1_bias", None),
         w2_bias=getattr(quant_config, "w2_bias", None),
         expert_map=expert_map,
-        out=hidden_states if as_flag("inplace", inplace) else None,
+        out=out,
     )
 
 

@@ -271,13 +271,17 @@ def _run(layer: Any, rows: int, max_seq_len: int, by_flag: bool) -> None:
         slot_mapping=slots,
         causal=none[:1] if by_flag else True,
     )
-    heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-    sizes = layer.head_size, layer.head_size, layer.head_size_v
-    widths = [number * size for number, size in zip(heads, sizes, strict=True)]
+    widths = [
+        layer.num_heads * layer.head_size,
+        layer.num_kv_heads * layer.head_size,
+        layer.num_kv_heads * layer.head_size_v,
+    ]
     together = torch.zeros(rows, sum(widths), dtype=layer.dtype, device=device).split(widths, dim=1)
     apart = [x.contiguous() for x in together]
-    for inputs in (together, apart, (*apart[:2], together[2])):
-        query, key, value = (x.view(rows, *shape) for x, *shape in zip(inputs, heads, sizes, strict=True))
+    for q, k, v in (together, apart, (*apart[:2], together[2])):
+        query = q.view(rows, layer.num_heads, layer.head_size)
+        key = k.view(rows, layer.num_kv_heads, layer.head_size)
+        value = v.view(rows, layer.num_kv_heads, layer.head_size_v)
         out = torch.empty(rows, layer.num_heads, layer.head_size_v, dtype=layer.dtype, device=device)
         layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
         layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, out)

@@ -85,7 +85,9 @@ class PagedMetadata(AttentionMetadata):
         """
         capturing = _is_capturing(self.seq_lens)
         if capturing not in self.plans:
-            causal = self.causal.bool() if isinstance(self.causal, torch.Tensor) else self.causal
+            causal = self.causal
+            if isinstance(causal, torch.Tensor):
+                causal = causal.bool()
             lengths = {"max_seqlen_q": self.max_query_len, "max_seqlen_k": self.max_seq_len}
             self.plans[capturing] = AttentionPlan(self.query_start_loc, self.seq_lens, **lengths), causal
         return self.plans[capturing]
@@ -122,6 +124,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         common = common_attn_metadata
         if common.mm_req_doc_ranges is not None:
             raise UnsupportedError("mm_req_doc_ranges: attention here takes only None")
+        shard = None
+        if self.sharding is not None:
+            shard = ContextShard.of(common, *self.sharding)
         return PagedMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -131,7 +136,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             block_table=common.block_table_tensor[: common.num_reqs],
             slot_mapping=common.slot_mapping,
             causal=common.causal,
-            shard=None if self.sharding is None else ContextShard.of(common, *self.sharding),
+            shard=shard,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedMetadata:
@@ -192,7 +197,8 @@ def attend_shard(
     weight = (lse - total).exp().nan_to_num()  # 0 if no rank has a key for the row
     out = group.reduce_scatter(out.float() * weight.T.unsqueeze(-1), dim=1)
     mine = slice(group.rank_in_group * num_heads, (group.rank_in_group + 1) * num_heads)
-    key, value = (x.unsqueeze(1) for x in new)
+    new_key, new_value = new
+    key, value = new_key.unsqueeze(1), new_value.unsqueeze(1)
     new_out, new_lse = over(shard.new_keys, query, key, value, block_table=shard.new_table, causal=causal, sinks=sinks)
     return merge_attn_states(out, total[mine].contiguous(), new_out.float(), new_lse)[0]
 
