@@ -79,7 +79,8 @@ class SamplingRows:
                 self.reading.append(row)
             if params.logprobs is not None:
                 self.with_logprobs.append(row)
-                self.num_logprobs = max(self.num_logprobs or 0, params.logprobs)
+                if self.num_logprobs is None or params.logprobs > self.num_logprobs:
+                    self.num_logprobs = params.logprobs
             if params.allowed_token_ids:
                 self._with_allowed.append(row)
             if params.logit_bias:
