@@ -165,15 +165,11 @@ class LlmExecutor(UnifiedExecutor):
 
     @property
     def weights_generation(self) -> int:
-        if not isinstance(self.model, PagedCausalLM):
-            return 0
-        return self.model.weights_generation
+        return self.model.weights_generation if isinstance(self.model, PagedCausalLM) else 0
 
     @property
     def sleep_level(self) -> int:
-        if not isinstance(self.model, PagedCausalLM):
-            return 0
-        return self.model.memory.level
+        return self.model.memory.level if isinstance(self.model, PagedCausalLM) else 0
 
     @property
     def takes_device_ids(self) -> bool:
@@ -244,9 +240,7 @@ class LlmExecutor(UnifiedExecutor):
 
     def list_loras(self) -> tuple[str, ...]:
         """Return the names of the loaded adapters, none if the model takes none."""
-        if not isinstance(self.model, PagedCausalLM):
-            return ()
-        return self.model.adapters.names()
+        return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
 
     def update_weights(self, source: Source, *, check_finite: bool = False) -> None:
         """Replace the weights by those of a folder or of named tensors, all or none; no sequence may be live.

@@ -426,9 +426,7 @@ class WorkMeter:
 
     def begin(self) -> torch.cuda.Event | float:
         """Return the start of a forward: on a GPU an event of the stream, else the time in seconds."""
-        if self._device.type == "cuda":
-            return self._event()
-        return perf_counter()
+        return self._event() if self._device.type == "cuda" else perf_counter()
 
     def end(self, work: ForwardWork, start: torch.cuda.Event | float) -> None:
         """Count and time the work of a forward that has succeeded since `start`."""

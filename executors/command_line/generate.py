@@ -492,6 +492,4 @@ def _print_task(answers: Sequence[Report]) -> None:
 
 def _short(text: str) -> str:
     line = one_line(text)
-    if len(line) <= 48:
-        return line
-    return f"{line[:20]} ... {line[-23:]}"
+    return line if len(line) <= 48 else f"{line[:20]} ... {line[-23:]}"

@@ -244,9 +244,7 @@ class Engine(EngineCore):
             token_masks=token_masks,
             logits_processors=processors,
         )
-        seed = params.seed
-        if seed is None:
-            seed = self._seed + arrival
+        seed = self._seed + arrival if params.seed is None else params.seed
         for index, completion_seed in enumerate(completion_seeds(seed, params.n)):
             request.completions.append(Completion(request, index, completion_seed, self._prompts.tokenizer))
         request.unfinished = dict.fromkeys(request.completions)
@@ -279,9 +277,7 @@ class Engine(EngineCore):
     def find(self, request_id: SeqId) -> RequestOutput | None:
         """Return the output of an unfinished request, or None."""
         request = self._requests.by_id.get(as_seq_id("request_id", request_id))
-        if request is None:
-            return None
-        return request.output
+        return None if request is None else request.output
 
     def discard(self, output: RequestOutput) -> None:
         """Abort the request of this output; does nothing if it has ended, even if another request has its id now."""

@@ -152,9 +152,7 @@ class StepRunner:
             own_drafts = None
             if drafts is not None:
                 size += len(drafts.token_ids[index])
-                probs = None
-                if drafts.probs is not None:
-                    probs = drafts.probs[index : index + 1]
+                probs = None if drafts.probs is None else drafts.probs[index : index + 1]
                 own_drafts = Drafts([drafts.token_ids[index]], probs)
             rows: Answers = [answers[index]]
             if isinstance(answers, torch.Tensor):
@@ -199,9 +197,7 @@ def _keep_states(completions: Sequence[Completion], captured: CapturedStates, ge
 def as_rows(answer: torch.Tensor | None) -> torch.Tensor:
     """Return the logits of an item, [V] or [n, V], or its token, as rows."""
     assert answer is not None
-    if answer.dim() == 2:
-        return answer
-    return answer[None]
+    return answer if answer.dim() == 2 else answer[None]
 
 
 def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:

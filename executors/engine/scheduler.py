@@ -459,9 +459,7 @@ class Scheduler:
         # If nothing else runs, the step waits here, so that its caller does not spin.
         wait_s = 0.0 if self.num_running else _FILE_WAIT_S
         self.awaits_files = self._space.is_reading(self.waiting[0], wait_s)
-        if self.awaits_files:
-            return None
-        return self.waiting[0]
+        return None if self.awaits_files else self.waiting[0]
 
     def _has_slot(self, completion: Completion) -> bool:
         """Return whether it may run beside the others, counting all forks to come."""
@@ -520,6 +518,4 @@ class StepPacer:
 
 
 def _blend(old: float | None, new: float) -> float:
-    if old is None:
-        return new
-    return old + _NEWEST * (new - old)
+    return new if old is None else old + _NEWEST * (new - old)

@@ -51,15 +51,11 @@ class SerialCalls:
             verified = self._executor.forward_verify(tokens)
             completion.handle = verified[-1].kv_cache  # type: ignore[assignment]
             return torch.cat([output.logits for output in verified])
-        caches = None
-        if completion.handle is not None:
-            caches = [completion.handle]
+        caches = None if completion.handle is None else [completion.handle]
         prompt = torch.tensor([completion.chunk])
         prefilled = self._executor.prefill(PrefillInput(prompt, kv_caches=caches, metadata=completion.request.metadata))
         completion.handle = prefilled.kv_cache
-        if not completion.is_final:
-            return None
-        return prefilled.last_token_logits()[0]
+        return prefilled.last_token_logits()[0] if completion.is_final else None
 
 
 def _decode_input(completion: Completion, token: int) -> DecodeInput:

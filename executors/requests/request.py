@@ -391,9 +391,7 @@ class Completion:
 def _fixed_end(start: int, num_tokens: int, embeds: PromptEmbeds | None) -> int:
     """Return where the chunk of a prompt of `num_tokens` that begins at `start` ends under batch_invariant."""
     end = min((start // FIXED_CHUNK + 1) * FIXED_CHUNK, num_tokens)
-    if embeds is None:
-        return end
-    return embeds.whole_spans(start, end)
+    return end if embeds is None else embeds.whole_spans(start, end)
 
 
 def whole_chunks(num_tokens: int, embeds: PromptEmbeds | None, *, is_fixed: bool) -> Iterator[tuple[int, int]]:

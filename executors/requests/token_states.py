@@ -70,6 +70,4 @@ class TokenStates:
                 if states is None:
                     states = np.empty((total, *rows.shape[1:]), rows.dtype)
                 states[part.start : part.end] = rows[: max(total - part.start, 0)]
-        if states is None:
-            return None
-        return torch.from_numpy(states)
+        return None if states is None else torch.from_numpy(states)

@@ -133,9 +133,7 @@ class SamplingRows:
         """Return the position of each row's next token, after its drafts if there are some."""
         num_sampled = np.array([completion.num_sampled for completion in self.completions], np.int64)
         lengths = self.prompt_lengths + num_sampled
-        if row_drafts is not None:
-            lengths += row_drafts.counts
-        return lengths
+        return lengths if row_drafts is None else lengths + row_drafts.counts
 
     def next_keys(self) -> torch.Tensor:
         """Return the noise keys of the rows' next tokens, as `sample_tokens` takes them; made for several steps."""

@@ -113,9 +113,7 @@ class Sampler:
             if params.is_greedy:
                 draws.append(DrawToken(0.0, (low, high)))
                 continue
-            top_k = 0
-            if 0 < params.top_k < self._vocab_size:
-                top_k = params.top_k
+            top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
             draws.append(DrawToken(params.temperature, (low, high), top_k, params.top_p, params.min_p))
         return draws
 

@@ -582,9 +582,7 @@ class AnswerReader:
     def _up_to(self, markers: tuple[str, ...], take: Callable[[str], None]) -> _Reading[str]:
         """Read to one of some markers, or without one to the end; `take` gets what is before it. Return the marker."""
         while (yield from self._next()):
-            match = None
-            if markers:
-                match = _any_of(markers).search(self._text, self._at)
+            match = _any_of(markers).search(self._text, self._at) if markers else None
             if match is not None:
                 take(self._advance(match.start()))
                 self._advance(match.end())
@@ -644,9 +642,7 @@ def _inner(schema: Any, tag: str, *, is_item: bool) -> Any:
     if is_item:
         return schema.get("items")
     properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return None
-    return properties.get(tag)
+    return properties.get(tag) if isinstance(properties, Mapping) else None
 
 
 def _as_json(text: str, *, is_known: bool) -> str:

@@ -142,6 +142,4 @@ def _work(piece: Piece) -> int:
 
 def finite(value: float) -> float:
     """JSON has no infinities; OpenAI writes -9999 for a token that cannot be."""
-    if not math.isfinite(value):
-        return -9999.0
-    return value
+    return value if math.isfinite(value) else -9999.0

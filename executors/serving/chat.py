@@ -83,9 +83,7 @@ class Conversation(Form):
     ) -> Response:
         """Encode the messages, check the limits, and answer; body: what it says of model, stream and form."""
         service, options = self.service, await self.service.options(body)
-        functions = tools.functions
-        if tools.choice == "none":
-            functions = ()
+        functions = () if tools.choice == "none" else tools.functions
         forced = []
         if tools.choice == "required":
             forced = [function for function in functions if tools.name in (None, function["name"])]
@@ -194,9 +192,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     for name in ("tool_choice", "parallel_tool_calls"):
         if getattr(body, name) is not None and not body.tools:
             raise ApiError(400, f"{name}: only with tools", name)
-    logprobs = None
-    if body.logprobs:
-        logprobs = body.top_logprobs or 0
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service_of(request).params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
     variables = template_variables(body.chat_template_kwargs)
     untyped = await read_again(request)

@@ -42,9 +42,7 @@ class HostRules:
         """Raise ApiError with 421 for another Host, 403 for another Origin; a request may lack both."""
         if not self.is_checked:
             return
-        address = ""
-        if scope.get("server"):
-            address = scope["server"][0]
+        address = scope["server"][0] if scope.get("server") else ""
         for name, value in scope["headers"]:
             text = value.decode("latin-1")
             if name == b"host" and not self._is_allowed(text, address):
@@ -76,9 +74,7 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
 def _plain(host: str) -> str:
     """Return a name or an address in one form: without case, brackets and the dot at the end."""
     address = _address(host)
-    if address is None:
-        return host.lower().removesuffix(".")
-    return str(address)
+    return host.lower().removesuffix(".") if address is None else str(address)
 
 
 def _is_loopback(host: str) -> bool:

@@ -52,9 +52,7 @@ class ServerMetrics:
         self._prompt_tokens["local_cache_hit"] += record.cached_tokens - record.loaded_tokens
         self._prompt_tokens["external_kv_transfer"] += record.loaded_tokens
         total, queued = record.seconds, record.queued_s
-        first = record.first_token_s
-        if first is None:
-            first = total
+        first = total if record.first_token_s is None else record.first_token_s
         times = total, queued, total - queued, first - queued, total - first
         values = *times, record.prompt_tokens, record.new_tokens, record.most_tokens
         for histogram, value in zip(self._requests.values(), values, strict=True):

@@ -159,9 +159,7 @@ class OpenAiSampling(Sampling):
     def grammar(self) -> Grammar | None:
         form, schema = self.response_format, None
         if form is not None:
-            inner = None
-            if form.json_schema is not None:
-                inner = form.json_schema.schema
+            inner = None if form.json_schema is None else form.json_schema.schema
             schema = _schema("response_format", form.type, inner)
         if self.structured_outputs is None:
             return schema

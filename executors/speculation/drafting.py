@@ -61,9 +61,7 @@ class Drafter:
                 self.forget(completion)
         for completion, token_ids in zip(decodes, drafts.token_ids, strict=True):
             completion.follow(token_ids)
-        if not any(drafts.token_ids):
-            return None
-        return drafts
+        return drafts if any(drafts.token_ids) else None
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a completion that has ended or was preempted."""

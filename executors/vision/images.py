@@ -172,9 +172,7 @@ class ImageRules:
         with _readable():
             ImageOps.exif_transpose(image, in_place=True)
             image.load()
-            if image.mode == "RGB":
-                return image
-            return image.convert("RGB")
+            return image if image.mode == "RGB" else image.convert("RGB")
 
     def _from_base64(self, url: str) -> bytes:
         if len(url) > 4 * self.max_bytes // 3 + 100:

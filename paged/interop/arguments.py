@@ -62,9 +62,7 @@ def as_flag(name: str, value: Any, default: bool = False) -> bool:
     if value is None:
         return default
     number = as_index(value)
-    if number in (0, 1):
-        return bool(number)
-    return as_bool(name, value)
+    return bool(number) if number in (0, 1) else as_bool(name, value)
 
 
 class Arguments(dict[str, Any]):
@@ -116,9 +114,7 @@ class Arguments(dict[str, Any]):
         return value
 
     def optional_tensor(self, key: str) -> torch.Tensor | None:
-        if key not in self:
-            return None
-        return self.tensor(key)
+        return self.tensor(key) if key in self else None
 
     def refuse_gradients(self) -> None:
         """Raise UnsupportedError for the first tensor that requires a gradient."""
@@ -131,9 +127,7 @@ class Arguments(dict[str, Any]):
 
     def integer(self, key: str) -> int | None:
         """Return an integer of any library, 0 or more, or None."""
-        if key not in self:
-            return None
-        return as_int(key, self[key])
+        return as_int(key, self[key]) if key in self else None
 
     def softmax_scale(self) -> float | None:
         if "softmax_scale" not in self:

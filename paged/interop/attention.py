@@ -85,9 +85,7 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
     call = _read_call(args, has_negative_edges)
     is_local = call.edges != (None, None) or call.options["attention_chunk_size"] > 0
     batch, new = _rotate(args, call.batch, call.new, in_order=call.options["causal"] or is_local)
-    keys = batch
-    if call.padding is not None:
-        keys = by_token(batch, call.padding)
+    keys = batch if call.padding is None else by_token(batch, call.padding)
     if new is not None:
         batch = _append(batch, new, *call.new_scales)
     if call.padding is not None:
@@ -247,9 +245,7 @@ def _fill(out: torch.Tensor, batch: Batch, rows: Rows, options: dict[str, Any], 
     """
     if not any(map(_is_by_sequence, rows.values())):
         result = paged_attention(**batch._asdict(), out=out, return_lse=has_lse, **options, **rows)
-        if not isinstance(result, tuple):
-            return None
-        return result[1]
+        return result[1] if isinstance(result, tuple) else None
     out.zero_()
     lse = torch.full(batch.q.shape[1::-1], -torch.inf, dtype=torch.float32, device=out.device)
     for seq, (start, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):

@@ -51,9 +51,7 @@ def lengths(args: Arguments, key: str, size: int, device: torch.device) -> torch
 
 
 def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    if x.stride(-1) == 1:
-        return x
-    return x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def unpack(args: Arguments) -> None:
@@ -207,9 +205,7 @@ def _few(values: torch.Tensor | int) -> str:
     if isinstance(values, int):
         return str(values)
     shown = ", ".join(map(str, values.flatten()[:8].tolist()))
-    if values.numel() > 8:
-        shown += ", ..."
-    return f"[{shown}]"
+    return f"[{shown}, ...]" if values.numel() > 8 else f"[{shown}]"
 
 
 def _check_shapes(

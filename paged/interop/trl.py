@@ -87,9 +87,7 @@ class RolloutFunction:
         if trainer.state.global_step != self._step:
             self._engine.update_weights(self._weights(trainer))
             self._step = trainer.state.global_step
-        if self._params is None:
-            return _params_of(trainer.args)
-        return self._params
+        return _params_of(trainer.args) if self._params is None else self._params
 
 
 def model_weights(trainer: Any) -> Any:
