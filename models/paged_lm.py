@@ -31,6 +31,7 @@ from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.quantization.packed_weights import CpuProducts
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
+from paged.models.loading.huge_pages import move_to_huge_pages
 from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps, run_steps
 from paged.prompt_embeds import EmbedsLimits
 from paged.seq_id import SeqId
@@ -239,6 +240,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         if self.device.type == "cpu":
             with self.network.computing():
                 self.network.pack(track)
+            move_to_huge_pages(self.network.weight_tensors())
 
     def prepare_adapters(self, track: Track = untracked) -> None:
         """Warm up steps with adapters after an adapter is loaded; also capture their graphs if there are graphs."""

@@ -225,11 +225,6 @@ class CpuProduct:
         return self.is_in_blocks or (self.kind == "int8" and not self.by_onednn)
 
     @property
-    def nbytes(self) -> int:
-        """Memory of the weights and their scales."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
     def has_invariant_rows(self) -> bool:
         """Whether no row's bits depend on the rows beside it, in an invariant forward (see `Backend`).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
@@ -30,7 +30,7 @@ from paged.models.layers.rope import rope_table
 from paged.models.layers.share_bound import share_bound
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import Track, WeightSlots, untracked
+from paged.models.loading.weights import PackedModule, Track, WeightSlots, untracked
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import Quantization
@@ -394,6 +394,15 @@ class Llama(nn.Module):
         """Free the packed head until `bind_weights` packs it again."""
         if self._packed_embedding is not None and self._packed_embedding.is_mkldnn:
             self._packed_embedding = torch.empty(0)
+
+    def weight_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all weights as they are held, packed ones too."""
+        yield from self.parameters()
+        for module in self.modules():
+            if isinstance(module, PackedModule):
+                yield from module.weight_tensors()
+        if self._packed_embedding is not None:
+            yield self._packed_embedding
 
     def _pack_embedding(self) -> None:
         self._packed_embedding = pack(self.embed_tokens)

@@ -307,10 +307,14 @@ class PackedModule(nn.Module):
         """Return the number of weights, without scales and zero points."""
         return self.values[..., 0].numel() * self.in_features
 
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """Return the weights, scales and zero points as they are held."""
+        return list(self.parameters(recurse=False))
+
     @property
     def nbytes(self) -> int:
         """Memory of the weights, with scales and zero points."""
-        return sum(tensor.nbytes for tensor in self.parameters(recurse=False))
+        return sum(tensor.nbytes for tensor in self.weight_tensors())
 
     def bytes_to_pack(self, dtype: torch.dtype) -> int:
         """Return the bytes that a CPU would hold in another order.

@@ -163,9 +163,11 @@ class CpuProducts(PackedModule):
     def num_weights(self) -> int:
         return self._num_weights
 
-    @property
-    def nbytes(self) -> int:
-        return sum(product.nbytes for product in self.products)
+    def weight_tensors(self) -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = []
+        for product in self.products:
+            tensors += product.tensors
+        return tensors
 
     @property
     def has_invariant_rows(self) -> bool:

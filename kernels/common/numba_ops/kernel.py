@@ -34,6 +34,11 @@ def cpu_features() -> Mapping[str, bool]:
     return {name[1:]: name[0] == "+" for name in config.CPU_FEATURES.split(",") if name}
 
 
+def cpu_name() -> str:
+    """Return the processor that numba compiles for, as LLVM names it: this one, unless NUMBA_CPU_NAME names another."""
+    return config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
+
+
 device_function = numba.njit(fastmath=FASTMATH, error_model="numpy")
 # numba copies the code at each call, which takes it long to compile; attention of few queries is up to a fifth faster.
 inlined = numba.njit(fastmath=FASTMATH, error_model="numpy", inline="always")
