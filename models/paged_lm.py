@@ -25,13 +25,13 @@ from paged.models.device_memory import DeviceMemory
 from paged.models.draft_steps import DraftSteps
 from paged.models.families.llama import Llama
 from paged.models.layers.sparse_moe import SparseMoe, capture_experts
+from paged.models.loading.huge_pages import move_to_huge_pages
 from paged.models.loading.weights import Track, num_weights, untracked
 from paged.models.logits_policy import Draws, answer_batch, by_item, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.quantization.packed_weights import CpuProducts
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
-from paged.models.loading.huge_pages import move_to_huge_pages
 from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps, run_steps
 from paged.prompt_embeds import EmbedsLimits
 from paged.seq_id import SeqId

@@ -19,6 +19,7 @@ from paged.errors import PagedError, UnsupportedError
 from paged.forward_step import ForwardStep
 from paged.kernels.common.device import use_triton, wants_loops
 from paged.kernels.common.numba_ops.recording import Recording
+from paged.kernels.common.numba_ops.step_memory import StepMemory
 from paged.kernels.common.operation import are_calls_watched
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
@@ -37,12 +38,12 @@ the step again, also returns the name of the operation that could not be recorde
 _LOG = logging.getLogger("paged")
 # Padding is cheap while reading the weights limits a step: at most 7 rows below 64, then 15.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
-# Sizes of decode steps on a CPU, where each row costs time. A recording keeps all intermediate tensors: for a model of
-# 10M parameters 0.1 MB per row, 21 MB in all, of 0.5B 380 MB. It saves 0.2 ms a layer: of 0.5B, 988 MB in bfloat16,
-# 22.3 to 17.9 ms (an EPYC), which is little for larger models. Of experts, only those count that a step reads: 4
-# layers of 128 experts in int4, 47 of 339 MB, take 0.72 ms in place of 1.68.
+# Sizes of decode steps on a CPU, where each row costs time. A recording saves 0.2 ms a layer: a Llama of 0.5B, 988 MB
+# in bfloat16, took 17.9 ms in place of 22.3 (an EPYC), one of 1.5B 39 in place of 51. That is little for larger models,
+# and recording takes 28 forwards. Of experts, only those count that a step reads: 4 layers of 128 experts in int4, 47
+# of 339 MB, take 0.72 ms in place of 1.68.
 RECORDED_SIZES = (*range(1, 9), *range(12, 33, 4))
-_MOST_RECORDED_BYTES = 1 << 30
+_MOST_RECORDED_BYTES = 4 << 30
 # The newest token and 7 drafts. Attention has tiles for 16, 32 and 64 rows of a sequence, tokens times heads of a
 # group. With 4 or 8 heads, 5 tokens take the same tile as 8.
 _VERIFIED_TOKENS = 8
@@ -376,7 +377,7 @@ def graph_recorder(device: torch.device) -> Record:
     if device.type == "cuda":
         return _cuda_recorder(device)
     if records_loops(device):
-        return _record
+        return _loop_recorder(StepMemory())
     return _call
 
 
@@ -385,21 +386,24 @@ def records_loops(device: torch.device) -> bool:
     return device.type == "cpu" and wants_loops() and not use_triton(device)
 
 
-def _record(begin: Begin) -> tuple[Callable[[], None], str]:
-    def run_anew() -> None:
-        begin()()
+def _loop_recorder(memory: StepMemory) -> Record:
+    def record(begin: Begin) -> tuple[Callable[[], None], str]:
+        def run_anew() -> None:
+            begin()()
 
-    run = begin()
-    run()  # binds the operations; binding reads values, repeating does not
-    recording = Recording(run)
+        run = begin()
+        run()  # binds the operations; binding reads values, repeating does not
+        recording = Recording(run, memory)
 
-    def repeat() -> None:
-        if not recording.repeat():  # an error: the run below raises it
-            run_anew()
+        def repeat() -> None:
+            if not recording.repeat():  # an error: the run below raises it
+                run_anew()
 
-    if recording.obstacle:
-        return run_anew, recording.obstacle
-    return repeat, ""
+        if recording.obstacle:
+            return run_anew, recording.obstacle
+        return repeat, ""
+
+    return record
 
 
 def _call(begin: Begin) -> tuple[Callable[[], None], str]:

@@ -214,8 +214,8 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graph_sizes([1, 2], gpu, 9) == (1, 2)
     assert graph_sizes(True, cpu, 1000) == (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16)) == DEFAULT_SIZES
     assert graph_sizes(None, gpu, 1000) == DEFAULT_SIZES
-    assert graph_sizes(None, cpu, 10, step_bytes=1 << 20) == (*range(1, 9), 10)
-    assert graph_sizes(None, cpu, 1000, step_bytes=2 << 30) == ()
+    assert graph_sizes(None, cpu, 10, step_bytes=4 << 30) == (*range(1, 9), 10)
+    assert graph_sizes(None, cpu, 1000, step_bytes=5 << 30) == ()
     assert graph_sizes([9, 3, 3], cpu, 1000) == (3, 9)
     for choice in ([0], [4, -1], ["4"]):
         with pytest.raises(InvalidInputError, match="cuda_graphs: "):

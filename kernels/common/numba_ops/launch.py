@@ -63,14 +63,17 @@ class LoopLaunch:
         if not isinstance(sequence, LaunchSequence):
             sequence = LaunchSequence()
             current.add(sequence)
-        sequence.append(self, tensors)
+        given = [tensor for tensor in tensors.values() if isinstance(tensor, torch.Tensor)]
+        sequence.append(self, self.values(tensors), current.lasting(given))
         return current.read(lambda: self._run(tensors))
 
     def _run(self, tensors: Mapping[str, Any]) -> int:
         work = self._work(tensors) if callable(self._work) else self._work
         threads = _threads_for(work)
-        scratch = torch.empty(threads * self.scratch_size) if self.scratch_size else None
-        values = self.values(tensors, scratch)
+        values = self.values(tensors)
+        if self.scratch_size:
+            scratch = torch.empty(threads * self.scratch_size)
+            self.set_scratch(values, scratch)
         _run_in_parallel(self.address, values.buffer_info()[0], threads, 0)
         return values[0]
 
@@ -83,14 +86,19 @@ class LoopLaunch:
         """Return the largest number of threads that the work is worth, whatever the tensors hold."""
         return torch.get_num_threads() if callable(self._work) else _threads_for(self._work)
 
-    def values(self, tensors: Mapping[str, Any], scratch: torch.Tensor | None) -> array[int]:
+    def values(self, tensors: Mapping[str, Any]) -> array[int]:
         """Return what the kernel takes: the status, and arguments with the tensors' addresses."""
         values = self._values[:]
         for at, name in self._positions:
-            tensor = scratch if name == SCRATCH else tensors[name]
-            if tensor is not None:
-                values[at] = tensor.data_ptr()
+            if name != SCRATCH and tensors[name] is not None:
+                values[at] = tensors[name].data_ptr()
         return values
+
+    def set_scratch(self, values: array[int], scratch: torch.Tensor) -> None:
+        """Write the address of scratch memory, `scratch_size` for each thread, into the kernel's arguments."""
+        for at, name in self._positions:
+            if name == SCRATCH:
+                values[at] = scratch.data_ptr()
 
 
 def _threads_for(work: int) -> int:
@@ -105,12 +113,14 @@ class LaunchSequence:
     """
 
     def __init__(self) -> None:
-        self._launches: list[tuple[LoopLaunch, Mapping[str, Any]]] = []
+        self._launches: list[tuple[LoopLaunch, array[int]]] = []
+        self._kept: list[torch.Tensor] = []
         self._num_threads = 0  # of the torch setting that the sequence was bound for
 
-    def append(self, launch: LoopLaunch, tensors: Mapping[str, Any]) -> None:
-        """Add a launch, before the first run."""
-        self._launches.append((launch, tensors))
+    def append(self, launch: LoopLaunch, values: array[int], kept: Sequence[torch.Tensor]) -> None:
+        """Add a launch with its arguments, before the first run. kept: tensors whose addresses are among them."""
+        self._launches.append((launch, values))
+        self._kept += kept
 
     def __call__(self) -> int:
         """Run the launches up to the first whose status is not 0, and return that."""
@@ -127,12 +137,11 @@ class LaunchSequence:
 
         self._num_threads = torch.get_num_threads()
         self._threads = max(launch.most_threads() for launch, _ in self._launches)
-        scratch = torch.empty(self._threads * max(launch.scratch_size for launch, _ in self._launches))
-        table = array("q")
-        self._kept: list[Any] = [scratch, table]  # memory whose addresses the kernels get
-        for launch, tensors in self._launches:
-            values = launch.values(tensors, scratch)
-            self._kept.append(values)
-            table.extend((launch.address, values.buffer_info()[0], launch.is_serial))
+        self._scratch = torch.empty(self._threads * max(launch.scratch_size for launch, _ in self._launches))
+        self._table = array("q")
+        for launch, values in self._launches:
+            values[0] = 0
+            launch.set_scratch(values, self._scratch)
+            self._table.extend((launch.address, values.buffer_info()[0], launch.is_serial))
         self._address = run_sequence.address
-        self._arguments = array("q", (0, len(self._launches), table.buffer_info()[0]))
+        self._arguments = array("q", (0, len(self._launches), self._table.buffer_info()[0]))

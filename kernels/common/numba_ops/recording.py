@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from .step_memory import StepMemory
 
 _T = TypeVar("_T")
 _RECORDING: ContextVar[Recording | None] = ContextVar("_RECORDING", default=None)
@@ -37,15 +40,17 @@ _INTO: dict[Any, Any] = {
 
 
 class Recording:
-    """The numba kernels and PyTorch operations that a function has run, with their tensors, which it keeps.
+    """The numba kernels and PyTorch operations that a function has run, with their tensors.
 
-    Only these are repeated: shapes, strides and views are fixed. obstacle: the first operation that cannot be repeated,
-    because it reads a tensor's value or is unknown; "" if all can.
+    Only these are repeated: shapes, strides and views are fixed. Tensors that the function makes lie in `memory`. When
+    it drops one, later ones take its place, in the repetitions too. obstacle: the first operation that cannot be
+    repeated, because it reads a tensor's value or is unknown; "" if all can.
     """
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None], memory: StepMemory) -> None:
         """Call a function and record it."""
         self.obstacle = ""
+        self._memory = memory
         self._calls: list[Callable[[], object]] = []
         self._is_reading = False
         token = _RECORDING.set(self)
@@ -73,6 +78,10 @@ class Recording:
             return True
         return False
 
+    def lasting(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors without those in the recordings' memory."""
+        return [tensor for tensor in tensors if not self._memory.holds(tensor)]
+
     def read(self, call: Callable[[], _T]) -> _T:
         """Call a function that reads values, without recording it, because an added call does the same."""
         self._is_reading = True
@@ -89,19 +98,43 @@ class Recording:
     def note(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note a PyTorch operation that was run."""
         name = operation._schema.name
-        if self._is_reading or operation.is_view or name in _EMPTY:
+        if self._is_reading or operation.is_view:
+            return
+        if name in _EMPTY:
+            self._move(result)
             return
         results = _as_tuple(result)
         if operation.namespace not in _NAMESPACES or _is_unsteady(operation, args):
             self._stop_at(name)
         elif operation._schema.is_mutable:
-            self.add(partial(_run, operation, args, kwargs))
+            self._add(_run, operation, args, kwargs)
         elif operation in _INTO:
-            self.add(partial(_run, _INTO[operation], args, {**kwargs, "out": result}))
+            self._move(result)
+            self._add(_run, _INTO[operation], args, {**kwargs, "out": result})
         elif all(isinstance(tensor, torch.Tensor) for tensor in results):
-            self.add(partial(_write, results, operation, args, kwargs))
+            for tensor in results:
+                self._move(tensor)
+            self._add(_write, results, operation, args, kwargs)
         else:
             self._stop_at(name)
+
+    def _add(self, call: Callable[..., None], *args: Any) -> None:
+        """Add a call with tensors that do not keep their place in the recordings' memory."""
+
+        def unowned(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return self._memory.unowned(value)
+            return value
+
+        self.add(partial(call, *tree_map(unowned, args)))
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        """Let a new tensor lie in the recordings' memory."""
+        if tensor.is_cpu and not tensor.is_mkldnn:
+            old = tensor.untyped_storage()
+            storage = self._memory.take(old.nbytes())
+            storage.copy_(old)
+            tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _stop_at(self, operation: str) -> None:
         self.obstacle = self.obstacle or operation

@@ -469,8 +469,8 @@ def product_tile(num_rows: int) -> Any:
     x and w are float32 or bfloat16, `size` elements of each a multiple of `OPERAND_SIZES`; sums are float32, and are
     rounded if out is bfloat16.
     """
-    # The next tile of weights: on a Xeon weights used once then arrive at 12 to 16 GB/s, not 9. Zen 5's own prefetches
-    # do more for up to two rows: on two cores 1 row reads at 82 to 95 GB/s without, at 72 to 79 with; 8 rows at 34 and 66.
+    # The next tile of weights: on a Xeon weights used once then arrive at 12 to 16 GB/s, not 9. For up to two rows Zen
+    # 5 does better alone: on two cores, 1 row reads at 82 to 95 GB/s without, at 72 to 79 with; 8 rows at 34 and 66.
     has_prefetch = not (_IS_ZEN and num_rows <= 2)
 
     @emitted()

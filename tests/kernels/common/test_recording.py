@@ -8,6 +8,7 @@ import torch
 import paged
 from paged.errors import InvalidInputError
 from paged.kernels.common.numba_ops.recording import Recording
+from paged.kernels.common.numba_ops.step_memory import StepMemory
 from paged.kernels.common.operation import Bound
 from tests.backends import needs_numba
 
@@ -32,7 +33,7 @@ def test_operations_are_repeated_on_other_values() -> None:
         values, ids = out.topk(2)
         out[:, :2].add_(values * bias[ids])
 
-    recording = Recording(run)
+    recording = Recording(run, StepMemory())
     assert recording.obstacle == ""
     for _ in range(2):
         x.normal_()
@@ -57,14 +58,14 @@ def test_operations_are_repeated_on_other_values() -> None:
 def test_what_reads_values_is_an_obstacle(read: Callable[[torch.Tensor], object], obstacle: str) -> None:
     """So is what is drawn. The first one is named."""
     x = torch.ones(())
-    assert Recording(lambda: read(x)).obstacle.startswith(obstacle)  # type: ignore[arg-type,return-value]
-    assert Recording(lambda: x.add_(1)).obstacle == ""  # type: ignore[arg-type,return-value]
+    assert Recording(lambda: read(x), StepMemory()).obstacle.startswith(obstacle)  # type: ignore[arg-type,return-value]
+    assert Recording(lambda: x.add_(1), StepMemory()).obstacle == ""  # type: ignore[arg-type,return-value]
 
 
 def test_a_recording_that_raises_is_over() -> None:
     with pytest.raises(ZeroDivisionError):
-        Recording(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
-    assert Recording(lambda: None).repeat()
+        Recording(lambda: 1 / 0, StepMemory())  # type: ignore[arg-type,return-value]
+    assert Recording(lambda: None, StepMemory()).repeat()
 
 
 @needs_numba
@@ -103,7 +104,7 @@ class TestAttention:
 
     def test_a_step_of_any_lengths_is_repeated(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """By any number of threads."""
-        recording = Recording(self.run)  # over padding alone
+        recording = Recording(self.run, StepMemory())  # over padding alone
         assert recording.obstacle == ""
         for num_threads, lengths in enumerate(([5, 9, 16, 1], [3, 0, 0, 0], [16, 16, 0, 0]), 1):
             monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
@@ -118,7 +119,7 @@ class TestAttention:
 
     @pytest.mark.parametrize("wrong", ["slot", "position"])
     def test_places_to_write_to_are_checked_in_every_repetition(self, wrong: str) -> None:
-        recording = Recording(self.run)
+        recording = Recording(self.run, StepMemory())
         self.fill([5, 9, 16, 1])
         assert recording.repeat()
         before = [cache.clone() for cache in self.caches]
@@ -136,5 +137,5 @@ class TestAttention:
         options = {**self.ids, "max_seqlen_q": 1, "plan": self.plan, "mask": torch.ones(4, 1, dtype=torch.bool)}
         attend = Bound(paged.paged_attention)
         for _ in range(2):
-            recording = Recording(lambda: attend(self.out.clone(), *self.caches, **options))  # type: ignore[arg-type,return-value]
+            recording = Recording(lambda: attend(self.out.clone(), *self.caches, **options), StepMemory())  # type: ignore[arg-type,return-value]
         assert recording.obstacle.startswith("paged_attention")
