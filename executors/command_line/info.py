@@ -163,6 +163,7 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
     has_tma = on_gpu and arch in LARGE_SHARED_MEMORY
     has_kernels = backend in ("torch", "numba") and os.environ.get("PAGED_BACKEND") != "torch" and has_numba()
     int8, int4 = product("int8", 0), product("int4", 128)
+    int4_product = "blocks of numba kernels" if int4 == "blocks" else int4
     tables = []
     name = device_of(device).name.replace(" ", "_")
     if name:
@@ -175,7 +176,7 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
         Feature("TMA and wgmma", has_tma, f"{where}; from sm_90 on"),
         Feature("CUDA graphs", on_gpu, where),
         Feature("numba kernels", has_kernels, "models on a CPU; installed by `pip install paged[cpu]`"),
-        Feature("int8 on the CPU", int8 == "int8", f"int8 weights and activations: {int8}"),
-        Feature("int4 on the CPU", int4 == "int4", f"int4 weights: {int4}"),
+        Feature("int8 on the CPU", int8 != "unpacked", f"int8 weights and activations: {int8}"),
+        Feature("int4 on the CPU", int4 != "unpacked", f"int4 weights: {int4_product}"),
         Feature("tuned MoE tiles", bool(tables), tiles),
     ]

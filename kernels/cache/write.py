@@ -24,13 +24,15 @@ from ..common.launch import strides
 from ..common.operation import Arguments
 
 
-def _encode(arguments: Arguments) -> None:
+def _split_scales(arguments: Arguments) -> None:
+    """Move the scales of int8 to the op's arguments that are written."""
     if arguments["k_cache"].dtype == torch.int8:
         for name in ("k_scale", "v_scale"):
             arguments[f"{name}_cache"] = arguments.pop(name, None)
 
 
-def _decode(arguments: Arguments) -> None:
+def _join_scales(arguments: Arguments) -> None:
+    """Undo `_split_scales`."""
     for name in ("k_scale", "v_scale"):
         scale = arguments.pop(f"{name}_cache", None)
         if scale is not None:
@@ -39,8 +41,8 @@ def _decode(arguments: Arguments) -> None:
 
 WRITES_SCALES: dict[str, Any] = {
     "arguments": {name: f"Tensor? {name}=None, Tensor? {name}_cache=None" for name in ("k_scale", "v_scale")},
-    "encode": _encode,
-    "decode": _decode,
+    "encode": _split_scales,
+    "decode": _join_scales,
 }
 """For `operation`: scales of int8 are written, and what is only read must not look as if it were."""
 SCALE_CACHES = ("k_scale_cache", "v_scale_cache")
@@ -70,11 +72,11 @@ class CacheWrite(NamedTuple):
             check_last_dim_contiguous(name, tensor)
         if k_cache.shape[1] == 0:
             raise InvalidInputError("k_cache: block_size 0, expected at least 1")
-        for kind, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
-            check_scale(f"{kind}_scale", scale, cache)
-            check_writable(f"{kind}_cache", cache)
+        for prefix, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
+            check_scale(f"{prefix}_scale", scale, cache)
+            check_writable(f"{prefix}_cache", cache)
             if scale is not None and cache.dtype == torch.int8:
-                check_writable(f"{kind}_scale", scale)
+                check_writable(f"{prefix}_scale", scale)
 
     def arguments(self) -> dict[str, Any]:
         """Return the other arguments of a writing kernel."""

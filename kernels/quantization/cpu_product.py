@@ -96,10 +96,11 @@ def _product_of_bytes(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor
 
 
 def choose_product(form: str, group: tuple[int, int], rows: int, columns: int, rounds_input: bool, cpu: Cpu) -> str:
-    """Return the product for weights [rows, columns] on a CPU: the format if weights stay packed, else "unpacked".
+    """Return the product for weights [rows, columns] on a CPU: "int8", "int4", "blocks" or "unpacked".
 
-    "int8" keeps int8 weights, if activations are rounded to int8. "unpacked" weights are in the
-    model's dtype: ATen's int8 product with plain activations takes 0.6 of the time of bfloat16 for 1 row, 1.4 for 32.
+    "int8" keeps int8 weights, if activations are rounded to int8; oneDNN or numba kernels multiply them. "blocks" are
+    4-bit weights of any format for numba kernels, "int4" is ATen's product. "unpacked" weights are in the model's
+    dtype: ATen's int8 product with plain activations takes 0.6 of the time of bfloat16 for 1 row, 1.4 for 32.
     Microseconds of 8192 x 1024 on two cores of a Xeon with AVX-512 and VNNI, without AMX, for 1, 4, 32 and 256 rows:
 
     | float32 | 1,477 | 1,600 | 3,323 | 22,839 |
@@ -108,15 +109,15 @@ def choose_product(form: str, group: tuple[int, int], rows: int, columns: int, r
     | int4, groups of 128 (ATen) | 256 | 559 | 4,346 | 40,371 |
     """
     if form == "int8" and rounds_input:
-        is_in_blocks = cpu.multiplies_codes and rows % _BLOCK == 0
-        return "int8" if cpu.multiplies_int8 or is_in_blocks else "unpacked"
-    if _is_in_blocks(form, rows, columns, cpu):
-        return form
+        has_blocks = cpu.multiplies_codes and rows % _BLOCK == 0
+        return "int8" if cpu.multiplies_int8 or has_blocks else "unpacked"
+    if _fits_blocks(form, rows, columns, cpu):
+        return "blocks"
     has_int4 = form == "int4" and cpu.capability in _INT4_BLOCKS and rows % _INT4_ROWS == 0
     return "int4" if has_int4 and _int4_group(group, columns) else "unpacked"
 
 
-def _is_in_blocks(form: str, rows: int, columns: int, cpu: Cpu) -> bool:
+def _fits_blocks(form: str, rows: int, columns: int, cpu: Cpu) -> bool:
     """Return whether numba kernels take 4-bit weights: of full blocks, and of full groups of columns."""
     if not cpu.multiplies_codes or form not in _CODE_OFFSETS:
         return False
@@ -175,9 +176,10 @@ def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
 class CpuProduct:
     """x @ weight^T + bias, with a copy of the weights in the order of the product chosen for this CPU.
 
-    `tensors` is what it holds. is_in_blocks: whether 4-bit codes are in the order of numba kernels, which round
-    activations to int8. by_onednn: whether oneDNN multiplies int8 codes. onednn_blocks: oneDNN's int8 codes as numba
-    kernels read them; None if they are in another order. factor: of 4-bit weights in blocks, or None.
+    `tensors` is what it holds. kind: the result of `choose_product`. is_in_blocks: whether 4-bit codes are in the order
+    of numba kernels, which round activations to int8. by_onednn: whether oneDNN multiplies int8 codes. onednn_blocks:
+    oneDNN's int8 codes as numba kernels read them; None if they are in another order. factor: of 4-bit weights in
+    blocks, or None.
     """
 
     by_onednn = False
@@ -191,7 +193,7 @@ class CpuProduct:
         self.order, self.form = weight.input_order, weight.format
         self.rounds_input, self.input_scale = weight.quantizes_input, weight.input_scale
         self.group, self.rows, self.columns = weight.group, weight.out_features, weight.in_features
-        self.is_in_blocks = _is_in_blocks(weight.format, self.rows, self.columns, cpu)
+        self.is_in_blocks = self.kind == "blocks"
         self.tensors: Sequence[torch.Tensor]
         if self.kind == "int8":
             scale = weight.scale.float().expand(weight.out_features).contiguous()

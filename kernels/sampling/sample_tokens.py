@@ -1,4 +1,8 @@
-"""Draw tokens from logits: penalties, temperature, top_k, top_p, min_p and noise, without sorting a vocabulary."""
+"""Draw tokens from logits: penalties, temperature, top_k, top_p, min_p and noise, without sorting a vocabulary.
+
+`passes.py` has the kernels over all logits, `thresholds.py` those that find top_k and top_p and choose the token. The
+engine's keys are hashes of seed and position (`executors/sampling/noise.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """The attention plan: one step's work, cut into equal items on the device; the host does not know the lengths.
 
 A tile is BLOCK_M query rows of one sequence. Its work is the keys it sees, in blocks of BLOCK_N. Short sequences
-(decode, verify) and long ones (prefill) are two kinds, each with its own tile size and schedule. Tiles of a kind are
+(decode, verify) and long ones (prefill) are two phases, each with its own tile size and schedule. Tiles of a phase are
 split along their keys, so that all items fill whole waves of the programs that the device runs at once. The only extra
-work is to merge partial results. Sizes depend on upper bounds known to the host, so a captured step can be replayed
-with other lengths.
+work is to merge partial results. `_plan_kernel` (`plan_kernel.py`) chooses how many splits a tile gets; the numbers
+below are its bounds. Sizes depend on upper bounds known to the host, so a captured step can be replayed with other
+lengths.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """The work list of one kind of tile on the device, and the upper bounds of its launches.
+    """The work list of the tiles of one phase on the device, and the upper bounds of its launches.
 
     Attributes:
         items: int32 [max_items, 5]: sequence, tile in it, first and one past the last block of BLOCK_N keys, slot of
@@ -193,7 +194,7 @@ class AttentionPlan:
             tiles = shape.tiles(device_of(self.seq_lens.device).arch, rows)
             limit = DECODE_MAX_ROWS if "prefill" in tiles else rows
             bounds = {"decode": (1, min(rows, limit)), "prefill": (limit + 1, rows)}
-            schedules = [self._schedule(kind, tile, shape, is_causal, *bounds[kind]) for kind, tile in tiles.items()]
+            schedules = [self._schedule(phase, tile, shape, is_causal, *bounds[phase]) for phase, tile in tiles.items()]
             self._schedules[key] = schedules, is_causal
         return self._schedules[key][0]
 
@@ -209,7 +210,7 @@ class AttentionPlan:
 
     def _schedule(
         self,
-        kind: str,
+        phase: str,
         tile: AttentionTile,
         shape: PlanShape,
         is_causal: torch.Tensor | None,
@@ -218,16 +219,16 @@ class AttentionPlan:
     ) -> AttentionSchedule:
         device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0]
         num_programs = device_of(device).num_sms * tile.programs_per_sm
-        min_split_blocks = triton.cdiv(_MIN_SPLIT_KEYS[kind], tile.block_n)
+        min_split_blocks = triton.cdiv(_MIN_SPLIT_KEYS[phase], tile.block_n)
         # A sequence's last tile may be partly filled, so there is at most one more tile a sequence than full ones. Of
         # 256 sequences with 256 tokens 15 at most are long, with 4 heads to a group.
         full_tiles = shape.num_tokens * shape.group // tile.block_m
         most_seqs = min(num_seqs, shape.num_tokens // triton.cdiv(min_rows, shape.group))
         max_tiles = min(most_seqs * triton.cdiv(max_rows, tile.block_m), most_seqs + full_tiles)
         max_splits = triton.cdiv(self.max_seqlen_k, min_split_blocks * tile.block_n)
-        max_slots = triton.cdiv(num_programs * min(_SLOTS_PER_PROGRAM[kind], max_tiles), shape.num_kv_heads)
+        max_slots = triton.cdiv(num_programs * min(_SLOTS_PER_PROGRAM[phase], max_tiles), shape.num_kv_heads)
         if shape.deterministic:
-            max_splits = min(max_splits, _DETERMINISTIC_SPLITS[kind])
+            max_splits = min(max_splits, _DETERMINISTIC_SPLITS[phase])
             max_slots = max_tiles * max_splits
         max_slots = min(max_slots, max_tiles * max_splits)
         if max_splits <= 1:
@@ -271,7 +272,7 @@ class AttentionPlan:
             num_programs=num_programs,
             max_slots=max_slots,
             min_split_blocks=min_split_blocks,
-            split_overhead=_SPLIT_OVERHEAD[kind],
+            split_overhead=_SPLIT_OVERHEAD[phase],
             max_splits=max_splits,
             window_left=shape.window[0],
             window_right=shape.window[1],

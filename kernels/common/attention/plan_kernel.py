@@ -11,6 +11,10 @@ tile, or a split: one of several equal ranges of a tile's key blocks, whose part
 4. Stage 2 writes the items. The last tiles of the batch come first: of a prompt's they are the longest, and the short
    ones then even out the end.
 
+Example: one decode over 8,192 keys, with 8 KV heads of 128 in bfloat16, on an H100 with 132 SMs and 3 programs on each.
+8 heads of 128 blocks of 64 keys on 396 programs are an even share of 2.6 blocks. A split has at least 256 keys, 4
+blocks, so the tile of each head gets 32 splits: 256 programs in one wave.
+
 `plan.py` chooses the bounds and launches this; `tile_kernels.py` runs the items.
 """
 

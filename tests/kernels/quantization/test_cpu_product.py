@@ -35,9 +35,11 @@ AVX2, DEFAULT = (Cpu(name, multiplies_int8=False, multiplies_bf16=False) for nam
         ("int4", (1, 96), 64, False, FULL, "int4"),
         ("int4", (1, 128), 72, False, FULL, "unpacked"),  # rows are no multiple of 16
         ("int4", (1, 128), 64, False, DEFAULT, "unpacked"),
+        ("int4", (1, 128), 64, False, FULL._replace(multiplies_codes=True), "blocks"),
+        ("int4", (1, 128), 80, False, FULL._replace(multiplies_codes=True), "int4"),  # no full block of 64 rows
         ("e4m3", (128, 128), 64, True, FULL, "unpacked"),
         ("nvfp4", (1, 16), 64, False, FULL, "unpacked"),
-        ("nvfp4", (1, 16), 64, False, FULL._replace(multiplies_codes=True), "nvfp4"),
+        ("nvfp4", (1, 16), 64, False, FULL._replace(multiplies_codes=True), "blocks"),
         ("mxfp4", (1, 32), 96, False, FULL._replace(multiplies_codes=True), "unpacked"),  # no full block of 64 rows
     ],
 )
@@ -67,7 +69,7 @@ def test_every_format(name: str, backend: str, dtype: torch.dtype, monkeypatch: 
             torch.device("cpu"), name, num_rows=num_rows, size=size, dtype=dtype, biased=num_rows > 1
         )
         product = CpuProduct(problem.weight, dtype)
-        if dtype == torch.float32 and product.kind != "int4":
+        if dtype == torch.float32 and product.kind not in ("int4", "blocks"):
             want = reference.quantized_linear(problem.x, problem.weight, bias=problem.bias)
             assert_close(product(problem.x, problem.bias), want)
             continue
