@@ -21,7 +21,7 @@ from paged.models.layers.decoder_config import (
     read_head_dim,
     rotating_layers,
 )
-from paged.models.layers.rope import rope_config, rope_section, ropes_by_kind
+from paged.models.layers.rope import rope_config, rope_section, ropes_by_window
 from paged.models.loading.hf_config import HfConfig
 
 NO_BIAS = {"qkv_bias": False, "o_bias": False}
@@ -122,7 +122,7 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
     """Gemma 3 (Gemma Team, 2025), text only: every sixth layer sees all tokens; the others have a window and another
     rotation."""
     windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
-    ropes = ropes_by_kind(hf, hf.number("rope_local_base_freq"))
+    ropes = ropes_by_window(hf, hf.number("rope_local_base_freq"))
     return dict(
         **gemma_fields(hf),
         zero_centred=True,
@@ -249,7 +249,7 @@ def _olmo2(hf: HfConfig) -> dict[str, Any]:
 def _olmo3(hf: HfConfig) -> dict[str, Any]:
     """OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers; these do not scale their rotation."""
     windows = periodic_windows(hf, 4)
-    ropes = ropes_by_kind(hf, hf.defaults["rope_theta"])
+    ropes = ropes_by_window(hf, hf.defaults["rope_theta"])
     return dict(**_olmo2(hf), window=windows, rope=by_window(windows, *ropes))
 
 

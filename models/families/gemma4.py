@@ -31,7 +31,7 @@ from paged.models.layers.decoder_config import (
     moe_config,
     read_head_dim,
 )
-from paged.models.layers.rope import ropes_by_kind
+from paged.models.layers.rope import ropes_by_window
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots
@@ -187,7 +187,7 @@ class Gemma4(Llama):
         hf.choice("use_bidirectional_attention", "vision")  # only between parts of a picture, which do not occur
         windows = layer_windows(hf, hf.integer("sliding_window"), lambda layer: (layer + 1) % 6 != 0)
         windows = (*windows[:-1], None)  # the last layer has no window whatever its type, as in transformers
-        ropes = ropes_by_kind(hf, hf.number("rope_theta"))
+        ropes = ropes_by_window(hf, hf.number("rope_theta"))
         k_eq_v = hf.flag("attention_k_eq_v")
         head_dims: list[int] = []
         num_kv_heads: list[int] = []

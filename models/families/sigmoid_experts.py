@@ -22,7 +22,7 @@ from paged.models.layers.decoder_config import (
     moe_config,
     read_head_dim,
 )
-from paged.models.layers.rope import rope_config, ropes_by_kind
+from paged.models.layers.rope import rope_config, ropes_by_window
 from paged.models.loading.hf_config import HfConfig
 
 # Constants of MiniMax-M2 in transformers, repeated by published configurations.
@@ -157,7 +157,7 @@ def _laguna(hf: HfConfig) -> dict[str, Any]:
     return {
         "num_heads": tuple(heads),
         "window": windows,
-        "rope": by_window(windows, *ropes_by_kind(hf, 1e4, is_partial=True)),
+        "rope": by_window(windows, *ropes_by_window(hf, 1e4, is_partial=True)),
         "qk_norm": "head",
         "softplus_gate": gate_size,
         "moe": experts,
@@ -209,7 +209,7 @@ def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
         "head_dim": head_dim,
         "v_head_dim": v_head_dim,
         "window": windows,
-        "rope": by_window(windows, *ropes_by_kind(hf, hf.number("swa_rope_theta", 1e4), is_partial=True)),
+        "rope": by_window(windows, *ropes_by_window(hf, hf.number("swa_rope_theta", 1e4), is_partial=True)),
         "o_bias": False,
         "value_scale": hf.number("attention_value_scale", 1.0),
         "sinks": by_window(

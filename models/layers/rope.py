@@ -1,8 +1,14 @@
-"""Rotary position embedding: options in config.json, frequencies of each scaling, table of cosines and sines."""
+"""Rotary position embedding: options in config.json, frequencies of each scaling, table of cosines and sines.
+
+A scaling has a reader in `_READERS`, a branch in `rope_frequencies`, and options in
+`tests/models/loading/test_rotations.py`. Two are read elsewhere: "proportional" in `scaled_rope`, Hunyuan's alpha in
+`models/families/dense.py`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +22,6 @@ MAX_FACTOR = 1e4
 # "dynamic" scales only beyond max_position_embeddings, which no sequence exceeds. "mrope" gives a token three positions
 # that differ only within pictures.
 _PLAIN = ("default", "dynamic", "mrope")
-_KINDS = (*_PLAIN, "linear", "llama3", "longrope", "yarn")
 
 
 @dataclass(frozen=True)
@@ -111,36 +116,18 @@ def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
     kind = section.text("rope_type", section.text("type", "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in section.values):  # Phi-3's first published names
         kind = "longrope"
-    if kind not in _KINDS:
-        raise UnsupportedError(f"{hf.source}: rope type {shown(kind)}, known are {', '.join(_KINDS)}")
+    if kind not in _PLAIN and kind not in _READERS:
+        known = ", ".join((*_PLAIN, *_READERS))
+        raise UnsupportedError(f"{hf.source}: rope type {shown(kind)}, known are {known}")
     for key, value in section.values.items():
         if isinstance(value, dict):
             raise UnsupportedError(f"{section.source}: {shown(key)} = {shown(value)}, a rotation for some layers only")
     if kind in _PLAIN:
         return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, section.number("factor"))
-    original = section.integer("original_max_position_embeddings", hf.integer("max_position_embeddings"))
-    # Some configurations have this key beside the section, where it takes precedence.
-    original = hf.integer("original_max_position_embeddings", original)
-    if kind == "yarn":
-        return _yarn(hf, section, theta, original)
-    if kind == "longrope":
-        factor = section.number("factor", hf.integer("max_position_embeddings") / original)
-        default = 1.0
-        if factor > 1 and original > 1:
-            default = math.sqrt(1 + math.log(factor) / math.log(original))
-        magnitude = section.number("attention_factor", default)
-        short, long = section.numbers("short_factor"), section.numbers("long_factor")
-        return RopeConfig(theta, 1.0, magnitude, kind=kind, original_max_positions=original, short=short, long=long)
-    factor = section.number("factor")
-    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-    if low > high:
-        raise CheckpointError(f"{hf.source}: low_freq_factor {low} is above high_freq_factor {high}")
-    return RopeConfig(theta, factor, kind=kind, original_max_positions=original, low_turns=low, high_turns=high)
+    return _READERS[kind](hf, section, theta)
 
 
-def ropes_by_kind(hf: HfConfig, local_theta: float, *, is_partial: bool = False) -> tuple[RopeConfig, RopeConfig]:
+def ropes_by_window(hf: HfConfig, local_theta: float, *, is_partial: bool = False) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotations of layers without and with a window; `rope_scaling` applies only to the former.
 
     Raises:
@@ -162,8 +149,39 @@ def ropes_by_kind(hf: HfConfig, local_theta: float, *, is_partial: bool = False)
     )
 
 
-def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions: int) -> RopeConfig:
+def _original_max_positions(hf: HfConfig, section: HfConfig) -> int:
+    original = section.integer("original_max_position_embeddings", hf.integer("max_position_embeddings"))
+    # Some configurations have this key beside the section, where it takes precedence.
+    return hf.integer("original_max_position_embeddings", original)
+
+
+def _linear(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
+    return RopeConfig(theta, section.number("factor"))
+
+
+def _llama3(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
+    original = _original_max_positions(hf, section)
+    factor = section.number("factor")
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if low > high:
+        raise CheckpointError(f"{hf.source}: low_freq_factor {low} is above high_freq_factor {high}")
+    return RopeConfig(theta, factor, kind="llama3", original_max_positions=original, low_turns=low, high_turns=high)
+
+
+def _longrope(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
+    original = _original_max_positions(hf, section)
+    factor = section.number("factor", hf.integer("max_position_embeddings") / original)
+    default = 1.0
+    if factor > 1 and original > 1:
+        default = math.sqrt(1 + math.log(factor) / math.log(original))
+    magnitude = section.number("attention_factor", default)
+    short, long = section.numbers("short_factor"), section.numbers("long_factor")
+    return RopeConfig(theta, 1.0, magnitude, kind="longrope", original_max_positions=original, short=short, long=long)
+
+
+def _yarn(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
     """Read yarn's options. By default cosines and sines are multiplied by 0.1 ln(factor) + 1, as in the paper."""
+    original_max_positions = _original_max_positions(hf, section)
     # A null factor is the ratio of the maximum positions; an absent one is an error.
     if "factor" in section.values and section.value("factor") is None:
         factor = hf.integer("max_position_embeddings") / original_max_positions
@@ -185,6 +203,15 @@ def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions:
         low_turns=section.number("beta_slow", 1.0, may_be_zero=True) or 1.0,
         truncate=section.flag("truncate", "truncate" not in section.values),  # transformers treats null like false
     )
+
+
+_READERS: dict[str, Callable[[HfConfig, HfConfig, float], RopeConfig]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "yarn": _yarn,
+}
+"""Readers of a scaling's options, by its name in config.json: they take the file, the section of RoPE, and theta."""
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
@@ -216,25 +243,32 @@ def rotary_dim(config: RopeConfig, head_dim: int) -> int:
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
-    """Return radians per position of each pair, float32 [rotary_dim / 2]: theta^(-2i / rotary_dim), scaled."""
+    """Return radians per position of each pair, float32 [rotary_dim / 2]: theta^(-2i / rotary_dim), scaled.
+
+    Raises:
+        UnsupportedError: the kind has no formula here.
+    """
     dim = rotary_dim(config, head_dim)
     inv_freq = config.theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    if config.kind == "linear":
+        return inv_freq / config.factor
     if config.kind == "proportional":
         inv_freq[int(config.rotating * dim // 2) :] = 0.0
+        return inv_freq / config.factor
     if config.kind == "longrope":
         factors = config.short
         if max_positions > config.original_max_positions:
             factors = config.long
         return inv_freq / torch.tensor(factors, device="cpu")
-    if config.kind not in ("llama3", "yarn"):
-        return inv_freq / config.factor
     if config.kind == "llama3":
         turns = config.original_max_positions * inv_freq / (2 * math.pi)
         # If both thresholds are equal (Llama 4 Scout), pairs beyond them keep their frequency.
         width = config.high_turns - config.low_turns or torch.finfo(torch.float32).tiny
         kept = ((turns - config.low_turns) / width).clamp(0.0, 1.0)
-    else:
+    elif config.kind == "yarn":
         kept = _kept_by_yarn(config, dim)
+    else:
+        raise UnsupportedError(f"kind: {shown(config.kind)}, expected a rotation that `rope_frequencies` computes")
     return kept * inv_freq + (1 - kept) * inv_freq / config.factor
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paged.errors import UnsupportedError
-from paged.models.layers.rope import rotary_dim
+from paged.models.layers.rope import RopeConfig, rope_frequencies, rotary_dim
 from paged.models.registry import load_model, read_model_config
 from tests.models.families import FAMILIES, VARIANTS, assert_logits_of, save_checkpoint, tokens
 
@@ -71,6 +71,12 @@ def test_every_scaling(name: str, tmp_path: Path) -> None:
         model.prefill("decoded", PROMPT[:30])
         decoded = [model.decode("decoded", PROMPT[position], position) for position in range(30, 33)]
         assert_logits_of(torch.stack(decoded), theirs, PROMPT, slice(30, 33))
+
+
+def test_a_kind_without_a_formula_is_refused() -> None:
+    """It is not computed as another one."""
+    with pytest.raises(UnsupportedError, match="kind: 'ntk'"):
+        rope_frequencies(RopeConfig(kind="ntk"), head_dim=64, max_positions=128)
 
 
 def _refusal(folder: Path) -> str | None:
