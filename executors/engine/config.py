@@ -25,7 +25,7 @@ class EngineConfig:
         max_waiting: completions in the queue, preempted ones included, before `add_request` raises QueueFullError; also
             prompts that wait in `AsyncEngine.embed`. None for no limit.
         preemption: if the cache is full, "recompute" frees K/V and computes them again later; "swap" moves them to host
-            memory if they fit. The newest sequence of the lowest priority is preempted.
+            memory if they fit. The sequence that ranks last is preempted, see priority_requests.
         admission_tokens: a prompt starts if the cache can hold it and this many more tokens of it and of every running
             sequence. None for as many as they may generate, which makes preemption rare.
         priority_requests: a priority higher by one counts like an arrival this many requests earlier, so none waits

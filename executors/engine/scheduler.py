@@ -43,9 +43,9 @@ _SMALLEST_CHUNK = 8
 class Scheduler:
     """Queue, running sequences and preemption.
 
-    No waiting completion is overtaken by one of lower rank, except while it waits for files: the first that does not
-    fit holds up the others, so none starves. After a preemption, or when the first does not fit, nothing is admitted
-    until something has finished.
+    Lower ranks run first. No waiting completion is overtaken by one of higher rank, except while it waits for files:
+    the first that does not fit holds up the others, so none starves. After a preemption, or when the first does not
+    fit, nothing is admitted until something has finished.
 
     Args:
         drafter: drafts for sequences that decode, or None.

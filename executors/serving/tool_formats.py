@@ -1,8 +1,9 @@
 # ruff: noqa: RUF001 (some markers hold wide characters)
 """How models write calls of tools and reasoning, as data: to read them, to force them by a grammar, and to replay them.
 
-Each format names the models whose chat template shows it. Where text of a format holds white space, an answer may have
-other white space or none.
+`AnswerReader` in `answer_reader.py` reads answers by these formats, and `chat.py` makes OpenAI's JSON of that. Each
+format names the models whose chat template shows it: "hermes" is that of Qwen 2.5 and 3, "qwen_xml" that of Qwen3-Coder
+and Qwen3.5. Where text of a format holds white space, an answer may have other white space or none.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class ToolFormat:
         hints: texts that such a template holds, all of them.
         begin: marker before a call, or before all calls. In a channel, the calls need none.
         end: marker behind it; empty for nothing.
-        call: text before the name, after it, and after the arguments. {index} is the number of a call, {id} its name.
+        call: text before the name, after it, and after the arguments. {index} is the number of a call, {id} its id.
+            Of an "object" only the grammar reads it.
         is_section: whether the markers stand around all calls.
         is_list: whether the calls stand between brackets.
         separator: text between calls; None if there is one call only.
