@@ -81,7 +81,7 @@ def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.Arg
 def check_only(text: str, names: Iterable[str]) -> None:
     """Raise InvalidInputError if no case has the text of --only in its name."""
     known = list(names)
-    if not any(text in name for name in known):
+    if text and not any(text in name for name in known):
         raise InvalidInputError(f"--only {text}: in the name of no case; there are {', '.join(known)}")
 
 
@@ -135,12 +135,16 @@ class Benchmark:
     legend: str = ""
 
     def main(self, argv: Sequence[str] | None = None, write: Write = print) -> int:
+        """Parse the arguments, and `run`."""
+        parser = option_parser(self.doc, *self.options, device=self.device, threads=self.threads)
+        return self.run(parser, parser.parse_args(argv), write)
+
+    def run(self, parser: argparse.ArgumentParser, args: argparse.Namespace, write: Write = print) -> int:
         """Print a line per case. The exit code is 1 if a case was refused, DEVICE_LOST if the others need another
-        process. A missed goal is no error."""
+        process. A missed goal is no error. parser: for errors; it may have more arguments than shared ones."""
         defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf, "resume": False}
         defaults |= {"peers": None, "shape": None, "case_limit": None, "cases": ""}
-        parser = option_parser(self.doc, *self.options, **defaults)
-        args = parser.parse_args(argv)
+        args = argparse.Namespace(**defaults | vars(args))
         if interpreting():
             parser.error(INTERPRETING)
         if args.device == "cuda" and not torch.cuda.is_available():

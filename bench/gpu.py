@@ -106,9 +106,12 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
     def budget(seconds: float) -> list[str]:
         return ["--budget", str(max(seconds / 2, seconds - _LAST_CASE_SECONDS))]
 
-    def bench(number: int, name: str, share: float, module: str, *options: str) -> Step:
+    def bench(number: int, name: str, share: float, module: str, *options: str, file: str = "") -> Step:
+        """file: of its results without .json; by default the module's name, for all slices."""
+        file = file or module.replace(".run", "").replace(".", "_")
+
         def command(seconds: float) -> list[str]:
-            path = folder / f"{module.replace('.run', '').replace('.', '_')}.json"
+            path = folder / f"{file}.json"
             words = [*PYTHON, f"paged.bench.{module}", "--json", str(path), "--resume"]
             words += ["--case-limit", str(CASE_SECONDS), *budget(seconds), *options]
             if cases:
@@ -154,8 +157,8 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
         return Step(number, "report", 15, lambda _: [*command, *map(str, sorted(work.glob("*/*.json")))])
 
     def tune(number: int, share: float, *tokens: str) -> Step:
-        command = [*PYTHON, "paged.bench.moe.tune", "--model", "Qwen3-30B-A3B", "--tokens", *tokens]
-        return timed(number, "tune", share, *command, "--out", str(folder / "tiles"))
+        options = ["--model", "Qwen3-30B-A3B", "--tokens", *tokens, "--out", str(folder / "tiles")]
+        return bench(number, "tune", share, "moe.tune", *options, file=f"moe_tune_{number}")
 
     memcheck = _tool("compute-sanitizer")
     gpu = ("--device", "cuda")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -24,10 +23,10 @@ from unittest import mock
 import torch
 
 from paged.bench.attention.cases import CASES, MAX_LAYERS, AttentionCase, ours
-from paged.bench.benchmark import RESUMABLE, Benchmark, Setting
+from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting
 from paged.bench.check import Result
-from paged.bench.limits import speed
-from paged.bench.timing import num_sets, sampler, take_in_turns
+from paged.bench.contest import OURS, Contest
+from paged.bench.timing import num_sets, sampler
 from paged.kernels.attention import config as attention_config
 from paged.kernels.common.attention.plan import AttentionTile
 from paged.kernels.mla import config as mla_config
@@ -139,20 +138,18 @@ def _batch(case: AttentionCase, setting: Setting) -> tuple[Any, ...]:
     return tensors, calls[0](), sampler(calls, setting.device)[1]
 
 
-def measure(case: TileCase, setting: Setting) -> dict[str, Any]:
+def measure(case: TileCase, setting: Setting) -> Json:
     """Measure the row of a tile, in turns with the chooser's."""
-    tensors, want, time_chosen = _batch(case.case, setting)
-    with with_tile(case.kind, case.tile, case.num_stages):
-        calls = ours(*tensors)
-        Result(calls[0](), want).check()
-        _, time_tile = sampler(calls, setting.device)
-        samples = take_in_turns({"chosen": time_chosen, "tile": time_tile}, setting.repeats)
-    times = speed(samples["tile"], case.case.cost(setting.dtype), setting.limits)
+    tensors, expected, time_chosen = _batch(case.case, setting)
     tile: Any = case.chosen
     if case.tile is not None:
         tile = asdict(case.tile)
-    over_chosen = statistics.median(samples["chosen"]) * 1e6 / times["median_us"]
-    return {"name": case.case.name, "tile": tile, "over_chosen": over_chosen, **times, "cold": True}
+    entries = Contest({"name": case.case.name, "tile": tile}, setting, case.case.cost(setting.dtype))
+    with with_tile(case.kind, case.tile, case.num_stages):
+        entries.add(OURS, ours(*tensors), lambda out: Result(out, expected).check())
+        entries.samples["chosen"] = time_chosen
+        row = entries.row()
+    return row | {"over_chosen": row["peers"].pop("chosen")["ratio"]}
 
 
 BENCHMARK = Benchmark(

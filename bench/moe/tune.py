@@ -4,12 +4,15 @@
 
 The two GEMMs are timed separately, in bfloat16 with evenly drawn experts, for every number of rows that they could
 share; the rows with the smallest sum win. Candidates closest to the tiles that `fused_moe` would choose come first,
-128 at a time: compiled on all cores, then timed. Every number of tokens gets an equal part of the time left. The table
-is written after each. Numbers already in it are skipped, so a stopped run can continue.
+128 at a time: compiled on all cores, then timed. One whose result differs from that of these tiles is left out. Every
+number of tokens gets an equal part of the time left. The table is written after each. Numbers already in it are
+skipped, so a stopped run can continue; with --json and --resume also after a candidate that hangs.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import itertools
 import json
 import math
@@ -25,13 +28,14 @@ from typing import Any
 import torch
 import triton
 
-from paged.bench.benchmark import INTERPRETING, option_parser, save
+from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting, option_parser, released, save
+from paged.bench.check import Result, WrongResultError
 from paged.bench.compilation.ahead import compile_ahead, variants_of
 from paged.bench.compilation.compile import SHARED_LIMIT
 from paged.bench.moe.cases import GPT_OSS, MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.moe.formats import MXFP4, NVFP4, Format
-from paged.bench.timing import take
-from paged.kernels.common.compat import interpreting
+from paged.bench.timing import Call, take
+from paged.bench.watchdog import WATCHDOG
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
 from paged.kernels.common.packed.packing import num_words
 from paged.kernels.moe.config import (
@@ -48,11 +52,12 @@ from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import moe_align_block_size
 
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-REPEATS = 7
 # Candidates that are compiled before they are timed: 16 cores take half a minute.
 _AT_ONCE = 128
 # Candidates that are timed however late it is: the guess's own tiles of both GEMMs are among them.
 _FEWEST = 8
+# Rows of a result that are compared.
+_MAX_COMPARED = 4096
 PACKED = {"mxfp4": MXFP4, "nvfp4": NVFP4, "int4": Format("int4", 1, 128, in_words=True)}
 
 
@@ -122,6 +127,7 @@ def compiled(candidates: Sequence[Candidate], seconds: Callable[[Candidate], flo
         if index % _AT_ONCE == 0:
             group = candidates[index : index + _AT_ONCE]
             compile_ahead(variants_of(lambda: list(map(seconds, group))), remaining / 2)  # noqa: B023
+        WATCHDOG.progress()
         yield candidate
 
 
@@ -145,31 +151,95 @@ def tune(
     return {"gate_up": gate_up, "down": down}, {"gate_up": gate_up_seconds * 1e6, "down": down_seconds * 1e6}
 
 
-def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[Candidate], float]:
-    """Median seconds of one GEMM with a tile; infinite where it does not run."""
+def timer(layer: MoeLayer, batch: MoeBatch, guess: MoeTiles, repeats: int) -> Callable[[Candidate], float]:
+    """Median seconds of one GEMM with a tile; infinite where it does not run, or differs from the guess."""
     num_entries, top_k = batch.topk_ids.numel(), batch.topk_ids.shape[1]
     gate_up, down = layer.gate_up, layer.down
     (num_experts, hidden_size, _), intermediate_size = down.w.shape, gate_up.w.shape[1] // 2
-    activated = torch.randn(num_entries, intermediate_size, device=device, dtype=batch.hidden_states.dtype)
-    parts = torch.empty(num_entries, hidden_size, device=device, dtype=activated.dtype)
-    out = torch.empty_like(activated)
+    x = batch.hidden_states
+    activated = x.new_empty(num_entries, intermediate_size).normal_()
+    outputs = {True: torch.empty_like(activated), False: x.new_empty(num_entries, hidden_size)}
+    compared = slice(None, None, -(-num_entries // _MAX_COMPARED))
+    expected: dict[bool, torch.Tensor] = {}
 
-    def seconds(candidate: Candidate) -> float:
-        tile = candidate.tile
+    def call_of(candidate: Candidate) -> Call:
+        tile, out = candidate.tile, outputs[candidate.gated].fill_(math.nan)
         aligned = moe_align_block_size(batch.topk_ids, tile.block_m, num_experts, expert_map=layer.expert_map)
 
-        def call() -> None:
+        def call() -> torch.Tensor:
             if candidate.gated:
-                expert_gemm(batch.hidden_states, gate_up, out, aligned, tile, activation="silu", entries_per_row=top_k)
+                expert_gemm(x, gate_up, out, aligned, tile, activation="silu", entries_per_row=top_k)
             else:
-                expert_gemm(activated, down, parts, aligned, tile, entry_weights=batch.topk_weights)
+                expert_gemm(activated, down, out, aligned, tile, entry_weights=batch.topk_weights)
+            return out[compared]
 
+        return call
+
+    for candidate in (Candidate(True, guess.gate_up), Candidate(False, guess.down)):
+        expected[candidate.gated] = call_of(candidate)().clone()
+
+    def seconds(candidate: Candidate) -> float:
         try:
-            return statistics.median(take([call], device, REPEATS))
+            call = call_of(candidate)
+            Result(call(), expected[candidate.gated]).check()
+            return statistics.median(take([call], x.device, repeats))
+        except WrongResultError:
+            return math.inf
         except Exception:  # a launch that the device refuses
+            if not released(x.device):
+                raise
             return math.inf
 
     return seconds
+
+
+class Tuner:
+    """The cases of `main`'s arguments, one a number of tokens, and their table."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._end = time.monotonic() + args.budget
+        self._num_left = 0
+        (self._model,) = (model for model in (*MODELS, GPT_OSS) if model.name == args.model)
+        self.path, self.table = Path(), Json()
+
+    def cases(self, setting: Setting) -> list[MoeCase]:
+        """Open the table, and return the cases that it lacks."""
+        model, packed, chip = self._model, self._args.packed, device_of(setting.device)
+        kind = table_dtype(packed, setting.dtype)
+        width = shape_of(model, 1, packed).intermediate_size
+        self.path = self._args.out / table_name(model.num_experts, width, chip.name, kind)
+        self.table = new_table(model, chip.arch, packed)
+        if self.path.exists():
+            self.table = json.loads(self.path.read_text())
+        cases = []
+        for tokens in self._args.tokens:
+            is_gemv = takes_gemv(shape_of(model, tokens, packed), is_quantized=bool(packed))
+            if str(tokens) not in self.table["tiles"] and not is_gemv:
+                cases.append(MoeCase(model, tokens, "balanced", PACKED.get(packed)))
+        self._num_left = len(cases)
+        return cases
+
+    @functools.cached_property
+    def _layer(self) -> MoeLayer:
+        device = torch.device("cuda")
+        return MoeCase(self._model, 1, "balanced", PACKED.get(self._args.packed)).layer(device, torch.bfloat16)
+
+    def measure(self, case: MoeCase, setting: Setting) -> Json:
+        """Tune a number of tokens, and write the table."""
+        now = time.monotonic()
+        end = now + (self._end - now) / self._num_left
+        self._num_left -= 1
+        chip, shape = device_of(setting.device), shape_of(case.model, case.num_tokens, self._args.packed)
+        guess = fallback_tiles(shape, chip)
+        candidates = by_promise(search_space(shape, chip.arch), guess)
+        seconds = timer(self._layer, case.batch(setting.device, setting.dtype), guess, setting.repeats)
+        tiles, times = tune(compiled(candidates, seconds, end), seconds)
+        entry = {name: asdict(tile) for name, tile in tiles.items()}
+        self.table["tiles"][str(case.num_tokens)] = {**entry, "microseconds": times}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        save(self.path, self.table)
+        return {"name": case.name, "value": sum(times.values()), "unit": "us", "detail": times}
 
 
 def shape_of(model: MoeModel, num_tokens: int, packed: str = "") -> MoeShape:
@@ -197,46 +267,19 @@ def new_table(model: MoeModel, arch: str, packed: str = "") -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = option_parser(__doc__, "budget")
+    """Tune, and print how many numbers of tokens the table has."""
+    parser = option_parser(__doc__, *RESUMABLE)
     parser.add_argument("--model", required=True, choices=[model.name for model in (*MODELS, GPT_OSS)])
     parser.add_argument("--packed", choices=list(PACKED), default="", help="format of packed weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the tables; default: %(default)s")
     args = parser.parse_args(argv)
-    if interpreting():
-        parser.error(INTERPRETING)
-    if not torch.cuda.is_available():
-        parser.error("torch finds no GPU: tiles are timed on the GPU that they are for, so run this there")
-    end = time.monotonic() + args.budget
-    device = torch.device("cuda")
-    chip = device_of(device)
-    (model,) = (model for model in (*MODELS, GPT_OSS) if model.name == args.model)
-    any_shape = shape_of(model, 1, args.packed)
-    kind = table_dtype(args.packed, torch.bfloat16)
-    path = args.out / table_name(model.num_experts, any_shape.intermediate_size, chip.name, kind)
-    table = new_table(model, chip.arch, args.packed)
-    if path.exists():
-        table = json.loads(path.read_text())
-    shapes = {}
-    for tokens in args.tokens:
-        shape = shape_of(model, tokens, args.packed)
-        if str(tokens) not in table["tiles"] and not takes_gemv(shape, is_quantized=bool(args.packed)):
-            shapes[tokens] = shape
-    layer = MoeCase(model, 1, "balanced", PACKED.get(args.packed)).layer(device, torch.bfloat16)
-    for index, (tokens, shape) in enumerate(shapes.items()):
-        now = time.monotonic()
-        if now > end:
-            break
-        batch = MoeCase(model, tokens, "balanced").batch(device, torch.bfloat16)
-        candidates = by_promise(search_space(shape, chip.arch), fallback_tiles(shape, chip))
-        seconds = timer(layer, batch, device)
-        tiles, times = tune(compiled(candidates, seconds, now + (end - now) / (len(shapes) - index)), seconds)
-        row = {name: asdict(tile) for name, tile in tiles.items()}
-        table["tiles"][str(tokens)] = {**row, "microseconds": times}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(path, table)
-    print(f"{path}: {len(table['tiles'])} numbers of tokens")
-    return 0
+    tuner = Tuner(args)
+    repeats = {"cuda": 7}
+    benchmark = Benchmark("tune_moe", __doc__, tuner.cases, tuner.measure, repeats, device="cuda", has_limits=False)
+    code = benchmark.run(parser, args)
+    print(f"{tuner.path}: {len(tuner.table['tiles'])} numbers of tokens")
+    return code
 
 
 if __name__ == "__main__":

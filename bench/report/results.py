@@ -20,6 +20,7 @@ TITLES = {
     "cache": "Cache, time on the host",
     "engine": "Engine",
     "tune_attention": "Tiles of attention",
+    "tune_moe": "Tiles of experts",
     "verify": "Kernels against float64",
     "sanitize": "Concurrency sanitizer",
     "gpu": "Steps of the run",

@@ -5,6 +5,7 @@ import logging
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ import torch
 pytest.importorskip("triton", reason="tuning needs triton")
 
 from paged.bench.moe import tune as tune_module
-from paged.bench.moe.cases import MODELS
-from paged.bench.moe.tune import Candidate, by_promise, compiled, new_table, search_space, shape_of, tune
+from paged.bench.moe.cases import MODELS, MoeCase, MoeModel
+from paged.bench.moe.tune import Candidate, by_promise, compiled, new_table, search_space, shape_of, timer, tune
 from paged.kernels.common.device import Device
 from paged.kernels.moe import config as moe_config
-from paged.kernels.moe.config import MoeTile, fallback_tiles, load_table, moe_tiles, table_name
+from paged.kernels.moe.config import MoeTile, MoeTiles, fallback_tiles, load_table, moe_tiles, table_name
 
 QWEN3 = MODELS[0]
 H200 = Device("sm_90", 132, "NVIDIA H200")
@@ -53,6 +54,30 @@ def test_rows_are_shared_by_the_least_sum() -> None:
     tiles, microseconds = tune(times, lambda candidate: times[candidate])
     assert tiles == {"gate_up": replace(TILE, num_warps=8), "down": TILE}
     assert microseconds == {"gate_up": 2e6, "down": 4e6}
+
+
+def test_wrong_and_refused_tiles_take_no_time_and_a_lost_device_ends_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    case = MoeCase(MoeModel("small", 4, 2, 64, 32, 4), 5, "balanced")
+    wrong, refused, lost = (replace(TILE, num_warps=warps) for warps in (1, 2, 8))
+    multiply = tune_module.expert_gemm
+
+    def faulty(x: torch.Tensor, linear: Any, out: torch.Tensor, aligned: Any, tile: MoeTile, **options: Any) -> None:
+        if tile in (refused, lost):
+            raise RuntimeError("an illegal memory access was encountered")
+        if tile != wrong:  # which writes nothing
+            multiply(x, linear, out, aligned, tile, **options)
+
+    monkeypatch.setattr(tune_module, "expert_gemm", faulty)
+    layer, batch = case.layer(device, torch.float32), case.batch(device, torch.float32)
+    seconds = timer(layer, batch, MoeTiles(TILE, TILE), 2)
+    for gated in (True, False):
+        other = replace(TILE, block_m=16, block_n=32)
+        assert seconds(Candidate(gated, other)) < math.inf
+        assert seconds(Candidate(gated, wrong)) == seconds(Candidate(gated, refused)) == math.inf
+    monkeypatch.setattr(tune_module, "released", lambda _: False)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        seconds(Candidate(True, lost))
 
 
 def test_table_is_looked_up_by_the_nearest_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
