@@ -12,7 +12,6 @@ skipped, so a stopped run can continue; with --json and --resume also after a ca
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -200,6 +199,7 @@ class Tuner:
         self._args = args
         self._end = time.monotonic() + args.budget
         self._num_left = 0
+        self._layer: MoeLayer | None = None
         (self._model,) = (model for model in (*MODELS, GPT_OSS) if model.name == args.model)
         self.path, self.table = Path(), Json()
 
@@ -220,11 +220,6 @@ class Tuner:
         self._num_left = len(cases)
         return cases
 
-    @functools.cached_property
-    def _layer(self) -> MoeLayer:
-        device = torch.device("cuda")
-        return MoeCase(self._model, 1, "balanced", PACKED.get(self._args.packed)).layer(device, torch.bfloat16)
-
     def measure(self, case: MoeCase, setting: Setting) -> Json:
         """Tune a number of tokens, and write the table."""
         now = time.monotonic()
@@ -232,6 +227,8 @@ class Tuner:
         self._num_left -= 1
         chip, shape = device_of(setting.device), shape_of(case.model, case.num_tokens, self._args.packed)
         guess = fallback_tiles(shape, chip)
+        if self._layer is None:
+            self._layer = case.layer(setting.device, setting.dtype)
         candidates = by_promise(search_space(shape, chip.arch), guess)
         seconds = timer(self._layer, case.batch(setting.device, setting.dtype), guess, setting.repeats)
         tiles, times = tune(compiled(candidates, seconds, end), seconds)

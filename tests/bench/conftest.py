@@ -1,5 +1,6 @@
 """Results as the benchmarks write them, of cases small enough for a test."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,9 +17,13 @@ from paged.bench.engine import run as bench_engine
 from paged.bench.kernels import run as bench_kernels
 from paged.bench.limits import Ceilings
 from paged.bench.moe import run as bench_moe
+from paged.bench.moe import tune as tune_moe
+from paged.bench.moe.cases import MoeModel
 from paged.bench.report.build import main
 from paged.bench.verification import run as verify
 from paged.bench.verification import sanitize
+from paged.kernels.moe.config import load_table
+from tests.deadline import HANG_S
 
 FOLDER = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -75,6 +80,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         rows = [tune_attention.measure(tune_attention.TileCase(ATTENTION[0].small()), Setting(CPU, 2))]
         tuned = {**environment("tune_attention", CPU, LIMITS), "rows": rows}
         paths["tune_attention"].write_text(json.dumps(tuned))
+
+        small = MoeModel("small", 8, 2, 64, 32, 8)
+        patch.setattr(tune_moe, "MODELS", (small,))
+        patch.setattr(tune_moe, "compile_ahead", lambda *_: [])
+        patch.setattr(tune_moe, "timer", lambda *_: lambda _: 1e-5)
+        options = {"model": "small", "packed": "", "tokens": [1, 64], "out": folder / "tiles", "budget": HANG_S}
+        tuner = tune_moe.Tuner(argparse.Namespace(**options))
+        rows = [tuner.measure(case, Setting(CPU, 2)) for case in tuner.cases(Setting(CPU, 2))]
+        paths["tune_moe"] = folder / "tune_moe.json"
+        paths["tune_moe"].write_text(json.dumps({**environment("tune_moe", CPU), "rows": rows}))
+        assert [row["name"] for row in rows] == ["small.balanced.64"], "a token takes no tile"
+        assert load_table(tuner.path).keys() == {64 * small.top_k}
+        assert tuner.cases(Setting(CPU, 2)) == []
 
         patch.setattr(sanitize, "compile_cases", lambda _: None)
         rows = [sanitize.measure(sanitize.CASES[0], Setting(CPU, 1))]
