@@ -2,18 +2,14 @@
 
 The engine runs its GPU path over CPU tensors. A clock stands in for the device: replayed steps take a fixed time, one
 after the other, and tokens can be read when their step has ended. The clock idles only if the host is late.
-
-    python -m bench.engine.host_gap                      # tables of Engine and AsyncEngine
-    python -m cProfile -s tottime -m bench.engine.host_gap --batches 256 --device-ms 0
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 from unittest import mock
@@ -23,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from paged import AsyncEngine, Engine, EngineConfig, LlmExecutor, SamplingParams
-from paged.bench.benchmark import option_parser
+from paged.bench.benchmark import Json, Setting
 from paged.bench.engine.models import MODELS, random_executor
 from paged.executors.sampling import sampler
 from paged.models import paged_lm, step_graphs
@@ -39,6 +35,7 @@ _MODEL = MODELS["Llama-10M"] | {
     "intermediate_size": 64,
 }
 _MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+_NUM_STEPS = 200
 # Lengths differ, so that one sequence in 16 begins a block in a step, as in service.
 _LONGEST_PROMPT = 108
 # Below this a sleep is too coarse; what waits then gives way to other threads, as a wait for a GPU does.
@@ -125,44 +122,48 @@ def begin(engine: Engine, num_sequences: int, num_steps: int) -> None:
     gc.collect()
 
 
-def engine_row(num_sequences: int, device_ms: float, num_steps: int = 200) -> list[str]:
-    """Return a row: host time of a step without a device, and idle time before steps of `device_ms`."""
-    with pretended(num_sequences, 2 * num_steps) as (clock, engine):
-        begin(engine, num_sequences, 2 * num_steps)
+def engine_gap(name: str, num_sequences: int, device_ms: float, _setting: Setting) -> Json:
+    """Measure idle time before steps of `device_ms`, and the host time of a step without a device."""
+    with pretended(num_sequences, 2 * _NUM_STEPS) as (clock, engine):
+        begin(engine, num_sequences, 2 * _NUM_STEPS)
         clock.starts.clear()
-        for _ in range(num_steps):
+        for _ in range(_NUM_STEPS):
             engine.step()
-        host = _periods(clock)
+        periods = np.diff(clock.starts)
         clock.seconds = device_ms / 1e3
         engine.step()
         clock.gaps.clear()
-        for _ in range(num_steps):
+        for _ in range(_NUM_STEPS):
             engine.step()
-        return ["Engine", str(num_sequences), f"{device_ms:g}", f"{1e6 * median(host):.0f}", *_gaps(clock)]
+        return _row(name, clock, periods)
 
 
-async def async_engine_row(num_sequences: int, device_ms: float, num_steps: int = 200) -> list[str]:
+def async_engine_gap(name: str, num_sequences: int, device_ms: float, _setting: Setting) -> Json:
     """The same of AsyncEngine, with a reader for each sequence."""
-    with pretended(num_sequences, 8 * num_steps) as (clock, engine):
+    return asyncio.run(_read_all(name, num_sequences, device_ms))
+
+
+async def _read_all(name: str, num_sequences: int, device_ms: float) -> Json:
+    with pretended(num_sequences, 8 * _NUM_STEPS) as (clock, engine):
         server = AsyncEngine(engine)
 
         async def read(number: int) -> None:
-            async for output in server.generate(prompt(number), params(8 * num_steps), deltas=True):
+            async for output in server.generate(prompt(number), params(8 * _NUM_STEPS), deltas=True):
                 assert output.outputs[0].token_ids
 
         readers = [asyncio.create_task(read(number)) for number in range(num_sequences)]
         while (await server.status()).decoding < num_sequences or len(clock.starts) < 20:
             await asyncio.sleep(0.01)
         clock.starts.clear()
-        while len(clock.starts) < num_steps:
+        while len(clock.starts) < _NUM_STEPS:
             await asyncio.sleep(0.02)
-        host = _periods(clock)
+        periods = np.diff(clock.starts)
         clock.seconds = device_ms / 1e3
         await asyncio.sleep(0.1)
         clock.gaps.clear()
-        while len(clock.gaps) < num_steps:
+        while len(clock.gaps) < _NUM_STEPS:
             await asyncio.sleep(0.05)
-        row = ["AsyncEngine", str(num_sequences), f"{device_ms:g}", f"{1e6 * median(host):.0f}", *_gaps(clock)]
+        row = _row(name, clock, periods)
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
@@ -170,32 +171,12 @@ async def async_engine_row(num_sequences: int, device_ms: float, num_steps: int 
         return row
 
 
-def _periods(clock: Clock) -> list[float]:
-    return np.diff(clock.starts).tolist()  # type: ignore[no-any-return]
-
-
-def _gaps(clock: Clock) -> list[str]:
-    """Median, 90th percentile and share of steps without a gap."""
-    gaps = sorted(clock.gaps)
-    share = sum(gap < 1e-6 for gap in gaps) / len(gaps)
-    return [f"{1e6 * median(gaps):.0f}", f"{1e6 * gaps[int(0.9 * len(gaps))]:.0f}", f"{100 * share:.0f}"]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables."""
-    parser = option_parser(__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--device-ms", type=float, nargs="+", default=[1.0, 5.0])
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    print("| engine | sequences | device, ms a step | host, us a step | gap, us | 90 % below | steps without, % |")
-    print("|---|---|---|---|---|---|---|")
-    for device_ms in options.device_ms:
-        for num_sequences in options.batches:
-            print("|", " | ".join(engine_row(num_sequences, device_ms)), "|", flush=True)
-        for num_sequences in options.batches:
-            print("|", " | ".join(asyncio.run(async_engine_row(num_sequences, device_ms))), "|", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def _row(name: str, clock: Clock, periods: NDArray[np.float64]) -> Json:
+    """Return the row of a clock's gaps, and of the periods of steps that took no time."""
+    gaps = np.array(clock.gaps)
+    detail = {
+        "host_us": 1e6 * float(np.median(periods)),
+        "gap_p90_us": 1e6 * float(np.quantile(gaps, 0.9)),
+        "percent_without_gap": 100 * float(np.mean(gaps < 1e-6)),
+    }
+    return {"name": name, "value": 1e6 * float(np.median(gaps)), "unit": "us idle", "detail": detail}

@@ -9,6 +9,9 @@ Rows, and their goals:
 overhead.greedy, overhead.sampled: microseconds of a step with 256 decoding sequences outside of the executor's call:
     plan, items, what sampling needs, stops. The executor is the oracle without its attention, and the arithmetic of
     sampling, which is a device's, is left out too (`with_sampling_us` has it in). At most 300 us.
+host_gap.Engine.N.1ms, host_gap.AsyncEngine.N.5ms, ...: on a CPU, microseconds that a device waits for the host before a
+    decode step of N sequences that takes it so long, by a clock in place of the device. `host_us` is a step's host
+    time. To profile it: `python -m cProfile -s tottime -m bench.engine.run --only host_gap.Engine.256.1ms`.
 decode.Qwen3-8B, decode.Qwen3-30B-A3B: tokens a second of 64 sequences that decode behind 4,096 tokens, random weights,
     on a GPU alone. `percent` is the share of the least time in which weights and cache can be read, at least 80 for the
     first; a step takes the device `replay_us`, and `gap_us` more. decode.Qwen3-8B.1 is of one sequence, and
@@ -62,6 +65,7 @@ from paged.bench.engine import quantized
 from paged.bench.engine.conversations import conversations
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode, decode_early
+from paged.bench.engine.host_gap import BATCHES, async_engine_gap, engine_gap
 from paged.bench.engine.long_prompt import long_prompt
 from paged.bench.engine.throughput import throughput
 from paged.bench.limits import at_most, times_us
@@ -172,6 +176,11 @@ def _cases() -> list[Case]:
             cases.append(Case(name, partial(long_prompt, name, model, stretch), device))
     for name, params in (("overhead.greedy", _GREEDY), ("overhead.sampled", _SAMPLED)):
         cases.append(Case(name, partial(overhead, name, params)))
+    for device_ms in (1, 5):
+        for kind, measure_gap in (("Engine", engine_gap), ("AsyncEngine", async_engine_gap)):
+            for batch in BATCHES:
+                name = f"host_gap.{kind}.{batch}.{device_ms}ms"
+                cases.append(Case(name, partial(measure_gap, name, batch, device_ms), "cpu"))
     for size, target, device in (("8B", 5.0, "cuda"), ("10M", 10.0, None), ("100M", 2.5, None)):
         cases.append(Case(f"throughput.{size}", partial(throughput, size, target), device))
     for model, dtypes, target in _BESIDE_VLLM:

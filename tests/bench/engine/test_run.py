@@ -46,6 +46,14 @@ def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyP
     assert row["goals"][0]["met"] == (row["value"] <= 300)
 
 
+def test_a_clock_stands_in_for_the_device() -> None:
+    """Steps are recorded, replayed and read without a device, and each has a gap, of 0 or more."""
+    (case,) = (case for case in bench_engine.CASES if case.name == "host_gap.Engine.1.1ms")
+    row = case.measure(Setting(CPU, 2))
+    assert row["detail"]["host_us"] > 0
+    assert 0 <= row["value"] <= row["detail"]["gap_p90_us"]
+
+
 def test_a_kernel_loaded_late_is_said_beside_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is not built again, as it is where a row of a kernel is measured again."""
     triton = pytest.importorskip("triton")
