@@ -15,24 +15,21 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest import mock
 
+import torch
+
+from paged.bench.benchmark import benchmark_dtype, check_only, released
+from paged.bench.check import Result, WrongResultError
+from paged.bench.operations import dtype_of
+from paged.bench.verification.candidate import Candidate, NotTakenError, definition_of, is_of
+from paged.bench.verification.cases import CHECKS, Check
+from paged.bench.verification.diagnosis import explain
+from paged.bench.verification.replay import Replay, about, backends
 from paged.errors import InvalidInputError, UnsupportedError
-
-if TYPE_CHECKING:
-    import torch
-
-    from paged.bench.check import Result
-    from paged.bench.verification.candidate import Candidate
-    from paged.bench.verification.cases import Check
-    from paged.bench.verification.replay import Replay
-
-DESCRIPTION = (
-    "Check every kernel against a slow, simple version in float64, and cache and attention together against a model "
-    "with closed-form answers. On a CPU this checks what models run there: numba kernels and PyTorch. --backend triton "
-    "runs the Triton kernels in Triton's interpreter. The exit code is 1 if a result is wrong."
-)
+from paged.kernels.common import compat
+from paged.kernels.common import device as devices
+from paged.recorder import read_call
 
 
 @dataclass(frozen=True)
@@ -53,42 +50,12 @@ class Row:
     reason: str | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to check, and where."""
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    parser.add_argument(
-        "--backend", choices=["triton", "torch", "numba"], help="default: what models run on the device"
-    )
-    parser.add_argument("--quick", action="store_true", help="one dtype, and fewer cases")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--op", metavar="NAME", help="cases of this operation, such as paged_attention")
-    parser.add_argument(
-        "--candidate",
-        metavar="MODULE:FUNCTION",
-        help="with --op: check this function, which takes the operation's arguments or some of them, in its place",
-    )
-    parser.add_argument(
-        "--replay",
-        type=Path,
-        metavar="FILE",
-        help="instead of the cases: a recorded call (see paged.record), as recorded and by each backend",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Check everything and print a row each; return 1 if a result is wrong.
 
     Raises:
         UnsupportedError: the device does not exist, or its backend cannot run here.
     """
-    import torch
-
-    from paged.bench.verification.candidate import Candidate, definition_of
-    from paged.kernels.common.compat import HAS_TRITON, interpreting
-    from paged.kernels.common.device import has_numba, use_triton
-    from paged.recorder import read_call
-
     candidate = None
     if args.replay:
         args.op = args.op or read_call(args.replay, torch.device("cpu")).operation
@@ -105,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         device = torch.device("cuda")
     if device.type == "cuda" and not has_gpu:
         raise UnsupportedError("--device cuda: torch finds no GPU; see `paged info`")
-    if args.backend == "triton" and device.type == "cpu" and HAS_TRITON and not interpreting():
+    if args.backend == "triton" and device.type == "cpu" and compat.HAS_TRITON and not compat.interpreting():
         # The interpreter must be chosen before triton is imported.
         command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", "triton"]
         for option in ("quick", "json"):
@@ -116,17 +83,17 @@ def run(args: argparse.Namespace) -> int:
                 command += [f"--{option}", str(getattr(args, option))]
         return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     choice = args.backend or os.environ.get("PAGED_BACKEND", "")
-    can_run_numba = device.type == "cpu" and has_numba()
+    can_run_numba = device.type == "cpu" and devices.has_numba()
     if choice == "numba" and not can_run_numba:
         raise UnsupportedError(
             f"numba kernels cannot run on {device}: they need a CPU, numba, and PyTorch's GNU OpenMP"
         )
-    if not choice and can_run_numba and not interpreting():
+    if not choice and can_run_numba and not compat.interpreting():
         choice = "numba"
     backend, where = choice or "torch", f"on {device}"
     with mock.patch.dict(os.environ, {"PAGED_BACKEND": choice}):
         interpreted = False
-        if use_triton(device):
+        if devices.use_triton(device):
             backend, interpreted = "triton", device.type == "cpu"
         if args.replay:
             rows = list(_replay(args, device, candidate))
@@ -138,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if interpreted:
         where = "in Triton's interpreter"
     if args.json:
-        report = {"device": str(device), "backend": backend, "interpreted": interpreting(), "wrong": wrong}
+        report = {"device": str(device), "backend": backend, "interpreted": compat.interpreting(), "wrong": wrong}
         report["not_checked"] = not_checked
         print(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
@@ -156,12 +123,6 @@ def _check_all(
     args: argparse.Namespace, device: torch.device, candidate: Candidate | None, *, interpreted: bool
 ) -> Iterator[Row]:
     """The rows, each printed when it is there; the last one is of a check that left the device unusable."""
-    import torch
-
-    from paged.bench.benchmark import benchmark_dtype, check_only, released
-    from paged.bench.verification.candidate import is_of
-    from paged.bench.verification.cases import CHECKS
-
     checks = list(CHECKS)
     if args.op:
         checks = [check for check in checks if is_of(args.op, check.name)]
@@ -190,9 +151,6 @@ def _check_all(
 
 def _replay(args: argparse.Namespace, device: torch.device, candidate: Candidate | None) -> Iterator[Row]:
     """Yield rows of a recorded call: as recorded, then by the candidate, or by each backend or the chosen one."""
-    from paged.bench.operations import dtype_of
-    from paged.bench.verification.replay import Replay, about, backends
-
     names = backends(device)
     if args.backend:
         names = [args.backend]
@@ -226,11 +184,6 @@ def _row(
     explained: Candidate | Replay | None = None,
 ) -> Row:
     """explained: the call whose mistake is named; by default the candidate's last one."""
-    import torch
-
-    from paged.bench.check import WrongResultError
-    from paged.bench.verification.candidate import NotTakenError
-
     torch.manual_seed(0)
     start = time.perf_counter()
     row = Row(check.name, str(dtype).removeprefix("torch."), 0.0, 0.0, False)
@@ -262,8 +215,6 @@ def _row(
 
 def _with_result(row: Row, result: Result, call: Candidate | Replay | None) -> Row:
     """Return the row with a result's error, and with its first wrong element if the row has none."""
-    from paged.bench.verification.diagnosis import explain
-
     shares = result.shares()
     if shares.numel():
         row = replace(row, worst=max(row.worst or 0.0, float(shares.max())))

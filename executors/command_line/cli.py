@@ -20,8 +20,7 @@ from paged.printable import one_line
 
 RECALL = Path(__file__).resolve().parents[2] / "models" / "recall"
 
-# command -> (module, summary). A module has DESCRIPTION, add_arguments(parser) and run(args) -> exit code. Benchmarks
-# are imported by name because `bench` imports this package.
+# command -> (module, summary). A module has DESCRIPTION, add_arguments(parser) and run(args) -> exit code.
 _COMMANDS = {
     "bench": ("paged.executors.command_line.bench", "run one benchmark, or all"),
     "generate": ("paged.executors.command_line.generate", "answer prompts with a checkpoint"),
@@ -29,7 +28,7 @@ _COMMANDS = {
     "inspect": ("paged.executors.command_line.inspect", "describe a checkpoint, or draw a KV cache"),
     "quantize": ("paged.executors.command_line.quantize", "write a quantised copy of a checkpoint"),
     "serve": ("paged.executors.command_line.serve", "serve a checkpoint by HTTP"),
-    "verify": ("paged.bench.verification.verify", "check every kernel on this machine against float64"),
+    "verify": ("paged.executors.command_line.verify", "check every kernel on this machine against float64"),
 }
 _INTERRUPTED = 130
 

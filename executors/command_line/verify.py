@@ -1,0 +1,41 @@
+"""`paged verify`: check every kernel on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+DESCRIPTION = (
+    "Check every kernel against a slow, simple version in float64, and cache and attention together against a model "
+    "with closed-form answers. On a CPU this checks what models run there: numba kernels and PyTorch. --backend triton "
+    "runs the Triton kernels in Triton's interpreter. The exit code is 1 if a result is wrong."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what to check, and where."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    parser.add_argument(
+        "--backend", choices=["triton", "torch", "numba"], help="default: what models run on the device"
+    )
+    parser.add_argument("--quick", action="store_true", help="one dtype, and fewer cases")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--op", metavar="NAME", help="cases of this operation, such as paged_attention")
+    parser.add_argument(
+        "--candidate",
+        metavar="MODULE:FUNCTION",
+        help="with --op: check this function, which takes the operation's arguments or some of them, in its place",
+    )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="instead of the cases: a recorded call (see paged.record), as recorded and by each backend",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, by `paged.bench`, which is imported by name because it imports this package."""
+    return int(importlib.import_module("paged.bench.verification.verify").run(args))
