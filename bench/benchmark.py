@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paged.bench.check import WrongResultError
-from paged.bench.limits import Ceilings
+from paged.bench.limits import Ceilings, is_fault
 from paged.bench.timing import CompiledWhileTimedError, ceilings, device_name, memory_gib
 from paged.bench.watchdog import WATCHDOG, hung_at
 from paged.errors import InvalidInputError
@@ -363,7 +363,7 @@ def line(row: Json) -> str:
             name = f"{name} ({peer['backend']})"
         parts.append(f"{name} {peer['ratio']:.2f}x")
     for name, reason in row.get("absent", {}).items():
-        if reason.startswith(("wrong", "failed")):
+        if is_fault(reason):
             parts.append(f"{name} {reason}")
     for goal in row.get("goals", []):
         verdict = "MISSED"

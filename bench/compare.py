@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paged.bench.benchmark import option_parser
+from paged.bench.limits import times_us
 from paged.errors import InvalidInputError
 
 _CONFIDENCE = 1.96  # standard errors on each side that hold 95 % of a normal distribution
@@ -31,7 +32,7 @@ _P20_TO_P80, _MEDIAN_ERROR = 1.683, 1.2533
 
 
 class Run(NamedTuple):
-    """One run of a case: the logarithm of its median in seconds, and the standard error of that."""
+    """One run of a case: the logarithm of its median in microseconds, and the standard error of that."""
 
     log_median: float
     error: float
@@ -74,13 +75,13 @@ def read(path: Path) -> dict[str, Run]:
     runs = {}
     try:
         report: dict[str, Any] = json.loads(path.read_text())
+        rows = report.get("rows", [])
         for case in report.get("benchmarks", []):
-            deciles = statistics.quantiles(case["stats"]["data"], n=10, method="inclusive")
-            runs[case["name"]] = run_of(deciles[4], deciles[1], deciles[7], len(case["stats"]["data"]))
-        for row in report.get("rows", []):
+            samples = case["stats"]["data"]
+            rows.append({"name": case["name"], "samples": len(samples), **times_us(samples)})
+        for row in rows:
             if "median_us" in row:
-                times = row["median_us"], row["p20_us"], row["p80_us"]
-                runs[row["name"]] = run_of(*times, row.get("samples", 2))
+                runs[row["name"]] = run_of(row["median_us"], row["p20_us"], row["p80_us"], row.get("samples", 2))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInputError(f"{path}: no results of a benchmark: {type(error).__name__}: {error}") from error
     if not runs:

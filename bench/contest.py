@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,19 @@ def peers_of(peers: Sequence[Peer], case: Any, setting: Setting) -> list[str]:
         if peer.refuses(case, setting.dtype, setting.device) is None:
             names.append(peer.name)
     return names
+
+
+def beside(
+    taken: Mapping[str, Sequence[float]], result: Callable[[Sequence[float]], Json]
+) -> tuple[Json, dict[str, Json]]:
+    """Return the result of our seconds, and each peer's, with its median over ours as `ratio`."""
+    ours = result(taken[OURS])
+    peers = {}
+    for name, seconds in taken.items():
+        if name != OURS:
+            times = result(seconds)
+            peers[name] = times | {"ratio": times["median_us"] / ours["median_us"]}
+    return ours, peers
 
 
 @dataclass
@@ -100,13 +113,8 @@ class Contest:
         taken = take_in_turns(
             self.samples, self.setting.repeats, max_seconds=self.max_seconds, min_samples=self.min_samples
         )
-        our_seconds = taken.pop(OURS)
-        ours = self.result(our_seconds)
-        peers = {}
-        for name, seconds in taken.items():
-            times = self.result(seconds)
-            peers[name] = times | {"ratio": times["median_us"] / ours["median_us"]}
-        row = {**self.about, "samples": len(our_seconds), **ours, "peers": peers, "absent": self.absent, "goals": []}
+        ours, peers = beside(taken, self.result)
+        row = {**self.about, "samples": len(taken[OURS]), **ours, "peers": peers, "absent": self.absent, "goals": []}
         if self.cost is not None:
             row |= {"flops": self.cost.flops, "num_bytes": self.cost.num_bytes}
             row |= {"method": self.method, "cold": self.is_cold}

@@ -38,10 +38,18 @@ class Ceilings:
         return matmul, "matmul"
 
 
+def percentile(samples: Sequence[float], tenths: int) -> float:
+    """Return the percentile 10 * tenths of at least two samples."""
+    return statistics.quantiles(samples, n=10, method="inclusive")[tenths - 1]
+
+
 def times_us(samples: Sequence[float]) -> dict[str, float]:
     """Return median, 20th and 80th percentile in microseconds of at least two samples in seconds."""
-    deciles = statistics.quantiles(samples, n=10, method="inclusive")
-    return {"median_us": statistics.median(samples) * 1e6, "p20_us": deciles[1] * 1e6, "p80_us": deciles[7] * 1e6}
+    return {
+        "median_us": statistics.median(samples) * 1e6,
+        "p20_us": percentile(samples, 2) * 1e6,
+        "p80_us": percentile(samples, 8) * 1e6,
+    }
 
 
 def speed(samples: Sequence[float], cost: Cost, limits: Ceilings) -> dict[str, Any]:
@@ -63,6 +71,11 @@ def speed(samples: Sequence[float], cost: Cost, limits: Ceilings) -> dict[str, A
 
 Goal = dict[str, Any]
 """As a row holds it: text, value, met; the last two are None where what the goal compares with did not run."""
+
+
+def is_fault(reason: str) -> bool:
+    """Return whether a peer took part and was wrong or failed, unlike one that is absent or cannot take the case."""
+    return reason.startswith(("wrong", "failed"))
 
 
 def at_least(text: str, value: float | None, target: float) -> Goal:

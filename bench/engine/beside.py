@@ -13,6 +13,7 @@ import torch
 from paged import Engine, LlmExecutor, SamplingParams
 from paged.bench.benchmark import Json
 from paged.bench.check import WrongResultError
+from paged.bench.contest import OURS, beside
 from paged.bench.limits import Ceilings, Cost, at_least, speed
 from paged.bench.timing import late_kernels, stolen_seconds
 from paged.bench.watchdog import WATCHDOG
@@ -20,7 +21,6 @@ from paged.bench.watchdog import WATCHDOG
 # Largest CPU steal of a run, as a fraction of a core's time. With more, a run of 1.9 s took up to 5 s, by chance for
 # either engine. On a dedicated machine a run of 1 s shows at most 0.01, the clock's step.
 _MAX_STOLEN = 0.03
-OURS = "ours"
 
 
 class Run(NamedTuple):
@@ -117,18 +117,14 @@ def row_beside(
 
     percent: of the least time for `cost`.
     """
-    times = {}
+    taken = {}
     for engine, engine_runs in runs.items():
-        times[engine] = speed([run.seconds for run in engine_runs], cost, limits)
-    ours = times.pop(OURS)
-    peers = {}
-    for peer, peer_times in times.items():
-        median_us = peer_times["median_us"]
-        peers[peer] = {"median_us": median_us, "ratio": median_us / ours["median_us"]}
+        taken[engine] = [run.seconds for run in engine_runs]
+    ours, peers = beside(taken, lambda seconds: speed(seconds, cost, limits))
     fastest = min(peers, key=lambda peer: peers[peer]["ratio"])
     detail = {
-        "peer_tokens_per_second": num_tokens / times[fastest]["median_us"] * 1e6,
-        "peer_percent": times[fastest]["percent"],
+        "peer_tokens_per_second": num_tokens / peers[fastest]["median_us"] * 1e6,
+        "peer_percent": peers[fastest]["percent"],
         "stolen_percent": 100 * _most_stolen(runs),
         "threads": torch.get_num_threads(),
         "read_gb_per_s": limits.bandwidth / 1e9,

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from paged.bench.benchmark import Json, Setting
+from paged.bench.contest import OURS
 from paged.bench.engine import vllm_process
-from paged.bench.engine.beside import OURS, Run, check_same_texts, quiet_runs, row_beside, run_engine
+from paged.bench.engine.beside import Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS, load, random_prompts, save_random
 from paged.bench.engine.peer_process import PEERS, PeerProcess

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from paged.bench.benchmark import Json, Setting
-from paged.bench.engine.beside import OURS, Run, check_same_texts, quiet_runs, row_beside, run_engine
+from paged.bench.contest import OURS
+from paged.bench.engine.beside import Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS, load, random_prompts, save_random, warm_up
 from paged.bench.timing import measured_ceilings

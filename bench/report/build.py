@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from paged.bench.benchmark import option_parser
-from paged.bench.report.results import TITLES, Json, ResultsError, Run, is_fault, read
+from paged.bench.limits import is_fault
+from paged.bench.report.results import TITLES, Json, ResultsError, Run, read
 from paged.printable import one_line
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from paged.bench.limits import is_fault
 from paged.printable import xml_text
 
 Json = dict[str, Any]
@@ -87,11 +88,6 @@ class Run:
                 if is_fault(reason):
                     faults[f"{row['name']}, {peer}"] = reason
         return faults
-
-
-def is_fault(reason: str) -> bool:
-    """Return whether a peer took part and was wrong or failed, unlike one that is absent or cannot take the case."""
-    return reason.startswith(("wrong", "failed"))
 
 
 def read(path: Path) -> Run:
