@@ -11,7 +11,7 @@ import platform
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -151,21 +151,17 @@ class Benchmark:
             parser.error("torch sees no GPU")
         if args.threads:
             torch.set_num_threads(args.threads)
-        if not args.json:
-            return self._run(args, write)
-        stack = args.json.with_suffix(".stack")
-        if args.resume and args.json.exists():
-            _refuse_running(args.json, hung_at(stack))
-        if not args.case_limit:
-            return self._run(args, write)
-        with WATCHDOG.watching(args.case_limit, stack):
-            return self._run(args, write)
-
-    def _run(self, args: argparse.Namespace, write: Write) -> int:
         end = time.monotonic() + args.budget
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
         setting = Setting(torch.device(args.device), repeats, is_small, args.peers, tuple(args.shape or ()))
-        with using_numba(args.device == "cpu" and load_numba()):  # as in models
+        with ExitStack() as stack:
+            if args.json:
+                frames = args.json.with_suffix(".stack")
+                if args.resume and args.json.exists():
+                    _refuse_running(args.json, hung_at(frames))
+                if args.case_limit:
+                    stack.enter_context(WATCHDOG.watching(args.case_limit, frames))
+            stack.enter_context(using_numba(args.device == "cpu" and load_numba()))  # as in models
             return self._run_cases(args, setting, end, write)
 
     def _run_cases(self, args: argparse.Namespace, setting: Setting, end: float, write: Write) -> int:

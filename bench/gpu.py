@@ -123,9 +123,6 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
     def plain(number: int, name: str, share: float, *command: str) -> Step:
         return Step(number, name, share, lambda _: list(command))
 
-    def timed(number: int, name: str, share: float, *command: str) -> Step:
-        return Step(number, name, share, lambda seconds: [*command, *budget(seconds)])
-
     def tests(number: int, share: float, *paths: str, name: str = "tests") -> Step:
         options = ["--skip", _SKIPPED_TESTS, "--done", str(folder / "passed.txt")]
         suite = [*PYTHON, "paged.bench.suite", "--processes", str(_TEST_PROCESSES), *options]
@@ -134,8 +131,8 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
     def compiled(number: int, share: float) -> Step:
         """Compile what this slice launched on an emulated device, in the order of its steps."""
         files = sorted(work.glob(f"variants/{number}.*"), key=lambda path: path.stat().st_mtime)
-        ahead = [sys.executable, "-m", "paged.bench.compilation.ahead"]
-        return timed(number, "compile", share, *ahead, *map(str, files))
+        ahead = [sys.executable, "-m", "paged.bench.compilation.ahead", *map(str, files)]
+        return Step(number, "compile", share, lambda seconds: [*ahead, *budget(seconds)])
 
     def profile(name: str, kernel: str, module: str, case: str) -> list[Step]:
         """Profile the first two launches of a kernel in a case by ncu; no step if there is no ncu.

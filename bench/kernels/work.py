@@ -76,6 +76,11 @@ class Draw:
     def permutation(self, size: int) -> torch.Tensor:
         return torch.randperm(size, device=self.device)
 
+    def slots(self, tokens: int) -> tuple[int, torch.Tensor]:
+        """The blocks of a cache with twice the room, and a random slot for each token."""
+        num_blocks = -(-2 * tokens // BLOCK_SIZE)
+        return num_blocks, self.permutation(num_blocks * BLOCK_SIZE)[:tokens]
+
     def rotary(self, tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Shuffled positions, and cosines and sines of random angles."""
         angles = self.floats(tokens, dim // 2)
@@ -153,11 +158,10 @@ def choose_keys(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: int, d
 def concat_and_cache_mla(draw: Draw, *, tokens: int, sizes: tuple[int, int], is_packed: bool = False) -> Work:
     """is_packed: into rows of 656 bytes, codes in e4m3, float32 scales, and the rotated part in bfloat16."""
     latent, k_rope = draw.normal(tokens, sizes[0]), draw.normal(tokens, sizes[1])
-    num_blocks = -(-2 * tokens // BLOCK_SIZE)
+    num_blocks, slots = draw.slots(tokens)
     cache = draw.normal(num_blocks, BLOCK_SIZE, sum(sizes))
     if is_packed:
         cache = torch.zeros(num_blocks, BLOCK_SIZE, 656, dtype=torch.uint8, device=draw.device)
-    slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
     num_bytes = _bytes(latent, k_rope, slots) + tokens * cache[0, 0].nbytes
     return work_of("concat_and_cache_mla", num_bytes, latent, k_rope, cache, slots)
 
@@ -166,8 +170,8 @@ def mla_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: int, sizes: tuple
     size, rope = sizes
     q = draw.normal(tokens, heads, rope)
     latent, k_rope = draw.normal(tokens, size), draw.normal(tokens, rope)
-    cache = draw.normal(-(-2 * tokens // BLOCK_SIZE), BLOCK_SIZE, size + rope)
-    slots = draw.permutation(len(cache) * BLOCK_SIZE)[:tokens]
+    num_blocks, slots = draw.slots(tokens)
+    cache = draw.normal(num_blocks, BLOCK_SIZE, size + rope)
     positions, cos_sin = draw.rotary(tokens, rope)
     tensors = q, latent, k_rope, cache, slots, positions, cos_sin, draw.normal(size)
     num_bytes = 2 * _bytes(q, latent, k_rope) + _bytes(slots, positions, cos_sin)
@@ -192,13 +196,12 @@ def cascade_attention(
 
 
 class _CacheWrite:
-    """Keys and values, caches with twice the room, a random slot for each token, and scales of caches in e4m3."""
+    """Keys and values, caches, a slot for each token, and scales of caches in e4m3."""
 
     def __init__(self, draw: Draw, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool) -> None:
-        num_blocks = -(-2 * tokens // BLOCK_SIZE)
+        num_blocks, self.slots = draw.slots(tokens)
         self.k, self.v = draw.normals(2, tokens, num_kv_heads, dim)
         self.k_cache, self.v_cache = draw.normal(2, num_blocks, BLOCK_SIZE, num_kv_heads, dim)
-        self.slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
         self.scales: dict[str, torch.Tensor] = {}
         if is_fp8:
             self.k_cache, self.v_cache = self.k_cache.to(torch.float8_e4m3fn), self.v_cache.to(torch.float8_e4m3fn)
