@@ -8,6 +8,7 @@ GPU.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -20,6 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import paged
+from paged.bench.kernels import work
+from paged.bench.kernels.work import Draw, Work
+from paged.bench.operations import DEFINITIONS
 from paged.kernels.common import id_checks
 from paged.kernels.common.device import using_numba
 from paged.kernels.common.operation import Bound
@@ -28,7 +32,8 @@ from paged.kernels.moe.fused_moe import moe_block_size
 NUM_TOKENS = 64
 _ROUNDS, _CALLS = 9, 200
 # A layer of Qwen3-8B, and of Qwen3-30B-A3B with experts of an eighth of its width, which the host does not see.
-_HIDDEN, _UNITS, _Q_HEADS, _KV_HEADS, _HEAD_DIM, _EXPERTS, _TOP_K = 4096, 12288, 32, 8, 128, 128, 8
+_HEADS, _HEAD_DIM = (32, 8), 128
+_DRAW = Draw(torch.device("cpu"), torch.bfloat16)
 
 
 class _Driver:
@@ -79,50 +84,40 @@ def pretend_gpu() -> None:
 
 def dense_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
     """Return a decode step's launches of a decoder layer, without its products, by name. bind: binds operations."""
-    norm, write, attend, activate = map(
-        bind, (paged.fused_add_rms_norm, paged.qk_norm_rope_and_cache, paged.paged_attention, paged.silu_and_mul)
-    )
-    x, residual, weight = _empty(num_tokens, _HIDDEN), _empty(num_tokens, _HIDDEN), _empty(_HIDDEN)
-    gate_up, head_weight = _empty(num_tokens, 2 * _UNITS), _empty(_HEAD_DIM)
-    sizes = [heads * _HEAD_DIM for heads in (_Q_HEADS, _KV_HEADS, _KV_HEADS)]
-    q, k, v = (part.unflatten(1, (-1, _HEAD_DIM)) for part in _empty(num_tokens, sum(sizes)).split(sizes, dim=1))
-    k_cache, v_cache = _empty(256, 16, _KV_HEADS, _HEAD_DIM), _empty(256, 16, _KV_HEADS, _HEAD_DIM)
-    positions, angles = torch.arange(num_tokens), torch.empty(4096, _HEAD_DIM)
-    table, out = torch.zeros(num_tokens, 64, dtype=torch.int32), _empty(num_tokens, _Q_HEADS, _HEAD_DIM)
-    offsets = torch.arange(num_tokens + 1, dtype=torch.int32)
-    seq_lens = torch.full((num_tokens,), 512, dtype=torch.int32)
-    plan = paged.AttentionPlan(offsets, seq_lens, max_seqlen_q=1, max_seqlen_k=1024)
-    batch = {"block_table": table, "cu_seqlens_q": offsets, "seq_lens": seq_lens, "max_seqlen_q": 1, "plan": plan}
-    slots, norms = torch.arange(num_tokens), {"q_weight": head_weight, "k_weight": head_weight}
-    return {
-        "fused_add_rms_norm": lambda: norm(x, residual, weight),
-        "qk_norm_rope_and_cache": lambda: write(q, k, v, k_cache, v_cache, slots, positions, angles, **norms),
-        "paged_attention": lambda: attend(q, k_cache, v_cache, **batch, out=out),
-        "fused_add_rms_norm, second": lambda: norm(x, residual, weight),
-        "silu_and_mul": lambda: activate(gate_up),
-    }
+    norm = work.fused_add_rms_norm(_DRAW, tokens=num_tokens, hidden_size=4096)
+    write = work.qk_norm_rope_and_cache(_DRAW, tokens=num_tokens, heads=_HEADS, dim=_HEAD_DIM)
+    attend = work.paged_attention(_DRAW, lengths=[(1, 512)] * num_tokens, heads=_HEADS, dim=_HEAD_DIM)
+    attend.arguments["out"] = torch.empty_like(attend.arguments["q"])
+    activate = work.silu_and_mul(_DRAW, tokens=num_tokens, size=12288)
+    return _bound(bind, norm, write, attend, norm, activate)
 
 
 def moe_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
     """Return the launches of a layer with a mixture of experts instead of the MLP."""
-    route, experts = map(bind, (paged.route_and_align, paged.fused_moe))
-    hidden, units = 256, 768
-    x, w1, w2 = _empty(num_tokens, hidden), _empty(_EXPERTS, 2 * units, hidden), _empty(_EXPERTS, hidden, units)
-    logits, ticket = _empty(num_tokens, _EXPERTS), torch.zeros(1, dtype=torch.int32)
-    routing, block_size = paged.Routing(_TOP_K), moe_block_size(num_tokens, _TOP_K, w2)
+    sizes = {"tokens": num_tokens, "num_experts": 128, "top_k": 8}
+    experts = work.fused_moe(_DRAW, **sizes, hidden_size=256, intermediate_size=768)
+    block_size = moe_block_size(num_tokens, sizes["top_k"], experts.arguments["w2"])
     assert block_size is not None
-    topk_weights, topk_ids, aligned = paged.route_and_align(logits, routing, block_size, ticket=ticket)
+    route = work.route_and_align(_DRAW, **sizes, block_size=block_size)
+    _, _, experts.arguments["aligned"] = route.call()
     layer = dense_layer(bind, num_tokens)
     del layer["silu_and_mul"]
-    return {
-        **layer,
-        "route_and_align": lambda: route(logits, routing, block_size, ticket=ticket),
-        "fused_moe": lambda: experts(x, w1, w2, topk_weights, topk_ids, aligned=aligned),
-    }
+    return layer | _bound(bind, route, experts)
 
 
-def _empty(*size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.bfloat16)
+def _bound(bind: Callable[[Any], Any], *launches: Work) -> dict[str, Callable[[], object]]:
+    """Return a call of each; a name's second call is named so."""
+    operations = {}
+    calls: dict[str, Callable[[], object]] = {}
+    for launch in launches:
+        name = launch.operation
+        if name not in operations:
+            operations[name] = bind(getattr(paged, name))
+        if name in calls:
+            name = f"{name}, second"
+        arguments = DEFINITIONS[launch.operation].signature.bind(**launch.arguments)
+        calls[name] = functools.partial(operations[launch.operation], *arguments.args, **arguments.kwargs)
+    return calls
 
 
 def python_calls(call: Callable[[], object]) -> int:
