@@ -33,6 +33,6 @@ def test_backend_and_its_reason(run: Callable[..., dict[str, Any]], monkeypatch:
             chosen = choose_product(form, (1, 0), 128, 128, form == "int8", this_cpu())
             (feature,) = (one for one in found["features"] if one["name"] == f"{form} on the CPU")
             assert feature["supported"] == (chosen != "unpacked")
-            assert feature["reason"].endswith(f": {chosen}")
+            assert f": {chosen}" in feature["reason"]
     assert found["versions"]["paged"] == paged.__version__
     assert found["device"]["cpu_threads"] == torch.get_num_threads()

@@ -198,11 +198,15 @@ def test_slow_readers_get_whole_answers(impatient: Served) -> None:
     """A client that takes longer than the limit in all, but never stops, reads all of a stream."""
     body = {"prompt": [PROMPT] * 4, "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 5}
     with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        # With 4 KB, TCP itself stalls for longer than the limit: it holds back segments that fill less than half of the
+        # window until its timer of 0.2 s, which doubles, ends.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         connection.connect(("127.0.0.1", impatient.port))
         connection.sendall(request_bytes("/v1/completions", body, b"connection: close\r\n"))
         parts = [connection.recv(1)]
+        start = time.monotonic()
         while parts[-1]:
-            time.sleep(0.002)
-            parts.append(connection.recv(2048))
+            time.sleep(0.02)
+            parts.append(connection.recv(4096))
+    assert time.monotonic() - start > 0.5, "the limit"
     assert b"".join(parts).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
