@@ -129,12 +129,13 @@ def _last_key(
         nearest = tl.minimum(nearest, tl.min(tl.where(offs < length, key, 0x7F800000), axis=0))
         farthest = tl.maximum(farthest, tl.max(key, axis=0))
 
-    # The list from here to `farthest` holds what is left; `wanted` tokens of it are among the top_k.
+    # The list from here to `farthest` holds what is left; `wanted` tokens of it are among the top_k: all, if the last
+    # of top_k stands in no bin of the list, as under a mask that leaves fewer.
     wanted = length
     if top_k_ptr is not None:
         top_k = tl.load(top_k_ptr + row)
-        if top_k < vocab_size:
-            last_bin = tl.load(bounds_ptr + 4 * row + 2)
+        last_bin = tl.load(bounds_ptr + 4 * row + 2)
+        if (top_k < vocab_size) & (last_bin < NUM_BINS):
             not_listed = tl.load(bounds_ptr + 4 * row + 3) - length
             wanted = top_k - not_listed - tl.load(histogram_ptr + row * NUM_BINS + last_bin)
             target = wanted.to(tl.float64)

@@ -33,6 +33,8 @@ SPECIAL: dict[str, tuple[list[float], float, int, float, float, set[int]]] = {
     "top_k of 1, a tie": ([3.0, 1.0, 3.0], 1.0, 1, 1.0, 0.0, {0, 2}),
     "top_p of the top_k alone": ([0.0, 0.0, -0.1, -0.1], 1.0, 2, 0.51, 0.0, {0, 1}),
     "top_p before the tie": ([0.0, 0.0, -0.1, -0.1], 1.0, 3, 0.6, 0.0, {0, 1}),
+    "top_p, and fewer finite than top_k": ([0.0, -0.05, -0.1, -INF, -INF, -INF, -INF], 1.0, 4, 0.6, 0.0, {0, 1}),
+    "top_p, and fewer near than top_k": ([0.0, -0.1, -40.0, -41.0, -42.0], 1.0, 4, 0.9, 0.0, {0, 1}),
     "half of four equals": ([1.0, 1.0, 1.0, 1.0], 1.0, 9, 0.5, 0.0, {0, 1, 2, 3}),
     "half of two pairs, exactly": ([0.0, 0.0, -INF, -INF], 1.0, 9, 0.5, 0.0, {0, 1}),
     "tiny top_p": ([1.0, 1.0, 0.999999], 1.0, 9, 2.0**-126, 0.0, {0, 1}),
@@ -45,7 +47,7 @@ SPECIAL: dict[str, tuple[list[float], float, int, float, float, set[int]]] = {
 
 
 def random_rows(num_rows: int, vocab_size: int, device: torch.device, *, seed: int) -> dict[str, Any]:
-    """Arguments of `sample_tokens`: every third row has ties, every seventh is greedy."""
+    """Arguments of `sample_tokens`: every third row has ties, every fifth a mask, every seventh is greedy."""
     generator = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -63,6 +65,8 @@ def random_rows(num_rows: int, vocab_size: int, device: torch.device, *, seed: i
     rows = (rand(num_rows) * 6 - 2).floor().clamp(min=-1).long()
     penalties = Penalties(rows, counts, (counts > 0) | (rand(4, vocab_size) < 0.3), weights)
     keys = torch.randint(0, 1 << 32, (num_rows, 2), generator=generator)
+    is_masked = rand(num_rows, vocab_size)[4::5] < rand(num_rows, 1)[4::5]
+    logits[4::5, 1:] = logits[4::5, 1:].masked_fill(is_masked[:, 1:], -torch.inf)
     tensors = {"logits": logits, "keys": keys, "temperature": temperature}
     tensors |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     return _on(device, tensors, penalties)
