@@ -8,6 +8,7 @@ from torch import nn
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import ModelAsleepError
 from paged.models.families.llama import Llama
+from paged.models.loading.huge_pages import move_to_huge_pages
 from paged.models.step_graphs import StepGraphs
 
 
@@ -74,6 +75,8 @@ class DeviceMemory:
 
     def resume(self) -> None:
         """Bind what holds addresses anew, and run again."""
+        if self._network.embed_tokens.is_cpu:
+            move_to_huge_pages(self._network.weight_tensors())  # new memory after level 2
         self._network.bind(self._kv_manager, self._num_positions)
         if self._was_captured:
             self._graphs.capture()

@@ -220,8 +220,8 @@ class StepGraphs:
             self._capture(self._record, shapes)
 
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
-        """Return the graph that runs a step; None if none fits, if no logits or more than logits are wanted, or if
-        it has embedded rows."""
+        """Return the graph that runs a step; None if none fits, if no logits or more than logits are wanted, if it
+        has embedded rows, or if calls are watched. The first invariant step records the graphs of all."""
         num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
         is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
         has_logits = len(step.row_ids) and not step.returns_hidden

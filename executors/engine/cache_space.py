@@ -91,7 +91,8 @@ class BlockSpace:
         return completion.from_files is not None and not completion.from_files.wait(wait_s)
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Allocate the blocks of a waiting completion; return False if there are too few.
+        """Allocate the blocks of a waiting completion; return False if there are too few, or too few
+        state slots.
 
         If it is alone, it starts even if the cache has no blocks for its growth.
         """

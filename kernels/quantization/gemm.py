@@ -160,7 +160,7 @@ def _sum_partials_kernel(
 
 
 def row_counts(max_rows: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
-    """Return the least number of contiguous rows of `dtype`, 1 to `most`, for each tile, rising.
+    """Return the least number of contiguous rows of `dtype`, 1 to `max_rows`, for each tile, rising.
 
     The choice changes from a multiple of 16 to the next row.
     """

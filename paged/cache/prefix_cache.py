@@ -34,7 +34,7 @@ class PrefixCache:
 
     def __init__(self, config: PagedKvCacheConfig, guard: CacheGuard) -> None:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
-        # A tier knows blocks by their hash alone, so hashes must not collide.
+        # A tier compares a block's own ids. That those before it are the same, its hash has to tell.
         algorithm = "sha256" if config.has_tier else config.prefix_hash
         self.index = PrefixIndex(config.num_blocks, config.block_size, algorithm, guard.rollback, are_needed)
         self.pool = BlockPool(config.num_blocks, self.index.published, self._evict, guard.rollback)

@@ -86,8 +86,8 @@ def _layout(count: int) -> struct.Struct:
 
 
 _MASK = (1 << 64) - 1
-# An odd factor has an inverse modulo 2^64, so a whole chain can be hashed at once. This one is Knuth's, for
-# multiplicative hashing (The Art of Computer Programming, volume 3, section 6.4).
+# An odd factor has an inverse modulo 2^64, so a whole chain can be hashed at once. This one is of
+# Knuth's generator for MMIX (The Art of Computer Programming, volume 2, section 3.3.4).
 _CHAIN_FACTOR = 6364136223846793005
 _CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
 # For up to this many blocks, plain integers are faster than arrays.
@@ -153,7 +153,7 @@ class Sha256Chain:
     """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties, and for tiers."""
 
     def extend(self, previous: Hash, blocks: TokenArray, contents: Contents | None = None) -> list[Hash]:
-        """Like `ChainHash.extend`, with all bits of `contents`: a tier knows blocks by their hash."""
+        """Like `ChainHash.extend`, with all bits of `contents`: a tier knows what precedes a block by its hash."""
         assert isinstance(previous, bytes)
         hashes: list[Hash] = []
         for index, block in enumerate(blocks):

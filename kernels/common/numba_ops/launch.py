@@ -63,8 +63,8 @@ class LoopLaunch:
         if not isinstance(sequence, LaunchSequence):
             sequence = LaunchSequence()
             current.add(sequence)
-        given = [tensor for tensor in tensors.values() if isinstance(tensor, torch.Tensor)]
-        sequence.append(self, self.values(tensors), current.lasting(given))
+        operands = [tensor for tensor in tensors.values() if isinstance(tensor, torch.Tensor)]
+        sequence.append(self, self.values(tensors), current.lasting(operands))
         return current.read(lambda: self._run(tensors))
 
     def _run(self, tensors: Mapping[str, Any]) -> int:

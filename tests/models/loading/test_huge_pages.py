@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from paged.executors.llm_executor import LlmExecutor
 from paged.models.loading.huge_pages import move_to_huge_pages
-from tests.models.stepping import make
 
 MEMORY_MAP = Path("/proc/self/smaps")
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -49,14 +50,23 @@ def test_tensors_move_and_keep_addresses_and_values() -> None:
         assert torch.equal(tensor, copied)
 
 
-@pytest.mark.parametrize("form", [None, "int4"])
-def test_a_model_asks_for_huge_pages_for_all_its_weights(form: str | None, llama_folder: Path) -> None:
-    model = make(llama_folder, False, quantization=form)
-    model.pack()
-    weights = list(model.network.weight_tensors())
-    assert sum(weight.nbytes for weight in weights) >= model.parameter_bytes()
-    for weight in weights:
+def assert_asked_for(network: Any) -> None:
+    for weight in network.weight_tensors():
         if weight.is_mkldnn:  # has no address to ask about
             continue
         for mapping in mappings_of(weight):
             assert "hg" in mapping["VmFlags"].split()
+
+
+@pytest.mark.parametrize("form", [None, "int4"])
+def test_a_model_asks_for_huge_pages_for_all_its_weights(form: str | None, llama_folder: Path) -> None:
+    """When it is packed, and for the new memory of weights that come after a sleep without any."""
+    executor = LlmExecutor.from_pretrained(llama_folder, quantization=form, num_blocks=8, block_size=4)
+    model: Any = executor.model
+    model.pack()
+    assert sum(weight.nbytes for weight in model.network.weight_tensors()) >= model.parameter_bytes()
+    assert_asked_for(model.network)
+    if form is None:
+        executor.sleep(2)
+        executor.update_weights(llama_folder)
+        assert_asked_for(model.network)
