@@ -15,7 +15,7 @@ from ..common.device import LOOP_DTYPES, backend, has_numba, load_numba, loops_o
 from ..common.packed.packing import E2M1, E2M1_GROUPS, FP8_BLOCK, unpack_codes
 from ..common.packed.torch_ops import product as torch_op
 from ..common.packed.torch_ops.product import rounded_groups, unpack
-from ..common.torch_ops.linear import MULTIPLIES_BF16, linear, pack, padded_rows
+from ..common.torch_ops.linear import MULTIPLIES_BF16, linear, pack, packed_address, padded_rows
 from .weight import QuantizedWeight
 
 # Columns that share a scale in ATen's product of int4, and the multiple of its rows.
@@ -414,12 +414,13 @@ def _codes_of_int8_blocks(blocks: torch.Tensor, width: int) -> torch.Tensor:
 
 def _blocks_of_onednn(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | None:
     """Return the memory of oneDNN's packed weights if it begins with `_int8_blocks`; None if it has another order."""
-    if len(codes) % _BLOCK or not hasattr(torch.ops.mkldnn, "data_ptr"):
+    address = packed_address(packed)
+    if len(codes) % _BLOCK or address is None:
         return None
     expected = _int8_blocks(codes)
     if packed.nbytes < expected.nbytes:
         return None
-    memory: Any = (ctypes.c_int8 * expected.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    memory: Any = (ctypes.c_int8 * expected.nbytes).from_address(address)
     memory.packed = packed  # whose memory this is
     weight_bytes = torch.frombuffer(memory, dtype=torch.int8)
     if not torch.equal(weight_bytes, expected):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from paged.kernels.common.torch_ops.linear import packed_address
+
 _PAGE = 2 << 20
 # Linux: such pages from now on; and now, by a copy of the memory there, 0.5 s for 1 GiB. The latter came with 6.1.
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
@@ -41,9 +43,12 @@ def move_to_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _span_of(tensor: torch.Tensor) -> _Span:
-    """Return the pages of a tensor's memory, of which its first and last may hold others."""
+    """Return the pages of a tensor's memory, of which its first and last may hold others; none if it is unknown."""
     if tensor.is_mkldnn:
-        start, num_bytes = torch.ops.mkldnn.data_ptr(tensor), tensor.nbytes
+        address = packed_address(tensor)
+        if address is None:
+            return _Span(0, 0)
+        start, num_bytes = address, tensor.nbytes
     else:
         storage = tensor.untyped_storage()
         start, num_bytes = storage.data_ptr(), storage.nbytes()

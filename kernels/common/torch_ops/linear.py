@@ -123,6 +123,14 @@ def _linear_in_blocks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return torch.cat(products)
 
 
+def packed_address(packed: torch.Tensor) -> int | None:
+    """Return the address of a tensor in oneDNN's order; None if this PyTorch does not tell it."""
+    if not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    address: int = torch.ops.mkldnn.data_ptr(packed)
+    return address
+
+
 def padded_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x [num_rows, in_features] with rows of zeros after it, where oneDNN would compile too many products."""
     missing = -len(x) % _ROW_STEP
