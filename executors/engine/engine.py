@@ -26,7 +26,7 @@ from paged.executors.progress import progress_bar
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, whole_chunks
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.executors.requests.token_rules import LogitsProcessor, TokenMask
+from paged.executors.requests.token_rules import LogitsProcessor, TextEnd, TokenMask
 from paged.executors.sampling.noise import completion_seeds
 from paged.executors.speculation.drafting import Proposer
 from paged.executors.text.detokenizer import Tokenizer
@@ -155,6 +155,7 @@ class Engine(EngineCore):
         cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
         logits_processor: LogitsProcessor | None = None,
+        text_end: TextEnd | None = None,
         prompt_embeds: PromptEmbeds | None = None,
     ) -> RequestOutput:
         """Queue a request and return its output, which grows from step to step; its `copy()` keeps a moment.
@@ -175,13 +176,15 @@ class Engine(EngineCore):
                 completions than the first get a fork of it. A text that is complete by it ends with "stop".
             logits_processor: changes the logits of every token. Either of these two reads a step's tokens before it
                 samples the next ones: while the device runs the forward, so a slow one holds all requests up.
+            text_end: reads the text as it grows and says when it is complete; it then ends with "stop", as by a stop
+                string. Other completions than the first get a fork of it.
             prompt_embeds: rows in place of the embeddings of some prompt tokens, such as those of images. The token ids
                 there are placeholders, which penalties and prompt_logprobs see.
 
         Raises:
             InvalidInputError: the id is in use, the prompt is empty, a token id is outside the vocabulary, there are
-                stop strings but no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit the cache, or
-                an argument has another type. A text or messages: as `encode_prompt`.
+                stop strings or a text_end but no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit
+                the cache, or an argument has another type. A text or messages: as `encode_prompt`.
             UnsupportedError: an adapter is named, and the executor takes none; or prompt_logprobs are asked for, and it
                 runs no mixed batches; or it returns no hidden states or routed experts, which are asked for; or the
                 model does not take such prompt_embeds.
@@ -202,6 +205,9 @@ class Engine(EngineCore):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
         token_masks = _forks("token_mask", token_mask, TokenMask, params.n)  # type: ignore[type-abstract]
         processors = _forks("logits_processor", logits_processor, LogitsProcessor, params.n)  # type: ignore[type-abstract]
+        text_ends = _forks("text_end", text_end, TextEnd, params.n)  # type: ignore[type-abstract]
+        if text_end is not None and self._prompts.tokenizer is None:
+            raise InvalidInputError("text_end: the engine has no tokenizer")
         priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
         deadline_s = math.inf
         if timeout_s is not None:
@@ -243,6 +249,7 @@ class Engine(EngineCore):
             deadline=now + deadline_s,
             token_masks=token_masks,
             logits_processors=processors,
+            text_ends=text_ends,
         )
         seed = self._seed + arrival if params.seed is None else params.seed
         for index, completion_seed in enumerate(completion_seeds(seed, params.n)):

@@ -19,7 +19,7 @@ from paged.cache.tiers.files import FileRead
 from paged.errors import InvalidInputError
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.executors.requests.token_rules import AwaitedMask, LogitsProcessor, TokenMask
+from paged.executors.requests.token_rules import AwaitedMask, LogitsProcessor, TextEnd, TokenMask
 from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.stop_strings import StopReader
 from paged.prompt_embeds import PromptEmbeds
@@ -53,7 +53,7 @@ class Request:
         embeds: rows in place of the embeddings of some prompt tokens, or None.
         num_begun: completions that were queued; the others fork when the first one's prompt is done.
         has_begun: whether one has run.
-        token_masks, logits_processors: one for each completion, or none.
+        token_masks, logits_processors, text_ends: one for each completion, or none.
         unfinished: completions that have not ended.
         num_prompt_rows: prompt tokens whose successors' log probabilities have been computed.
         num_preemptions, num_recomputed: see `RequestMetrics`.
@@ -75,6 +75,7 @@ class Request:
     deadline: float = math.inf
     token_masks: list[TokenMask] = field(default_factory=list)
     logits_processors: list[LogitsProcessor] = field(default_factory=list)
+    text_ends: list[TextEnd] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
     num_begun: int = 0
     has_begun: bool = False
@@ -179,6 +180,9 @@ class Completion:
         self.logits_processor: LogitsProcessor | None = None
         if request.logits_processors:
             self.logits_processor = request.logits_processors[index]
+        self._text_end: TextEnd | None = None
+        if request.text_ends:
+            self._text_end = request.text_ends[index]
         self.is_watched = tokenizer is not None or self.token_mask is not None
         self.last_of_prompt = len(request.prompt) - 1
         self.max_tokens = request.max_tokens
@@ -374,18 +378,20 @@ class Completion:
         return "length" if is_full else None
 
     def _read_text(self, count: int, *, is_last: bool) -> bool:
-        """Update the text up to `count` tokens; return whether a stop string ended it."""
+        """Update the text up to `count` tokens; return whether it ends here by a stop string or by its `TextEnd`."""
         assert self._detokenizer is not None
         text = self._detokenizer.read(self.token_ids, count, is_last=is_last)
         stop: str | None = None
+        may_stop = len(self.token_ids) >= self.params.min_tokens
         if self.params.stop:
             self._stops = self._stops or StopReader(self.params.stop_strings)
-            text, stop = self._stops.read(text, may_stop=len(self.token_ids) >= self.params.min_tokens)
+            text, stop = self._stops.read(text, may_stop=may_stop)
             if is_last and stop is None:
                 text += self._stops.held
         self.output.growth.texts.append(text)
         self.output.stop_reason = stop
-        return stop is not None
+        is_complete = self._text_end is not None and self._text_end.read(text)
+        return stop is not None or (is_complete and may_stop)
 
 
 def _fixed_end(start: int, num_tokens: int, embeds: PromptEmbeds | None) -> int:

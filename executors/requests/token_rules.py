@@ -55,3 +55,14 @@ class LogitsProcessor(Protocol):
 
     def fork(self) -> LogitsProcessor:
         """Return a copy for another completion of the same request."""
+
+
+@runtime_checkable
+class TextEnd(Protocol):
+    """Says when a completion's text is complete. As for stop strings, no step waits for it."""
+
+    def read(self, text: str) -> bool:
+        """Read what a token adds to the text; return whether the text ends with it, and from then on True."""
+
+    def fork(self) -> TextEnd:
+        """Return one for another completion of the same request, which has read nothing."""

@@ -54,9 +54,11 @@ class AnswerReader:
         thinks: whether the prompt ends within it.
         parameters: JSON schemas of the tools by name. They say which arguments without quotes are texts. None if they
             are unknown; otherwise a call without markers is one only if its tool is known.
+        is_one: whether the answer ends with its first call. What comes behind it is left out.
 
     Attributes:
         num_calls: calls so far.
+        is_complete: whether that call has come.
         num_reasoning: texts so far that began and ended within reasoning.
     """
 
@@ -67,8 +69,10 @@ class AnswerReader:
         *,
         thinks: bool = False,
         parameters: Mapping[str, Any] | None = None,
+        is_one: bool = False,
     ) -> None:
         self._tools, self._reasoning, self._parameters = tools, reasoning, parameters
+        self._is_one, self.is_complete = is_one, False
         self.num_calls, self.num_reasoning = 0, 0
         self._is_last, self._is_reasoning = False, thinks
         self._text, self._at = "", 0  # what has come, and how much of it is read
@@ -165,10 +169,13 @@ class AnswerReader:
         """Pass on a call whose arguments are a message; return the marker behind it."""
         self._begin(name)
         yield from self._while(str.isspace)
-        if (yield from self._next()) != "{":
-            return (yield from self._up_to(_MESSAGE_ENDS, self._put_arguments))
-        yield from self._object(self._put_arguments)
-        return (yield from self._up_to(_MESSAGE_ENDS, lambda text: None))
+        if (yield from self._next()) == "{":
+            yield from self._object(self._put_arguments)
+            yield from self._end_of_call()
+            return (yield from self._up_to(_MESSAGE_ENDS, lambda text: None))
+        marker = yield from self._up_to(_MESSAGE_ENDS, self._put_arguments)
+        yield from self._end_of_call()
+        return marker
 
     def _text_of(self, kind: _Kind, ends: tuple[str, ...]) -> _Reading[str]:
         """Pass on a text up to one of some markers; return the marker."""
@@ -186,6 +193,7 @@ class AnswerReader:
             return self._is_no_call()
         between_calls = _BETWEEN_CALLS + "]" * form.is_list
         while True:
+            yield from self._end_of_call()
             between = yield from self._while(between_calls.__contains__)
             if form.end and (yield from self._comes(form.end)):
                 yield from self._while("\n".__contains__)
@@ -197,6 +205,13 @@ class AnswerReader:
             if not (yield from self._call(form, is_bare=is_bare)):
                 self._is_no_call()
                 return True
+
+    def _end_of_call(self) -> _Reading[None]:
+        """Go on behind a call, unless one call is all: then drop what comes."""
+        self.is_complete = self._is_one
+        while self.is_complete:
+            self._at = len(self._text)
+            yield
 
     def _is_no_call(self) -> bool:
         head, self._head = self._head or [], None

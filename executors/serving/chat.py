@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -46,6 +46,7 @@ class Conversation(Form):
     _tools: ToolFormat | None = None
     _parameters: Mapping[str, Any] | None = None  # of the tools
     _thinks = False  # whether the prompt ends within reasoning
+    _is_one = False  # whether an answer ends with its first call
 
     def __init__(self, request: Request, body: Sampling) -> None:
         super().__init__(request, body)
@@ -55,15 +56,22 @@ class Conversation(Form):
         """Return the parts of a piece's text, and the finish reason with the last piece of a choice."""
         reader = self._readers.get(piece.choice)
         if reader is None:
-            reasoning = self.service.tongue.reasoning
-            reader = AnswerReader(self._tools, reasoning, thinks=self._thinks, parameters=self._parameters)
-            self._readers[piece.choice] = reader
+            reader = self._readers[piece.choice] = self._reader()
         part, reason = piece.part, piece.part.finish_reason
         texts = part.growth.texts[part.begin.texts : part.mark.texts]
         deltas = reader.read(*texts, is_last=reason is not None)
         if reason == "stop" and reader.num_calls:
             reason = "tool_calls"
         return deltas, reason
+
+    def _reader(self) -> AnswerReader:
+        return AnswerReader(
+            self._tools,
+            self.service.tongue.reasoning,
+            thinks=self._thinks,
+            parameters=self._parameters,
+            is_one=self._is_one,
+        )
 
     @property
     def num_reasoning(self) -> int:
@@ -111,7 +119,24 @@ class Conversation(Form):
             )
             options["token_mask"] = await service.compiled(Grammar("tools", "structural_tag", grammar))
             options["constraint"] = "tools"
+        if tools.is_one and self._tools is not None:
+            self._is_one = True
+            options["text_end"] = _FirstCall(self._reader)
         return await self.answer([prompt], params, options)
+
+
+class _FirstCall:
+    """Ends an answer with its first call, see `TextEnd`."""
+
+    def __init__(self, new_reader: Callable[[], AnswerReader]) -> None:
+        self._new_reader, self._reader = new_reader, new_reader()
+
+    def read(self, text: str) -> bool:
+        self._reader.read(text)
+        return self._reader.is_complete
+
+    def fork(self) -> _FirstCall:
+        return _FirstCall(self._new_reader)
 
 
 async def read_again(request: Request) -> Untyped:

@@ -194,9 +194,57 @@ def test_processors(overlap: bool, drafts: bool, device: torch.device) -> None:
     assert [one.outputs[0].token_ids for one in others] == ANSWERS
 
 
+class Characters:
+    """A tokenizer of one character a token."""
+
+    def decode(self, token_ids: list[int], /) -> str:
+        return "".join(map(chr, token_ids))
+
+
+class Behind:
+    """Ends a text with its `count`-th character."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.text = count, ""
+
+    def read(self, text: str) -> bool:
+        if self.count < 0:
+            raise RuntimeError("no text")
+        self.text += text
+        return len(self.text) >= self.count
+
+    def fork(self) -> Behind:
+        return Behind(self.count)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_text_ends(overlap: bool, drafts: bool, device: torch.device) -> None:
+    """The text ends with the token that completes it, not before min_tokens; an error ends its own completion."""
+    make = SpeculativeDecoder if drafts else Engine
+    executor, config = make_executor(device, num_blocks=64), EngineConfig(overlap=overlap)
+    engine = make(executor, config=config, tokenizer=Characters(), eos_token_ids=())
+    ended = engine.add_request(PROMPTS[0], replace(TEN, n=2), text_end=Behind(4))
+    later = engine.add_request(PROMPTS[0], replace(TEN, min_tokens=6), text_end=Behind(4))
+    full = engine.add_request(PROMPTS[0], TEN, text_end=Behind(11))
+    bad = engine.add_request(PROMPTS[0], TEN, text_end=Behind(-1))
+    others = [engine.add_request(prompt, TEN) for prompt in PROMPTS]
+    run_to_end(engine)
+    answer = others[0].outputs[0].token_ids
+    for output, count in ((ended.outputs[0], 4), (ended.outputs[1], 4), (later.outputs[0], 6)):
+        assert (output.token_ids, output.finish_reason, output.stop_reason) == (answer[:count], "stop", None)
+        assert output.text == Characters().decode(answer[:count])
+    assert (full.outputs[0].token_ids, full.outputs[0].finish_reason) == (answer, "length")
+    assert bad.outputs[0].finish_reason == "error"
+    assert [one.outputs[0].token_ids for one in others] == ANSWERS
+    check_empty(engine)
+    with pytest.raises(InvalidInputError, match="text_end: the engine has no tokenizer"):
+        Engine(executor).add_request([1], TEN, text_end=Behind(1))
+
+
 def test_what_is_neither_is_refused(device: torch.device) -> None:
     engine = Engine(make_executor(device, num_blocks=64))
-    for name in ("token_mask", "logits_processor"):
+    for name in ("token_mask", "logits_processor", "text_end"):
         with pytest.raises(InvalidInputError, match=f"{name}: .*, expected the methods of"):
             engine.add_request([1], TEN, **{name: object()})
     assert not engine.num_unfinished

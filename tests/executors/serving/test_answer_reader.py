@@ -215,6 +215,12 @@ def test_conversations_are_read_as_the_format_writes_them(name: str) -> None:
         for pieces in ([text], list(text), cut(text, rng), tokens):
             reader = AnswerReader(form, reasoning, parameters=schemas)
             assert read(reader, pieces) == parts, (seed, text)
+        kinds = [part[0] for part in parts]
+        up_to_first_call = parts[: kinds.index("call") + 1] if "call" in kinds else parts
+        for pieces in ([text], list(text), cut(text, rng), tokens):
+            first = AnswerReader(form, reasoning, parameters=schemas, is_one=True)
+            assert read(first, pieces) == up_to_first_call, (seed, text)
+            assert first.is_complete == ("call" in kinds)
         thoughts = [str(part[1]).encode() for part in parts if part[0] == "reasoning"]
         spaces = len(reasoning.end) - len(reasoning.end.lstrip())
         assert reader.num_reasoning == sum(map(len, thoughts)) + spaces * len(thoughts)

@@ -98,6 +98,49 @@ def test_calls_and_reasoning(talking: Served) -> None:
         assert answer.stop_reason == "tool_use"
 
 
+def test_the_second_of_two_calls_is_neither_passed_on_nor_counted(talking: Served, said: dict[str, str]) -> None:
+    """In every form, whole and streamed, on the three routes that have calls."""
+    functions = [tool["function"] for tool in TOOLS]
+    base: Any = {"model": "recall"}
+    chat: Any = base | {"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False, "temperature": 0}
+    response: Any = base | {"input": MESSAGES, "parallel_tool_calls": False, "temperature": 0}
+    response["tools"] = [{"type": "function", **function} for function in functions]
+    message: Any = base | {"messages": MESSAGES, "max_tokens": 9, "extra_body": {"temperature": 0}}
+    message["tools"] = [{"name": "look", "input_schema": {"type": "object"}}]
+    message["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    client = openai.OpenAI(base_url=f"{talking.url}/v1", api_key="none", max_retries=0)
+    claude = anthropic.Anthropic(base_url=talking.url, api_key="none", max_retries=0)
+    for name in TOOL_FORMATS:
+        form, reasoning = TOOL_FORMATS[name], reasoning_of(name)
+        text = written([("call", "look", {"a": [1]}), ("call", "look", {"a": [2]})], form, reasoning)
+        # The first word holds the first call up to the name of the second, so two more words would follow.
+        size = text.index("look", text.index("look") + 1)
+        said |= {"brass": text[:size], "lantern": text[size:]}
+        talking.service.tongue = talking.service.tongue._replace(tools=form, reasoning=reasoning)
+        answers: list[Any] = [client.chat.completions.create(**chat)]
+        with client.chat.completions.stream(stream_options={"include_usage": True}, **chat) as stream:
+            answers.append(stream.get_final_completion())
+        for answer in answers:
+            calls = answer.choices[0].message.tool_calls
+            assert [json.loads(call.function.arguments) for call in calls] == [{"a": [1]}], name
+            assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("tool_calls", 1), name
+        answers = [client.responses.create(**response)]
+        with client.responses.stream(**response) as events:
+            answers.append(events.get_final_response())
+        for answer in answers:
+            assert [json.loads(item.arguments) for item in answer.output] == [{"a": [1]}], name
+            assert (answer.status, answer.parallel_tool_calls) == ("completed", False)
+            assert answer.usage.output_tokens == 1, name
+        answers = [claude.messages.create(**message)]
+        with claude.messages.stream(**message) as blocks:
+            answers.append(blocks.get_final_message())
+        for answer in answers:
+            assert [block.input for block in answer.content] == [{"a": [1]}], name
+            assert (answer.stop_reason, answer.usage.output_tokens) == ("tool_use", 1), name
+        both = client.chat.completions.create(**chat | {"parallel_tool_calls": True}).choices[0].message.tool_calls
+        assert len(both or ()) == 2, name
+
+
 def openai_loop(served: Served) -> list[Any]:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
     asked: Any = {"model": "recall", "temperature": 0, "tools": TOOLS}
