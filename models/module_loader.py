@@ -17,6 +17,7 @@ from paged.models.generic.config import ModuleConfig
 from paged.models.generic.interface import EXPERTS, PAGED
 from paged.models.generic.network import ModuleNetwork, drop_unused
 from paged.models.generic.own_attention import attention_of_text
+from paged.models.loading.read_record import record_file, stamp_of
 from paged.models.loading.weights import StoredTensors, read_headers
 from paged.models.module_check import check_module
 from paged.models.parallel.ranks import Ranks
@@ -53,6 +54,7 @@ def load_module_network(
 def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype) -> Any:
     """Return transformers' module with the weights of a folder, in host memory."""
     stored = read_headers(folder)  # refuses an index that points outside of the folder
+    _record_files(folder)
     with _quiet():
         try:
             module, report = config.model_class.from_pretrained(
@@ -77,6 +79,16 @@ def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype) -> Any:
     module = module.get_submodule(config.text_module)
     drop_unused(module, config.unused)
     return module.eval().requires_grad_(False)
+
+
+def _record_files(folder: Path) -> None:
+    """Enter all files of the folder: which of them transformers reads depends on its version.
+
+    Sharded weights in folders below have been entered with their headers.
+    """
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            record_file(file, stamp_of(file.stat()))
 
 
 def _is_mask(name: str, stored: StoredTensors) -> bool:

@@ -53,6 +53,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         lead: wraps each step if other ranks run it too; None on one rank.
         drafts: steps of the network's draft head; None without one.
         num_graph_replays: number of forwards that ran as one of `graphs`.
+        num_positions: positions that the layers have rotations for.
 
     Raises, in every method that runs tokens:
         ModelAsleepError: the model sleeps.
@@ -90,7 +91,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             max_seq_len=max_seq_len,
         )
         # Only positions that the cache can hold: for 10 million positions of a small model the table takes 2.5 GB.
-        num_positions = min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len)
+        self.num_positions = min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len)
         cache = kv_manager.config
         num_blocks = cache.num_blocks // len(cache.tables)
         sizes = graph_sizes(cuda_graphs, self.device, num_blocks, step_bytes=self.step_bytes(1))
@@ -102,7 +103,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             sizes=sizes,
             recorded_only=cuda_graphs is None and self.device.type == "cpu",
         )
-        self.memory = DeviceMemory(network, kv_manager, self.graphs, num_positions)
+        self.memory = DeviceMemory(network, kv_manager, self.graphs, self.num_positions)
         head = network.draft_head
         self.drafts: DraftSteps | None = None
         if head is not None:

@@ -33,12 +33,21 @@ from paged.models.families.mamba import MAMBAS
 from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
+from paged.models.layers.rope import rope_frequencies
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions
+from paged.models.loading.read_record import ReadRecord, recorded_reads
 from paged.models.loading.weights import Track, read_headers, untracked
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.parallel.fingerprint import checkpoint_parts, model_digest, program_parts
+from paged.models.parallel.fingerprint import (
+    arithmetic_parts,
+    checkpoint_parts,
+    code_parts,
+    model_digest,
+    option_parts,
+    program_parts,
+)
 from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
 from paged.models.wrappers import WRAPPERS, UnknownArchitectureError, text_part, wrapped, wrapper_of
@@ -127,6 +136,15 @@ def load_model(
 
 
 def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
+    with recorded_reads() as record:
+        model = _load_model(folder, load_options, ranks, track)
+    if load_options.cache_folder is not None:
+        with ranks.apart():
+            model.kv_manager.set_fingerprint(_fingerprint(model, record, load_options))
+    return model
+
+
+def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
     network_class, config = chosen_config(
         folder, model_impl=load_options.model_impl, trust_remote_code=load_options.trust_remote_code
     )
@@ -175,8 +193,6 @@ def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -
         )
         if load_options.quantization is not None:
             network.quantize(load_options.quantization, track)
-        if load_options.cache_folder is not None:
-            model.kv_manager.set_fingerprint(_fingerprint(folder, dtype, load_options, ranks))
         return model
 
 
@@ -220,21 +236,27 @@ def _with_draft_layer(network: Llama) -> DecoderConfig:
     return replace(config, attention=attention, recurrent=recurrent, attends=(*config.attends, True))
 
 
-def _fingerprint(folder: Path, dtype: torch.dtype, load_options: LoadOptions, ranks: Ranks) -> bytes:
-    """Return the digest of all that this rank's keys and values depend on, by which its files are found again."""
-    folders = [folder]
-    if load_options.draft is not None and load_options.draft != MTP:
-        folders.append(load_options.draft)
-    options: dict[str, Any] = {
-        "quantization": load_options.quantization,
-        "model_impl": load_options.model_impl,
-        "draft": load_options.draft,
-        "dtype": dtype,
+def _fingerprint(model: PagedCausalLM, record: ReadRecord, load_options: LoadOptions) -> bytes:
+    """Return the digest of all that this rank's keys and values depend on, by which its files are found again.
+
+    Raises:
+        CheckpointError: a file has changed since it was loaded.
+    """
+    network, ranks = model.network, model.ranks
+    parts: dict[str, object] = {
+        **option_parts(load_options),
+        **arithmetic_parts(model.device),
+        **code_parts(network),
+        "network": type(network).__qualname__,
+        "dtype": model.dtype,
+        "rank": f"{ranks.rank} of {ranks.size}",
+        "expert_parallel": ranks.share.expert_parallel,
     }
-    if ranks.size > 1:
-        options["rank"] = f"{ranks.rank} of {ranks.size}"
-        options["expert_parallel"] = ranks.share.expert_parallel
-    return model_digest(folders, options, ranks.tick)
+    # Those of LongRoPE depend on the longest sequence.
+    for rope, dim in network.rotations():
+        if rope is not None:
+            parts[f"rotation {rope} {dim}"] = rope_frequencies(rope, dim, model.num_positions).tolist()
+    return model_digest(record, parts, ranks.tick)
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:

@@ -26,7 +26,7 @@ from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.recurrent import RecurrentLayer, recurrent_layer
-from paged.models.layers.rope import rope_table
+from paged.models.layers.rope import RopeConfig, rope_table
 from paged.models.layers.share_bound import share_bound
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
@@ -295,12 +295,11 @@ class Llama(nn.Module):
         """Give every layer its cache and the rotations of positions below max_seq_len."""
         self.bind_weights()
         config, device = self.config, self.embed_tokens.device
-        layers, sources, attention = list(self.layers), list(config.cache_layers), list(config.attention)
+        layers, sources = list(self.layers), list(config.cache_layers)
         if self.draft_head is not None:
             layers.append(cast("DecoderLayer", self.draft_head.layer))
             sources.append(config.num_layers)
-            attention.append(self.draft_head.attention)
-        rotations = [(layer.rope, layer.rotated_dim) for layer in attention]
+        rotations = self.rotations()
         tables = {rotation: rope_table(*rotation, max_seq_len, device) for rotation in set(rotations)}
         held = HeldCaches()
         for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
@@ -320,6 +319,13 @@ class Llama(nn.Module):
         share_bound(self)
         # Rounded to the weights' dtype, as in training: 33.94 becomes 34 in bfloat16 for Gemma 3 with 1,152.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
+
+    def rotations(self) -> list[tuple[RopeConfig | None, int]]:
+        """Return each layer's rotation and the elements of a head that it rotates; the draft head's come last."""
+        attention = list(self.config.attention)
+        if self.draft_head is not None:
+            attention.append(self.draft_head.attention)
+        return [(layer.rope, layer.rotated_dim) for layer in attention]
 
     def bind_weights(self) -> None:
         """Make what layers make of their weights; again when weights have changed."""

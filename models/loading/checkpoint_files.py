@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paged.errors import CheckpointError
+from paged.models.loading.read_record import record_text
 
 # The largest index of a supported model has 3 MB and 40,000 entries; Python takes up to 30 bytes per byte of JSON.
 _MAX_JSON_BYTES = 16 << 20
@@ -81,6 +82,7 @@ def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> st
             data = opened.read(size)  # a file in /proc has size 0 and may be endless
         if most_values is not None and sum(map(data.count, (b",", b"[", b"{"))) > most_values:
             raise CheckpointError(f"{file}: unreadable (more than {most_values} values)")
+        record_text(file, data)
         return data.decode()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: unreadable ({error})") from error

@@ -126,8 +126,8 @@ class LoadOptions:
         host_cache_bytes: host memory for prefixes that the KV cache evicts, see `PagedKvCacheConfig`; 0 for none. Each
             rank takes as much.
         cache_folder, cache_folder_bytes: folder that keeps these prefixes for other processes and restarts, and the
-            most bytes of all files there; None for no folder, and for no limit. Loading reads all files of the
-            checkpoint once more, to know its weights. Each rank has files of its own there.
+            most bytes of all files there; None for no folder, and for no limit. Loading reads the weights once more, to
+            know every byte of them. Each rank has files of its own there.
         enable_prefix_cache: whether prompts share the K/V of equal prefixes.
         kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise an 8-bit dtype, as torch.dtype or a name
             in KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the checkpoint's scales (1 if it has none), or int8

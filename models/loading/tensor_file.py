@@ -16,6 +16,7 @@ import torch
 
 from paged.errors import CheckpointError
 from paged.models.loading.checkpoint_files import regular_size
+from paged.models.loading.read_record import record_file, stamp_of
 from paged.printable import one_line
 
 DTYPES = {
@@ -49,6 +50,7 @@ class TensorFile:
         self._threads = ThreadPoolExecutor(torch.get_num_threads())
         try:
             self.stamp = self._stamp()
+            record_file(file, self.stamp)
             header_size = int.from_bytes(self._opened.read(min(size, 8)), "little")
             if size < 8 or header_size > min(size, _MAX_HEADER_BYTES):  # files in /proc have size 0, and may block
                 raise self.wrong(f"a header of {header_size} bytes")
@@ -149,8 +151,7 @@ class TensorFile:
             data, offset = data[count:], offset + count
 
     def _stamp(self) -> tuple[int, ...]:
-        status = os.fstat(self._opened.fileno())
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return stamp_of(os.fstat(self._opened.fileno()))
 
     def _entries(self, header: bytes, size: int) -> dict[str, tuple[str, list[int], int, int]]:
         """Return the entries of a header; raise unless its tensors fill `size` bytes without gaps."""

@@ -1,25 +1,58 @@
-"""What tells models apart: named values that all ranks of a model compare before they run it, and a digest of all
-weights, for K/V that outlive the process.
+"""What tells models apart: named values that all ranks of a model compare before they run it, and a digest of all that
+K/V depend on, for K/V that outlive the process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import paged
+from paged.kernels.common.device import device_of, use_triton
+from paged.kernels.quantization.cpu_product import this_cpu
 from paged.models.loading.checkpoint_files import regular_size
+from paged.models.loading.load_options import LoadOptions
+from paged.models.loading.read_record import ReadRecord
 from paged.models.loading.weights import StoredTensors, open_tensors
 
 # Sample of a tensor: 4 evenly spaced pieces of 4 KB, both ends included; a small tensor is compared whole.
 _PIECES, _PIECE_BYTES = 4, 4096
 _PACKAGES = ("triton", "numba", "numpy", "safetensors")
+# Environment variables that choose other products, of this package, oneDNN and cuBLAS.
+_ARITHMETIC = ("PAGED_BACKEND", "ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE")
+# Options that the digest of K/V is without, and why. A new option is in it.
+LEFT_OUT: Mapping[str, str] = {
+    "device": "its type is in the layout of blocks, its architecture in `arithmetic_parts`",
+    "dtype": "the dtype of the network is in the digest",
+    "kv_cache_dtype": "the dtype of the cache is in the layout",
+    "block_size": "the size is in the layout",
+    "max_seq_len": "it reaches K/V by the frequencies of rotations, which are in the digest",
+    "num_blocks": "as max_seq_len, of which the pool may hold less",
+    "num_swap_blocks": "host memory",
+    "host_cache_bytes": "host memory",
+    "cache_folder": "where the files are",
+    "cache_folder_bytes": "how many files there are",
+    "enable_prefix_cache": "whether K/V are found at all",
+    "max_loras": "an adapter's K/V have a namespace of their own",
+    "max_lora_rank": "as max_loras",
+    "cuda_graphs": "the same kernels with more rows",
+    "draft": "the files of a head are in the record, its layer is in the layout",
+    "num_state_slots": "how many states there are",
+    "snapshot_interval": "which states are kept",
+    "max_drafts": "the shape of states is in the layout",
+    "model_impl": "the class of the network is in the digest",
+}
 
 
 def program_parts() -> dict[str, object]:
@@ -53,22 +86,73 @@ def checkpoint_parts(
     return parts
 
 
-def model_digest(
-    folders: Sequence[Path], options: Mapping[str, object], tick: Callable[[], object] = lambda: None
-) -> bytes:
-    """Return a digest of all that K/V depend on: every byte of the folders' files, the options, and the programs.
+def option_parts(options: LoadOptions) -> dict[str, str]:
+    """Return the options of a load that its K/V depend on: all but those of `LEFT_OUT`."""
+    parts: dict[str, str] = {}
+    for field in fields(options):
+        if field.name not in LEFT_OUT:
+            parts[field.name] = repr(getattr(options, field.name))
+    return parts
 
-    A core reads and hashes about 1.5 GB/s. tick: called after every 16 MiB.
+
+def arithmetic_parts(device: torch.device) -> dict[str, object]:
+    """Return what decides how products are computed: on a CPU, whether activations are rounded to int8, for one."""
+    parts: dict[str, object] = {"triton": use_triton(device), "matmul": torch.get_float32_matmul_precision()}
+    for name in _ARITHMETIC:
+        parts[name] = os.environ.get(name, "")
+    if device.type == "cpu":
+        parts["cpu"] = this_cpu()
+    else:
+        parts["arch"] = device_of(device).arch
+    return parts
+
+
+@cache
+def source_digest() -> str:
+    """Return a hash of this package's own code: a checkout changes more often than its version."""
+    root, digest = Path(paged.__file__).parent, hashlib.sha256()
+    for folder, names, files in os.walk(root, followlinks=True):
+        names.sort()
+        for name in sorted(files):
+            file = Path(folder, name)
+            if file.suffix == ".py":
+                digest.update(str(file.relative_to(root)).encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def code_parts(network: nn.Module) -> dict[str, object]:
+    """Return what tells the code of a network's classes apart that is not this package's or PyTorch's.
+
+    That is the version of transformers, and a hash of each file of a family that the caller has registered or of the
+    code in a checkpoint, with the files beside it.
     """
-    texts = {name: str(option) for name, option in options.items()}
-    digest = hashlib.sha256(json.dumps([program_parts(), texts]).encode())
-    for folder in folders:
-        for path in sorted(filter(Path.is_file, folder.iterdir())):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            of_file = hashlib.sha256()
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 24):
-                    of_file.update(chunk)
-                    tick()
-            digest.update(of_file.digest())
+    parts: dict[str, object] = {}
+    folders: set[Path] = set()
+    for name in {type(part).__module__ for part in network.modules()}:
+        package = name.partition(".")[0]
+        source = getattr(sys.modules.get(name), "__file__", None)
+        if package == "transformers":
+            parts[package] = metadata.version(package)
+        elif package not in ("paged", "torch") and source is not None:
+            folders.add(Path(source).parent)
+    hashes: list[tuple[str, str]] = []
+    for module in list(sys.modules.values()):
+        source = getattr(module, "__file__", None)
+        if source is not None and Path(source).parent in folders:
+            hashes.append((Path(source).name, hashlib.sha256(Path(source).read_bytes()).hexdigest()))
+    parts["code"] = sorted(hashes)
+    return parts
+
+
+def model_digest(record: ReadRecord, parts: Mapping[str, object], tick: Callable[[], object] = lambda: None) -> bytes:
+    """Return a digest of all that K/V depend on: what the load has read, these values, and the programs.
+
+    All threads of PyTorch read and hash the weights, each about 1.2 GB/s. tick: called after every 4 MiB.
+
+    Raises:
+        CheckpointError: as `ReadRecord.digest`.
+    """
+    texts = [(name, str(part)) for name, part in sorted(parts.items())]
+    digest = hashlib.sha256(json.dumps([program_parts(), source_digest(), texts]).encode())
+    digest.update(record.digest(tick))
     return digest.digest()

@@ -60,6 +60,7 @@ class PagedKvCacheManager(KvInspection):
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         self.config = config
+        self._fingerprint = b""
         self._tensors = KvCacheTensors(config)  # first: without memory for it, nothing else is needed
         self._guard = CacheGuard(self._measure_pressure)
         rollback = self._guard.rollback
@@ -391,8 +392,9 @@ class PagedKvCacheManager(KvInspection):
     def set_fingerprint(self, fingerprint: bytes) -> None:
         """Name the weights that K/V are of; only files of the same weights and layout are found in `cache_folder`.
 
-        The prefix cache is cleared. Without a folder nothing changes.
+        With a folder or a store, the prefix cache is cleared. A store that is attached later takes the name over.
         """
+        self._fingerprint = fingerprint
         if self.files is not None:
             self.clear_prefix_cache()
             self.files.identify(fingerprint)
@@ -546,7 +548,7 @@ class PagedKvCacheManager(KvInspection):
     def attach_store(self, store: BlockStore) -> None:
         """Keep blocks that go to host memory in a store, too, and look there for those that a prompt begins with.
 
-        It takes the place of a cache folder. The weights are named by `set_fingerprint`, which comes after this call.
+        It takes the place of a cache folder. `set_fingerprint`, before or after this call, names the weights.
 
         Raises:
             InvalidInputError: it is no BlockStore, or the cache has no host tier.
@@ -572,6 +574,7 @@ class PagedKvCacheManager(KvInspection):
             num_bytes.append(tier.states.num_file_bytes)
             is_needed.append(False)
         tier.files = FileTier(store, repr(layout), config.block_size, num_bytes, is_needed)
+        tier.files.identify(self._fingerprint)
         if tier.states is not None:
             tier.states.files = tier.files
 

@@ -1,0 +1,107 @@
+"""What a load reads: the contents of its text files, and its large files as they were when it opened them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from paged.errors import CheckpointError
+
+# Large enough that a thread hashes for milliseconds; each thread holds one piece.
+_PIECE_BYTES = 4 << 20
+
+Stamp = tuple[int, ...]
+
+
+@dataclass
+class ReadRecord:
+    """The files that a load has read, in this order.
+
+    Every reader of `checkpoint_files` and `tensor_file` enters its files here, so that a digest of the record covers
+    whatever a family or a format reads.
+
+    texts: name and SHA-256 of each text file. files: path and stamp of each large file.
+    """
+
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    files: list[tuple[Path, Stamp]] = field(default_factory=list)
+
+    def digest(self, tick: Callable[[], object] = lambda: None) -> bytes:
+        """Return a hash of every byte of all files, and of their names; large files are read again.
+
+        tick: called after every 4 MiB.
+
+        Raises:
+            CheckpointError: a large file has changed since it was opened, or cannot be read.
+        """
+        digest = hashlib.sha256(repr(self.texts).encode())
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for file, stamp in self.files:
+                digest.update(f"{file.name}\0".encode() + _file_digest(file, stamp, threads, tick))
+        return digest.digest()
+
+
+_RECORD: ContextVar[ReadRecord | None] = ContextVar("_RECORD", default=None)
+
+
+@contextmanager
+def recorded_reads() -> Iterator[ReadRecord]:
+    """Record the files that this thread reads."""
+    record = ReadRecord()
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
+def record_text(file: Path, data: bytes) -> None:
+    """Enter a text file and what was read from it."""
+    record = _RECORD.get()
+    if record is not None:
+        record.texts.append((file.name, hashlib.sha256(data).hexdigest()))
+
+
+def record_file(file: Path, stamp: Stamp) -> None:
+    """Enter a large file that is open; the same file with the same stamp is entered once."""
+    record = _RECORD.get()
+    if record is not None and (file, stamp) not in record.files:
+        record.files.append((file, stamp))
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """Return what changes when a file does."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _file_digest(file: Path, stamp: Stamp, threads: ThreadPoolExecutor, tick: Callable[[], object]) -> bytes:
+    """Return SHA-256 of the SHA-256 of a file's pieces, which threads read and hash."""
+    try:
+        with file.open("rb", buffering=0) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            digest = hashlib.sha256(size.to_bytes(8, "little"))
+            for of_piece in threads.map(partial(_piece_digest, opened.fileno()), range(0, size, _PIECE_BYTES)):
+                digest.update(of_piece)
+                tick()
+            if stamp_of(os.fstat(opened.fileno())) != stamp:
+                raise CheckpointError(f"{file}: the file changed after it was loaded")
+    except OSError as error:
+        raise CheckpointError(f"{file}: unreadable ({error})") from error
+    return digest.digest()
+
+
+def _piece_digest(file: int, start: int) -> bytes:
+    digest, end = hashlib.sha256(), start + _PIECE_BYTES
+    while start < end and (data := os.pread(file, end - start, start)):
+        digest.update(data)
+        start += len(data)
+    return digest.digest()
