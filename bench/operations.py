@@ -87,9 +87,14 @@ class Definition:
         return dict(self.signature.bind(*positional, **named).arguments)
 
     @property
+    def own(self) -> Callable[..., Any]:
+        """The operation itself, whatever stands in its place in `paged`."""
+        function: Callable[..., Any] = getattr(importlib.import_module(paged._MODULE_OF[self.name]), self.name)
+        return function
+
+    @property
     def signature(self) -> inspect.Signature:
-        """The operation's, whatever stands in its place in `paged`."""
-        return inspect.signature(getattr(importlib.import_module(paged._MODULE_OF[self.name]), self.name))
+        return inspect.signature(self.own)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

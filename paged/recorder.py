@@ -8,10 +8,11 @@ only the blocks that the call reaches are kept. `paged verify --replay FILE` che
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
-import importlib
+import inspect
 import itertools
-import json
+import logging
 import math
 import os
 import platform
@@ -20,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,19 +29,16 @@ from typing import Any, NamedTuple
 import torch
 
 from paged.errors import CheckpointError, InvalidInputError
-from paged.kernels.common.attention.plan import AttentionPlan
 from paged.kernels.common.device import backend
 from paged.kernels.common.numba_ops.recording import recording
-from paged.kernels.common.operation import Call, watch_calls
+from paged.kernels.common.operation import Call, current_watch, watch_calls
+from paged.printable import one_line
+from paged.recordings.decoder import PARTS, Decoder, operation_named, read_file
+from paged.recordings.encoder import FORMAT, Encoder, reached_blocks
 
-Json = Any
-_FORMAT = 2  # of the file; others are refused
-# Arguments whose first dimension counts the blocks of a cache.
-_CACHES = ("k_cache", "v_cache", "kv_cache", "key_cache", "caches")
-_ROW_SCALES = ("k_scale", "v_scale")
-# Arguments of up to this many bytes lie in storages filled with NaN before a call is made again, so that a read of a
-# block that it does not reach shows. Larger ones are pools, whose untouched pages take no memory.
-_MAX_FILLED = 64 << 20
+_LOG = logging.getLogger("paged")
+# Held while a recording begins or ends.
+_CHANGES = threading.Lock()
 
 
 class RecordedCall(NamedTuple):
@@ -72,7 +71,9 @@ def record(
     """Write calls of operations to files in a folder while the context is open, for all threads of the process.
 
     Steps run without graphs meanwhile, and each recorded call waits for the device. Calls in compiled graphs are
-    recorded, too. One recorder is active at a time: a second one takes the place of the first until it ends.
+    recorded, too. Recordings may overlap and end in any order: each gets all calls that begin while it is open. A call
+    that cannot be recorded, as on a full disk, runs as it would without a recording. The first one is logged, the
+    number of all is when the recording ends.
 
     Args:
         folder: made if it is not there. Files are named by operation, process and number.
@@ -82,14 +83,14 @@ def record(
         max_files: after so many files nothing more is recorded.
 
     Raises:
-        InvalidInputError: a name is no operation, or a number is not at least 1.
+        InvalidInputError: a name is no operation, a number is not at least 1, or the folder cannot be made.
     """
     recorder = _Recorder(Path(folder), operations, every, failed, max_files)
-    before = watch_calls(recorder)
+    _begin(recorder)
     try:
         yield recorder.folder
     finally:
-        watch_calls(before)
+        _end(recorder)
 
 
 def record_as_environment_says() -> None:
@@ -104,74 +105,165 @@ def record_as_environment_says() -> None:
     if not every.isdecimal():
         raise InvalidInputError(f"PAGED_RECORD_EVERY={every!r}: expected a whole number of at least 1")
     failed = os.environ.get("PAGED_RECORD_FAILED", "") not in ("", "0")
-    watch_calls(_Recorder(Path(os.environ["PAGED_RECORD"]), names, int(every), failed, 100))
+    recorder = _Recorder(Path(os.environ["PAGED_RECORD"]), names, int(every), failed, 100)
+    _begin(recorder)
+    atexit.register(_end, recorder)
+
+
+def write_call(
+    path: Path,
+    operation: str,
+    arguments: dict[str, Any],
+    block_ids: torch.Tensor | None = None,
+    returned: Any = None,
+    written: dict[str, Any] | None = None,
+) -> None:
+    """Write a call for another process of this machine, which reads it by `read_call`; `block_ids` as an `Encoder`."""
+    encoder = Encoder(block_ids)
+    about: dict[str, Any] = {"format": FORMAT, "operation": operation, "number": 0, "error": None, "versions": {}}
+    about |= {"git": None, "machine": "", "backend": {}, "device": "", "date": ""}
+    for part, value in (("arguments", arguments), ("returned", returned), ("written", written or {})):
+        about[part] = encoder.part(value)
+    encoder.write(path, about)
 
 
 def read_call(path: str | os.PathLike[str], device: torch.device) -> RecordedCall:
-    """Read a recorded call, with its tensors on a device.
+    """Read a recorded call, with its tensors on a device. The file may come from a stranger: it runs no code.
 
     Raises:
-        CheckpointError: the file is not there or holds no recorded call.
+        CheckpointError: the file is not there, holds no recorded call of an operation, or needs more memory than there
+            is.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            about = json.loads((file.metadata() or {})["paged_call"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: holds no recorded call: {error}") from error
-    if about["format"] != _FORMAT:
-        raise CheckpointError(f"{path}: format {about['format']}, expected {_FORMAT}")
-    parts = {}
-    for part in ("arguments", "returned", "written"):
-        content = about.pop(part)
-        parts[part] = _Decoder(tensors, content["storages"], device).decode(content["value"])
-    return RecordedCall(about.pop("operation"), about=about, **parts)
+        about, tensors = read_file(Path(path))
+        operation = operation_named(about["operation"])
+        if operation is None:
+            raise ValueError(f"{about['operation']}: no operation")
+        signature = inspect.signature(operation)
+        contents = {part: about.pop(part) for part in PARTS}
+        decoders = {part: Decoder(tensors, contents[part]["storages"], device) for part in PARTS}
+        arguments = decoders["arguments"].arguments(contents["arguments"]["value"], signature)
+        returned = decoders["returned"].value(contents["returned"]["value"], str(signature.return_annotation))
+        written = decoders["written"].arguments(contents["written"]["value"], signature)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
+        # RuntimeError: PyTorch has no memory for a size, or JSON is nested too deeply.
+        raise CheckpointError(f"{path}: holds no recorded call: {one_line(error, 300)}") from error
+    return RecordedCall(about.pop("operation"), arguments, returned, written, about)
+
+
+class _Recordings:
+    """The `Watch` while there are recordings: each of them sees every call."""
+
+    def __init__(self, recorders: tuple[_Recorder, ...]) -> None:
+        self.recorders = recorders
+
+    def __call__(self, call: Call, run: Callable[[], Any]) -> Any:
+        for recorder in self.recorders:
+            run = partial(recorder, call, run)
+        return run()
+
+
+def _under_way() -> tuple[_Recorder, ...]:
+    watch = current_watch()
+    if isinstance(watch, _Recordings):
+        return watch.recorders
+    return ()
+
+
+def _begin(recorder: _Recorder) -> None:
+    with _CHANGES:
+        watch_calls(_Recordings((*_under_way(), recorder)))
+
+
+def _end(recorder: _Recorder) -> None:
+    """End one recording, whichever others go on."""
+    with _CHANGES:
+        recorders = _under_way()
+        others = tuple(other for other in recorders if other is not recorder)
+        if others:
+            watch_calls(_Recordings(others))
+        elif recorders:
+            watch_calls(None)
+    recorder.log_end()
 
 
 class _Recorder:
-    """The `Watch` of a recording."""
+    """One recording. Nothing that goes wrong in it changes the calls that it sees."""
 
     def __init__(self, folder: Path, operations: Sequence[str], every: int, failed: bool, max_files: int) -> None:
-        import paged
-
         for name in operations:
-            module = paged._MODULE_OF.get(name, "")
-            if not module.startswith("paged.kernels.") or not name.islower():
+            if operation_named(name) is None:
                 raise InvalidInputError(f"operations: {name!r} is no operation")
         for argument, number in (("every", every), ("max_files", max_files)):
             if number < 1:
                 raise InvalidInputError(f"{argument}: {number}, expected at least 1")
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInputError(f"{folder}: cannot be made: {error.strerror}, expected a folder") from error
         self.folder = folder
         self._operations, self._every, self._failed = frozenset(operations), every, failed
         self._num_left = max_files
+        self._num_faults = 0
         self._counts: dict[str, Iterator[int]] = {}
         self._lock = threading.Lock()
-        self._about = {"format": _FORMAT, "versions": _versions(), "git": _git_state(), "machine": platform.platform()}
+        self._about = {"format": FORMAT, "versions": _versions(), "git": _git_state(), "machine": platform.platform()}
 
     def __call__(self, call: Call, run: Callable[[], Any]) -> Any:
-        number = self._number(call.operation)
-        if number is None or _is_hidden():
-            return run()
-        arguments = dict(call.signature.bind(*call.args, **call.kwargs).arguments)
-        encoder = _Encoder(_reached(arguments))
-        about = {**self._about, "operation": call.operation, "number": number, "error": None}
-        about |= {"arguments": encoder.part(arguments), "returned": encoder.part(None), "written": encoder.part({})}
+        draft = self._try(call, self._drafted, call)
         try:
             returned = run()
         except Exception as error:
-            about["error"] = f"{type(error).__name__}: {error}"
-            self._write(about, encoder, number)
+            if draft is not None:
+                self._try(call, self._write_failed, draft, error)
             raise
-        if self._failed and _is_finite(returned):
-            return returned
-        about["returned"] = encoder.part(returned)
-        written = {name: value for name, value in arguments.items() if _is_written(name, value, call.mutates)}
-        about["written"] = encoder.part(written)
-        self._write(about, encoder, number)
+        if draft is not None:
+            self._try(call, self._write_returned, draft, returned)
         return returned
+
+    def log_end(self) -> None:
+        """Log how many calls are not recorded, if more than the one that was logged."""
+        if self._num_faults > 1:
+            _LOG.warning("recording in %s: %d calls are not recorded", self.folder, self._num_faults)
+
+    def _try(self, call: Call, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a step returns, or None if it raises: a fault of the recording is none of the call."""
+        try:
+            return step(*arguments)
+        except Exception as error:
+            with self._lock:
+                self._num_faults += 1
+                is_first = self._num_faults == 1
+            if is_first:
+                reason = one_line(f"{type(error).__name__}: {one_line(error)}")
+                message = "recording in %s: a call of %s is not recorded: %s; further ones are counted"
+                _LOG.warning(message, self.folder, call.operation, reason)
+        return None
+
+    def _drafted(self, call: Call) -> _Draft | None:
+        """Return the call with its arguments as they are before it; None if it is not to be recorded."""
+        number = self._number(call.operation)
+        if number is None or _is_hidden():
+            return None
+        arguments = dict(call.signature.bind(*call.args, **call.kwargs).arguments)
+        encoder = Encoder(reached_blocks(arguments))
+        about = {**self._about, "operation": call.operation, "number": number, "error": None}
+        about |= {"arguments": encoder.part(arguments), "returned": encoder.part(None), "written": encoder.part({})}
+        written = {name: value for name, value in arguments.items() if _is_written(name, value, call.mutates)}
+        return _Draft(about, encoder, written)
+
+    def _write_failed(self, draft: _Draft, error: Exception) -> None:
+        draft.about["error"] = f"{type(error).__name__}: {error}"
+        self._write(draft)
+
+    def _write_returned(self, draft: _Draft, returned: Any) -> None:
+        if self._failed and _is_finite(returned):
+            return
+        draft.about["returned"] = draft.encoder.part(returned)
+        draft.about["written"] = draft.encoder.part(draft.written)
+        self._write(draft)
 
     def _number(self, operation: str) -> int | None:
         """Return the call's number if it is to be recorded."""
@@ -183,20 +275,58 @@ class _Recorder:
                 return None
         return number
 
-    def _write(self, about: dict[str, Any], encoder: _Encoder, number: int) -> None:
-        from safetensors.torch import save_file
-
+    def _write(self, draft: _Draft) -> None:
         with self._lock:
             if self._num_left == 0:
                 return
             self._num_left -= 1
+        try:
+            self._write_file(draft)
+        except BaseException:
+            with self._lock:
+                self._num_left += 1
+            raise
+
+    def _write_file(self, draft: _Draft) -> None:
+        """Write the file, or leave nothing."""
+        about = draft.about
         about["backend"] = backend()._asdict()
-        about["device"] = encoder.device
+        about["device"] = draft.encoder.device
         about["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-        path = self.folder / f"{about['operation']}-{os.getpid()}-{number:06}.safetensors"
-        draft = path.with_suffix(".part")
-        save_file(encoder.tensors, draft, {"paged_call": json.dumps(about)})
-        os.replace(draft, path)
+        part, path = _new_file(self.folder, f"{about['operation']}-{os.getpid()}-{about['number']:06}")
+        try:
+            draft.encoder.write(part, about)
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+
+class _Draft(NamedTuple):
+    """A call that is recorded. written: arguments that it writes to."""
+
+    about: dict[str, Any]
+    encoder: Encoder
+    written: dict[str, Any]
+
+
+def _new_file(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make an empty draft, and return it and the path, which no file has, that it is for.
+
+    Another recording may write to the same folder, and number its calls alike.
+    """
+    stem = name
+    copy = 0
+    while True:
+        part, path = folder / f"{stem}.part", folder / f"{stem}.safetensors"
+        with suppress(FileExistsError):
+            part.open("xb").close()
+            if not path.exists():
+                return part, path
+            part.unlink()
+        copy += 1
+        stem = f"{name}-{copy}"
 
 
 def _is_hidden() -> bool:
@@ -219,174 +349,6 @@ def _is_finite(returned: Any) -> bool:
         return True
     values = returned.float()
     return bool((values.isfinite() | (values == -math.inf)).all())
-
-
-def _reached(arguments: dict[str, Any]) -> torch.Tensor | None:
-    """Return the blocks of caches that a call reads or writes, int64 on the CPU; None if nothing names them."""
-    reached = []
-    cache = None
-    for name in _CACHES:
-        if name in arguments:
-            cache = arguments[name]
-            break
-    if isinstance(cache, list | tuple) and cache:
-        cache = cache[0]
-    if not isinstance(cache, torch.Tensor) or cache.dim() < 2:
-        return None
-    num_blocks, block_size = cache.shape[:2]
-    table, seq_lens = arguments.get("block_table"), arguments.get("seq_lens")
-    slots = arguments.get("slot_mapping")
-    if isinstance(table, torch.Tensor) and isinstance(seq_lens, torch.Tensor) and table.dim() == 2 and block_size:
-        columns = torch.arange(table.shape[1])
-        is_used = columns[None] * block_size < seq_lens.cpu()[: len(table), None]
-        reached.append(table.cpu()[: len(is_used)][is_used])
-    if isinstance(slots, torch.Tensor) and block_size:
-        reached.append(slots.cpu().flatten() // block_size)
-    if "block_pairs" in arguments:
-        reached.append(torch.as_tensor(arguments["block_pairs"]).cpu().flatten())
-    if not reached:
-        return None
-    ids = torch.cat([part.long() for part in reached]).unique()
-    reached_ids: torch.Tensor = ids[(ids >= 0) & (ids < num_blocks)]
-    return reached_ids
-
-
-def _field_names(value: Any) -> Sequence[str] | None:
-    """Return the names of the arguments that make an object again; None for other values."""
-    if isinstance(value, AttentionPlan):
-        return "cu_seqlens_q", "seq_lens", "max_seqlen_q", "max_seqlen_k"
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value) if field.init]
-    if isinstance(value, tuple):
-        return getattr(value, "_fields", None)
-    return None
-
-
-class _Encoder:
-    """Turns values into JSON, with copies of their tensors beside it. block_ids: blocks of caches to keep."""
-
-    def __init__(self, block_ids: torch.Tensor | None) -> None:
-        self._block_ids = block_ids
-        self._extents: dict[int, tuple[int, int]] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.device = "cpu"
-
-    def part(self, value: Any) -> Json:
-        """Return the value, and of each storage that it lies in the first and the last byte that it takes."""
-        self._extents = {}
-        encoded = self._encode(value)
-        return {"value": encoded, "storages": list(self._extents.values())}
-
-    def _encode(self, value: Any, name: str = "") -> Json:
-        """name: of the argument that the value belongs to."""
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, name)
-        names = _field_names(value)
-        if names is not None:
-            fields = {field: self._encode(getattr(value, field), field) for field in names}
-            return {"object": _path(value), "fields": fields}
-        if isinstance(value, dict):
-            return {"dict": {key: self._encode(item, key) for key, item in value.items()}}
-        if isinstance(value, tuple | list):
-            return {type(value).__name__: [self._encode(item, name) for item in value]}
-        if hasattr(value, "item"):  # a number of NumPy's
-            return value.item()
-        return {"unknown": repr(value)[:200]}
-
-    def _tensor(self, tensor: torch.Tensor, name: str) -> Json:
-        """The blocks that are reached, of a cache and of scales a row; otherwise each element once."""
-        key = str(len(self.tensors))
-        if tensor.device.type != "cpu":
-            self.device = f"{tensor.device}, {torch.cuda.get_device_name(tensor.device)}"
-        about = {
-            "tensor": key,
-            "shape": list(tensor.shape),
-            "stride": list(tensor.stride()),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "storage": self._take(tensor),
-            "offset": tensor.storage_offset() * tensor.element_size(),
-        }
-        values = _each_once(tensor.detach())
-        is_cache = name in _CACHES or (name in _ROW_SCALES and tensor.dim() == 3)
-        if is_cache and self._block_ids is not None:
-            values = values[self._block_ids.to(values.device)]
-            about["blocks"] = self._block_ids.tolist()
-        self.tensors[key] = values.to("cpu", copy=True).contiguous()
-        return about
-
-    def _take(self, tensor: torch.Tensor) -> int:
-        """Extend the bytes of the tensor's storage, from the first, or up to 15 before it; return its number."""
-        first = last = int(tensor.storage_offset()) * tensor.element_size()
-        if tensor.numel():
-            reach = 1
-            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-                reach += (size - 1) * int(stride)
-            last += reach * tensor.element_size()
-        address = tensor.untyped_storage().data_ptr()
-        before, after = self._extents.get(address, (first, last))
-        self._extents[address] = min(first // 16 * 16, before), max(last, after)
-        return list(self._extents).index(address)
-
-
-class _Decoder:
-    """Makes the values again that an `_Encoder` has written: tensors of one storage share one, NaN between them."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], storages: list[tuple[int, int]], device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
-        self._storages = []
-        num_bytes = sum(last - first for first, last in storages)
-        for first, last in storages:
-            content = torch.zeros(last - first, dtype=torch.uint8, device=device)
-            if num_bytes <= _MAX_FILLED:
-                content.fill_(255)
-            self._storages.append((first, content))
-
-    def decode(self, value: Json) -> Any:
-        """Raise CheckpointError for a value that could not be recorded, or a class that is none of ours."""
-        if not isinstance(value, dict):
-            return value
-        if "tensor" in value:
-            return self._tensor(value)
-        if "object" in value:
-            module, _, name = value["object"].partition(":")
-            if not module.startswith("paged."):
-                raise CheckpointError(f"a recorded {value['object']}, expected a class of paged")
-            fields = {key: self.decode(item) for key, item in value["fields"].items()}
-            return getattr(importlib.import_module(module), name)(**fields)
-        if "dict" in value:
-            return {key: self.decode(item) for key, item in value["dict"].items()}
-        for kind in (tuple, list):
-            if kind.__name__ in value:
-                return kind(self.decode(item) for item in value[kind.__name__])
-        raise CheckpointError(f"an argument that was not recorded: {value.get('unknown')}")
-
-    def _tensor(self, about: dict[str, Any]) -> torch.Tensor:
-        first, content = self._storages[about["storage"]]
-        dtype: torch.dtype = getattr(torch, about["dtype"])
-        flat = content[: len(content) // dtype.itemsize * dtype.itemsize].view(dtype)
-        offset = (about["offset"] - first) // dtype.itemsize
-        tensor: torch.Tensor = flat.as_strided(about["shape"], about["stride"], offset)
-        values = self._tensors[about["tensor"]].to(self._device)
-        if "blocks" in about:
-            for index, block in enumerate(about["blocks"]):  # float8 has no index_copy_
-                tensor[block].copy_(values[index])
-        else:
-            _each_once(tensor).copy_(values)
-        return tensor
-
-
-def _each_once(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view in which expanded dimensions have one element."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _path(value: Any) -> str:
-    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
 def _versions() -> dict[str, str]:

@@ -11,11 +11,13 @@ from unittest import mock
 
 import torch
 
-from paged.bench.check import Result
-from paged.bench.operations import Arguments, Definition
+from paged.bench.check import Result, WrongResultError
+from paged.bench.operations import Arguments, Definition, Tensors
 from paged.bench.verification.candidate import NotTakenError, definition_of
+from paged.errors import CheckpointError
 from paged.kernels.common.compat import HAS_TRITON, interpreting
 from paged.kernels.common.device import has_numba
+from paged.printable import one_line
 from paged.recorder import RecordedCall, read_call
 
 
@@ -36,6 +38,10 @@ class Replay:
         self.call = read_call(self.path, self.device)
         self.definition: Definition = definition_of(self.call.operation)
         self.arguments: Arguments = self.call.arguments
+        try:
+            self.definition.signature.bind(**self.arguments)
+        except TypeError as error:
+            raise CheckpointError(f"{self.path}: no call of {self.call.operation}: {error}") from error
 
     @property
     def name(self) -> str:
@@ -48,17 +54,38 @@ class Replay:
 
         Raises:
             NotTakenError: the call raised when it was recorded, so that no result was.
+            WrongResultError: the file's result is none of the operation.
         """
         definition, arguments = self.definition, self.arguments
         if not self.backend and self.call.about["error"]:
-            raise NotTakenError(f"it raised {self.call.about['error']}")
-        want, judgement = definition.want(arguments), definition.judge(arguments)
+            raise NotTakenError(f"it raised {one_line(self.call.about['error'])}")
+        want, judgement = self.want(), definition.judge(arguments)
         if self.backend:
             with mock.patch.dict(os.environ, {"PAGED_BACKEND": self.backend}):
                 got = definition.call(arguments)
         else:
-            got = definition.results({**arguments, **self.call.written}, self.call.returned)
+            got = self._recorded()
         yield from definition.beside(got, want, judgement).values()
+
+    def _recorded(self) -> Tensors:
+        """Return the results that the file has."""
+        try:
+            results = self.definition.results({**self.arguments, **self.call.written}, self.call.returned)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise WrongResultError(f"what was recorded is no result: {type(error).__name__}: {error}") from error
+        for name, result in results.items():
+            if not isinstance(result, torch.Tensor):
+                raise WrongResultError(f"what was recorded as {name} is no tensor")
+        return results
+
+    def want(self) -> Tensors:
+        """Return the reference's results.
+
+        The operation checks the arguments first, on the CPU: a reference follows whatever ids and sizes a file has.
+        """
+        with mock.patch.dict(os.environ, {"PAGED_BACKEND": "torch"}):
+            self.definition.call(read_call(self.path, torch.device("cpu")).arguments, self.definition.own)
+        return self.definition.want(self.arguments)
 
 
 def backends(device: torch.device) -> list[str]:
@@ -74,9 +101,9 @@ def backends(device: torch.device) -> list[str]:
 
 
 def about(call: RecordedCall) -> str:
-    """Return where and when a call was recorded."""
+    """Return where and when a call was recorded, on one line."""
     versions = ", ".join(f"{name} {number}" for name, number in call.about["versions"].items())
     text = f"recorded {call.about['date']} on {call.about['device']} with {versions}"
     if call.about["git"]:
-        text += f", commit {call.about['git'].splitlines()[0][:12]}"
-    return text
+        text += f", commit {call.about['git'].partition(chr(10))[0][:12]}"
+    return one_line(text)

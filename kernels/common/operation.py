@@ -85,6 +85,11 @@ def watch_calls(watch: Watch | None) -> Watch | None:
     return before
 
 
+def current_watch() -> Watch | None:
+    """Return what makes the calls of this process; None if nothing watches them."""
+    return _watch
+
+
 def are_calls_watched() -> bool:
     """Return whether calls are watched, which graphs and recordings of steps would hide."""
     return _watch is not None
