@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import paged
 from paged.bench.check import Result, WrongResultError
+from paged.bench.writes import Masks, writes_of
 from paged.kernels.attention import reference as attention_reference
 from paged.kernels.cache import reference as cache_reference
 from paged.kernels.common.reference import f64
@@ -81,6 +82,10 @@ class Definition:
     def beside(self, got: Tensors, want: Tensors, judgement: Judgement) -> dict[str, Result]:
         """Return results beside the expected ones of their names."""
         return {name: Result(tensor, want[name], *judgement, name) for name, tensor in got.items()}
+
+    def writes(self, arguments: Arguments) -> Masks:
+        """Return what a call may write; everything else is only read."""
+        return writes_of(self.name, arguments)
 
     def by_name(self, *positional: Any, **named: Any) -> Arguments:
         """Return the arguments of a call by name."""

@@ -1,86 +1,173 @@
-"""Another's function in an operation's place: it is called with what it takes of the operation's arguments."""
+"""Another's function in an operation's place: it is called with what it takes of the operation's arguments.
+
+It runs in a process of its own. This process, the judge, compares what it returned, and every bit of its arguments.
+"""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
-import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
 from paged.bench.check import TOLERANCE, WrongResultError
-from paged.bench.operations import DEFINITIONS, HOW, Arguments, Definition, dtype_of
-from paged.errors import InvalidInputError, PagedError
+from paged.bench.operations import DEFINITIONS, HOW, Arguments, Definition, Tensors, dtype_of, map_tensors
+from paged.bench.verification.judged_process import JudgedProcess
+from paged.bench.writes import Masks
+from paged.errors import CheckpointError, InvalidInputError, PagedError
+from paged.recorder import read_call, write_call
+from paged.recordings.encoder import is_in_blocks, reached_blocks, tensors_in
+
+# Arguments of more bytes are sent without the blocks of caches that the call does not reach.
+_MAX_SENT = 256 << 20
+# Integers of the size of an element, in which all bits count.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUM_CALLS = 2
 
 
 class NotTakenError(PagedError):
     """A check does not apply: the candidate takes no such argument, or the machine has too little memory."""
 
 
+class Outcome(NamedTuple):
+    """What a call returned, and its arguments by name as it left them.
+
+    shared: for each result in the memory of arguments, their names. is_reused: whether a result lies in that of the
+    last call.
+    """
+
+    returned: Any
+    arguments: Arguments
+    shared: list[list[str]]
+    is_reused: bool
+
+
 class Candidate:
     """A function beside an operation's definition; `arguments` are those of the last call by name.
+
+    Args:
+        path: "module:function"; the module is also looked for in the current folder.
+        seconds: limit of each call.
+
+    Attributes:
+        again: results of the second one of two calls with the last arguments; the first one is returned.
 
     Raises:
         InvalidInputError: no function is there, it lacks an argument that every call has, or no operation has the name.
     """
 
-    def __init__(self, operation: str, path: str) -> None:
-        """path: "module:function"; the module is also looked for in the current folder."""
+    def __init__(self, operation: str, path: str, seconds: float = 120.0) -> None:
         self.definition = definition_of(operation)
-        module_name, _, attribute = path.partition(":")
-        if "" not in sys.path:
-            sys.path.append("")
-        try:
-            function = getattr(importlib.import_module(module_name), attribute)
-            parameters = inspect.signature(function).parameters.values()
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise InvalidInputError(f"--candidate {path}: {error}, expected MODULE:FUNCTION") from error
-        self.path, self.function = path, function
+        self.path = path
         self.arguments: Arguments = {}
-        self._takes_all = False
-        self._names = set()
-        for parameter in parameters:
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                self._takes_all = True
-            elif parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
-                self._names.add(parameter.name)
-        for name, argument in self.definition.signature.parameters.items():
+        self.again: Tensors = {}
+        self._process = JudgedProcess(path, seconds)
+        try:
+            self._names, self._takes_all = self._process.start()
+            self._check_names()
+        except BaseException:
+            self._process.close()
+            raise
+
+    def _check_names(self) -> None:
+        parameters = self.definition.signature.parameters
+        for name, argument in parameters.items():
             is_needed = argument.default is argument.empty and name not in HOW
             if is_needed and not self._takes_all and name not in self._names:
                 raise InvalidInputError(
-                    f"--candidate {path}: takes no {name} by name, expected arguments of {operation}"
-                    f"({', '.join(self.definition.signature.parameters)})"
+                    f"--candidate {self.path}: takes no {name} by name, expected arguments of {self.definition.name}"
+                    f"({', '.join(parameters)})"
                 )
 
+    def close(self) -> None:
+        """End its process."""
+        self._process.close()
+
+    def taken(self, arguments: Arguments) -> Arguments:
+        """Return the arguments that the function takes.
+
+        Raises:
+            NotTakenError: the call needs another one.
+        """
+        taken = {}
+        for name, value in arguments.items():
+            if self._takes_all or name in self._names:
+                taken[name] = value
+            elif name in needed(self.definition, arguments):
+                raise NotTakenError(f"{self.path} takes no {name}")
+        return taken
+
     def __call__(self, *positional: Any, **named: Any) -> Any:
-        """Call the function as the operation.
+        """Call the function as the operation, twice with the same arguments.
 
         Raises:
             NotTakenError: the call needs an argument that the function does not take.
-            WrongResultError: the result has another shape than `out`, or a narrower dtype than the arguments.
+            WrongResultError: a call raises or does not return; it changes what the operation only reads, or returns
+                memory that others use; the result has another shape than `out`, or a narrower dtype than the arguments.
         """
-        self.arguments = self.definition.by_name(*positional, **named)
-        taken = {}
-        for name, value in self.arguments.items():
-            if self._takes_all or name in self._names:
-                taken[name] = value
-            elif name in needed(self.definition, self.arguments):
-                raise NotTakenError(f"{self.path} takes no {name}")
-        result = self.function(**taken)
-        values = [result]
-        if isinstance(result, tuple | list) and result:
-            values = list(result)
-        _check_dtype(values[0], dtype_of(self.arguments))
-        out = self.arguments.get("out")
+        self.arguments, self.again = self.definition.by_name(*positional, **named), {}
+        taken = self.taken(self.arguments)
+        tensors = tensors_in("", taken)
+        block_ids = None
+        if sum(tensor.nbytes for tensor in tensors.values()) > _MAX_SENT:
+            block_ids = reached_blocks(taken)
+        first, second = self._outcomes(taken, _device_of(tensors), block_ids)
+        # The second one has copies of what it writes: the caller looks at its own arguments for the first.
+        copies = _with_clones(self.arguments, self.definition)
+        self.again = self.definition.results(copies, self._finished(second, copies))
+        writes = self.definition.writes(self.arguments)
+        for outcome in (first, second):
+            _check_memory(outcome, writes)
+            _check_unchanged(tensors, tensors_in("", outcome.arguments), writes, block_ids)
+        return self._finished(first, self.arguments)
+
+    def _outcomes(self, taken: Arguments, device: torch.device, block_ids: torch.Tensor | None) -> list[Outcome]:
+        """Call the function in its process. block_ids: blocks of caches that are sent, None for all."""
+        request: dict[str, Any] = {"device": str(device), "blocks": None}
+        if block_ids is not None:
+            request["blocks"] = block_ids.tolist()
+        outcomes = []
+        with tempfile.TemporaryDirectory(prefix="paged-candidate-") as folder:
+            path = Path(folder) / "result"
+            request["arguments"], request["result"] = f"{folder}/arguments", str(path)
+            write_call(Path(request["arguments"]), self.definition.name, taken, block_ids)
+            for _ in range(_NUM_CALLS):
+                path.unlink(missing_ok=True)
+                answer = self._process.ask(request)
+                if answer["error"] is not None:
+                    raise WrongResultError(str(answer["error"]))
+                try:
+                    call = read_call(path, torch.device("cpu"))
+                except CheckpointError as error:
+                    raise WrongResultError(f"the result cannot be read: {error.__cause__}") from error
+                _check_layouts(tensors_in("", taken), tensors_in("", call.written))
+                outcomes.append(Outcome(call.returned, call.written, answer["shared"], answer["is_reused"]))
+        return outcomes
+
+    def _finished(self, outcome: Outcome, arguments: Arguments) -> Any:
+        """Let arguments hold what the call wrote, and return what the operation would."""
+        tensors, after = tensors_in("", arguments), tensors_in("", outcome.arguments)
+        for name, mask in self.definition.writes(arguments).items():
+            if name in after:
+                _write(tensors[name], after[name], mask)
+        device = _device_of(tensors)
+        returned = map_tensors(lambda tensor: tensor.to(device), outcome.returned)
+        first = returned
+        if isinstance(returned, tuple | list) and returned:
+            first = returned[0]
+        _check_dtype(first, dtype_of(arguments))
+        out = arguments.get("out")
         if out is None or self.definition.name == "add_lora":
-            return result
-        _copy(values[0], out)
-        return (out, *values[1:])
+            return returned
+        _copy(first, out)
+        if first is returned:
+            return (out,)
+        return (out, *returned[1:])
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -120,6 +207,75 @@ def needed(definition: Definition, arguments: Arguments) -> list[str]:
     return names
 
 
+def _device_of(tensors: Tensors) -> torch.device:
+    """Return the device of a call, on which some of its tensors are."""
+    for tensor in tensors.values():
+        if not tensor.is_cpu:
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _with_clones(arguments: Arguments, definition: Definition) -> Arguments:
+    """Return the arguments with copies of those that the operation writes."""
+    written = {name.partition(".")[0].partition("[")[0] for name in definition.writes(arguments)}
+    copies = {}
+    for name, value in arguments.items():
+        copies[name] = value
+        if name in written:
+            copies[name] = map_tensors(torch.clone, value)
+    return copies
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _check_layouts(before: Tensors, after: Tensors) -> None:
+    """Refuse arguments of other names, shapes or dtypes than they had."""
+    if after.keys() != before.keys():
+        raise WrongResultError(f"left arguments {', '.join(after)}, expected {', '.join(before)}")
+    for name, tensor in after.items():
+        if (tensor.shape, tensor.dtype) != (before[name].shape, before[name].dtype):
+            raise WrongResultError(f"made {name} {tensor.dtype} of shape {list(tensor.shape)}")
+
+
+def _check_memory(outcome: Outcome, writes: Masks) -> None:
+    """Refuse a result in memory that others use: of arguments that are only read, or of an earlier result."""
+    for names in outcome.shared:
+        if not writes.keys() & set(names):
+            raise WrongResultError(f"returned memory of {', '.join(names)}, which the operation only reads")
+    if outcome.is_reused:
+        raise WrongResultError("returned the memory of its last result, which its caller may still hold")
+
+
+def _check_unchanged(before: Tensors, after: Tensors, writes: Masks, block_ids: torch.Tensor | None) -> None:
+    """Refuse another bit where nothing may be written. block_ids: blocks of caches that were sent."""
+    for name, tensor in before.items():
+        mask = writes.get(name)
+        if name in writes and mask is None:
+            continue
+        changed = _bits(tensor.cpu()) != _bits(after[name])
+        if mask is not None:
+            changed[mask.cpu()] = False
+        if block_ids is not None and is_in_blocks(name.partition("[")[0], tensor):
+            is_sent = torch.zeros(len(tensor), dtype=torch.bool)
+            is_sent[block_ids] = True
+            changed[~is_sent] = False
+        if changed.any():
+            place = ", ".join(map(str, changed.nonzero()[0].tolist()))
+            raise WrongResultError(f"changed {name}[{place}], which the operation only reads")
+
+
+def _write(tensor: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Copy what a call wrote, by bits: not every dtype can be indexed by a mask."""
+    bits, new_bits = _bits(tensor), _bits(values).to(tensor.device)
+    if mask is None:
+        bits.copy_(new_bits)
+    else:
+        mask = mask.to(tensor.device)
+        bits[mask] = new_bits[mask]
+
+
 def _check_dtype(result: Any, expected: torch.dtype) -> None:
     """Refuse a result that is narrower than expected: it would be judged by the budget of its own dtype."""
     if isinstance(result, torch.Tensor) and TOLERANCE.get(result.dtype, 0) > TOLERANCE.get(expected, 1):
@@ -133,5 +289,4 @@ def _copy(result: Any, out: torch.Tensor) -> None:
         shape = list(result.shape)
     if shape != list(out.shape):
         raise WrongResultError(f"shape {shape}, expected {list(out.shape)}")
-    if result is not out:
-        out.copy_(result)
+    out.copy_(result)

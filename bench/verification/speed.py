@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,13 +21,14 @@ import torch
 from paged.bench.attention.cases import AttentionCase, Layer, Step
 from paged.bench.attention.peers import PEERS as ATTENTION_PEERS
 from paged.bench.benchmark import DEVICE, LEGEND, Setting, line
-from paged.bench.check import Result
+from paged.bench.check import Result, WrongResultError
 from paged.bench.contest import OURS, Contest, Peer
 from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.moe.peers import PEERS as MOE_PEERS
 from paged.bench.operations import DEFINITIONS, Arguments
 from paged.bench.timing import Call
 from paged.bench.verification.candidate import Candidate, needed
+from paged.bench.verification.candidate_process import load_function
 from paged.bench.verification.replay import Replay, about, backends
 from paged.kernels.moe.weights import ExpertLinear
 
@@ -50,26 +52,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--candidate", metavar="MODULE:FUNCTION", help="also time this function")
     parser.add_argument("--repeats", type=int, default=20, help="samples of each, at least 2; %(default)s")
     args = parser.parse_args(argv)
+    try:
+        _time(args)
+    except SystemExit as error:  # of a function that is timed, which runs in this process
+        raise WrongResultError("a timed function ends the process") from error
+    return 0
+
+
+def _time(args: argparse.Namespace) -> None:
     device = torch.device(DEVICE)
     replay = Replay(args.file, device, "")
     definition, arguments = replay.definition, replay.arguments
-    want, judgement = definition.want(arguments), definition.judge(arguments)
+    want, judgement = replay.want(), definition.judge(arguments)
     entries = Contest({"name": definition.name, "size": {}}, Setting(device, args.repeats))
 
-    def add(name: str, function: Any) -> None:
+    def check(function: Any) -> None:
         """Results are checked by a call on tensors of its own: the timed ones change where a call writes to them."""
         fresh = Replay(args.file, device, "").arguments
         for result in definition.beside(definition.call(fresh, function), want, judgement).values():
             result.check()
-        entries.add(name, [lambda: function(**arguments)], lambda _: None)
 
     names = backends(device)
     for name in names:
         with mock.patch.dict(os.environ, {"PAGED_BACKEND": name}):
             bound: Any = definition.operation.bind(**arguments)  # type: ignore[attr-defined]
-        add(OURS if name == names[0] else name, bound)
+        check(bound)
+        entries.add(OURS if name == names[0] else name, [partial(bound, **arguments)], lambda _: None)
     if args.candidate:
-        add(args.candidate, Candidate(definition.name, args.candidate))
+        candidate = Candidate(definition.name, args.candidate)
+        try:
+            check(candidate)
+            for result in definition.beside(candidate.again, want, judgement).values():
+                result.check()
+        finally:
+            candidate.close()
+        timed = partial(load_function(candidate.path), **candidate.taken(arguments))
+        entries.add(candidate.path, [timed], lambda _: None)
     entrants = None
     if definition.name == "paged_attention":
         entrants = _attention(arguments)
@@ -84,7 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"without {name}: {reason}")
     if entrants is None:
         print("without peers: they take paged_attention and fused_moe without options; torch is PyTorch's operators")
-    return 0
 
 
 def _attention(arguments: Arguments) -> Entrants | None:

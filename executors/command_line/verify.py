@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --op: check this function, which takes the operation's arguments or some of them, in its place",
     )
     parser.add_argument(
+        "--call-seconds",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="with --candidate: limit of each call of the function; %(default)g",
+    )
+    parser.add_argument(
         "--replay",
         type=Path,
         metavar="FILE",
