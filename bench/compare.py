@@ -81,8 +81,11 @@ def read(path: Path) -> dict[str, Run]:
             rows.append({"name": case["name"], "samples": len(samples), **times_us(samples)})
         for row in rows:
             if "median_us" in row:
-                runs[row["name"]] = run_of(row["median_us"], row["p20_us"], row["p80_us"], row.get("samples", 2))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                run = run_of(row["median_us"], row["p20_us"], row["p80_us"], row.get("samples", 2))
+                if not math.isfinite(run.log_median) or not 0 <= run.error < math.inf:
+                    raise ValueError(f"{row['name']}: times that are no numbers above 0")
+                runs[row["name"]] = run
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise InvalidInputError(f"{path}: no results of a benchmark: {type(error).__name__}: {error}") from error
     if not runs:
         raise InvalidInputError(f"{path}: no times, expected a file written with --benchmark-json or --json")

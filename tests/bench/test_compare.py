@@ -39,6 +39,22 @@ def test_the_interval_holds_the_true_ratio(tmp_path: Path, capsys: pytest.Captur
     assert apart.high / apart.low > 2, "runs that differ say more than the noise within them"
 
 
+@pytest.mark.parametrize("times", [
+    ("NaN", "1", "1"), ("1", "NaN", "1"), ("Infinity", "1", "1"), ("0", "0", "0"), ("-1", "1", "1"), ("1", "2", "1"),
+    ("1", "1", "Infinity"), ("1e400", "1", "1"), ("1", "0", "1"),
+])  # fmt: skip
+def test_times_that_no_run_has_are_refused(
+    times: tuple[str, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No ratio with them is above a threshold."""
+    right = _file(tmp_path / "right.json", case=[1e-6, 2e-6, 3e-6])
+    median, p20, p80 = times
+    row = f'{{"name": "case", "median_us": {median}, "p20_us": {p20}, "p80_us": {p80}, "samples": 9}}'
+    (tmp_path / "odd.json").write_text(f'{{"rows": [{row}]}}')
+    assert cli.main(["bench", "compare", right, str(tmp_path / "odd.json")]) == 1
+    assert "no results of a benchmark" in capsys.readouterr().err
+
+
 def test_slower_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = random.Random(2)
     same, slow = _samples(generator, 1e-3, 0.05), _samples(generator, 1.4e-3, 0.05)
