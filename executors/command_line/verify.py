@@ -6,6 +6,8 @@ import argparse
 import importlib
 from pathlib import Path
 
+from paged.errors import PagedError
+
 DESCRIPTION = (
     "Check every kernel against a slow, simple version in float64, and cache and attention together against a model "
     "with closed-form answers. On a CPU this checks what models run there: numba kernels and PyTorch. --backend triton "
@@ -44,5 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, by `paged.bench`, which is imported by name because it imports this package."""
-    return int(importlib.import_module("paged.bench.verification.verify").run(args))
+    """Check, by `paged.bench`, which is imported by name because it imports this package.
+
+    Raises:
+        PagedError: the reader of the output has closed it, which ends other commands with 0.
+    """
+    try:
+        code = int(importlib.import_module("paged.bench.verification.verify").run(args))
+        print(end="", flush=True)
+    except BrokenPipeError as error:
+        raise PagedError("the output was closed before the last line, which says how many are right") from error
+    return code

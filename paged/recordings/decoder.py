@@ -25,6 +25,8 @@ from paged.recordings.encoder import FORMAT, MAX_HEADER_BYTES, Json, each_once
 _MAX_FILLED = 64 << 20
 # Most bytes that the elements of a tensor stand for which takes less, as an expanded one does.
 _MAX_REPEATED = 256 << 20
+# A file is read whole, and its call and the reference need as much memory again, several times.
+_MEMORY_SHARE = 4
 _MAX_DIMS = 8
 _MAX_DEPTH = 4  # of lists in lists, and classes in them
 # Classes that arguments and results may be of.
@@ -84,8 +86,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         header_size = int.from_bytes(file.read(8), "little")
     if header_size > min(size, MAX_HEADER_BYTES):
         raise ValueError(f"a header of {header_size} bytes, expected at most {MAX_HEADER_BYTES}")
-    if size > _memory(torch.device("cpu")):
-        raise ValueError(f"{size} bytes, more than this machine's memory")
+    if size > _memory(torch.device("cpu")) // _MEMORY_SHARE:
+        raise ValueError(f"{size} bytes, more than a quarter of this machine's memory")
     with safe_open(path, framework="pt") as opened:  # type: ignore[no-untyped-call]
         about = json.loads((opened.metadata() or {}).get("paged_call", "null"))
         _check_about(about)

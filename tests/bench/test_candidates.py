@@ -1,6 +1,7 @@
 """`paged verify --candidate`: only a right function gets exit code 0, whatever else one does to its judge."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -46,7 +47,7 @@ def test_a_right_function_is_right(capsys: pytest.CaptureFixture[str]) -> None:
         ("breaks_a_pipe", "BrokenPipeError"),
         ("interrupts", "KeyboardInterrupt"),
         ("patches_the_judge", "out[0, 0]: "),
-        ("answers_itself", "the result cannot be read"),
+        ("answers_itself", "WRONG"),
     ],
 )
 def test_a_cheating_function_is_wrong(function: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +91,16 @@ def test_what_a_function_prints_is_no_line_of_the_judge() -> None:
     assert run.returncode == 1
     assert json.loads(run.stdout)["wrong"] == 1
     assert "tests.bench.cheating:exits: 9 of 9 right" in run.stderr
+
+
+def test_a_closed_output_is_no_verdict() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "paged", *NORM]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    os.close(writer)
+    assert run.returncode == 1
+    assert "the output was closed before the last line" in run.stderr
 
 
 def test_a_module_that_ends_the_process_is_no_candidate(

@@ -190,6 +190,10 @@ def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
         path.write_bytes(save(tensors, {"paged_call": json.dumps(about)}))
         with pytest.raises(CheckpointError, match=error):
             read_call(path, torch.device("cpu"))
+    with path.open("wb") as file:
+        file.truncate(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with pytest.raises(CheckpointError, match="more than a quarter of this machine's memory"):
+        read_call(path, torch.device("cpu"))
     path.write_bytes((9 << 20).to_bytes(8, "little") + bytes(10 << 20))
     with pytest.raises(CheckpointError, match="a header of 9437184 bytes"):
         read_call(path, torch.device("cpu"))
