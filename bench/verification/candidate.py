@@ -55,6 +55,7 @@ class Candidate:
         seconds: limit of each call.
 
     Attributes:
+        num_calls: calls as the operation so far.
         again: results of the second one of two calls with the last arguments; the first one is returned.
 
     Raises:
@@ -66,6 +67,7 @@ class Candidate:
         self.path = path
         self.arguments: Arguments = {}
         self.again: Tensors = {}
+        self.num_calls = 0
         self._process = JudgedProcess(path, seconds)
         try:
             self._names, self._takes_all = self._process.start()
@@ -110,6 +112,7 @@ class Candidate:
             WrongResultError: a call raises or does not return; it changes what the operation only reads, or returns
                 memory that others use; the result has another shape than `out`, or a narrower dtype than the arguments.
         """
+        self.num_calls += 1
         self.arguments, self.again = self.definition.by_name(*positional, **named), {}
         taken = self.taken(self.arguments)
         tensors = tensors_in("", taken)

@@ -105,5 +105,6 @@ def about(call: RecordedCall) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in call.about["versions"].items())
     text = f"recorded {call.about['date']} on {call.about['device']} with {versions}"
     if call.about["git"]:
-        text += f", commit {call.about['git'].partition(chr(10))[0][:12]}"
+        commit, _, _ = call.about["git"].partition("\n")
+        text += f", commit {commit[:12]}"
     return one_line(text)

@@ -205,7 +205,9 @@ def _row(
     row = Row(check.name, str(dtype).removeprefix("torch."), 0.0, 0.0, False)
     installed: AbstractContextManager[None] = nullcontext()
     seeds = [0]
+    calls_before = 0
     if candidate is not None:
+        calls_before = candidate.num_calls
         installed = candidate.installed()
         if isinstance(check, Check):
             seeds.append(1)  # other numbers of the same shapes, for a function that remembers its results
@@ -222,6 +224,8 @@ def _row(
                         )
                         row = _with_result(row, again, None)
                     count += 1
+        if candidate is not None and candidate.num_calls == calls_before:
+            raise NotTakenError("the case does not call the operation")
     except NotTakenError as error:
         if row.first is None:
             return replace(row, worst=None, ok=True, error=f"not checked: {error}")

@@ -27,6 +27,12 @@ CODES = (errno.ENOSPC, errno.ENOENT, errno.EACCES)
 PLACES = ((Path, "open"), (safetensors.torch, "save_file"), (os, "replace"), (Encoder, "part"), (Encoder, "write"))
 
 
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter runs in one thread at a time."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+
+
 @contextmanager
 def _failing(owner: Any, name: str, code: int) -> Iterator[None]:
     def fail(*_: Any, **__: Any) -> Any:
