@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import paged
+from paged.bench.check import Result
+from paged.bench.verification import verify
 from paged.bench.verification.candidate import Candidate
+from paged.bench.verification.cases import Check
 from paged.executors.command_line import cli
 from tests.deadline import HANG_S
 
@@ -127,11 +130,22 @@ def test_a_replay_takes_a_candidate_of_its_operation(tmp_path: Path, capsys: pyt
     assert cli.main([*timed, "tests.bench.cheating:exits"]) == 1
 
 
+def test_a_case_that_calls_another_function_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ones = torch.ones(2)
+    check = Check("rms_norm: odd size", lambda *_: iter([Result(ones, ones)]))
+    monkeypatch.setattr(verify, "CHECKS", (check,))
+    code, printed = _verify(capsys, "right")
+    assert code == 1, "nothing was checked"
+    assert "not checked: the case does not call the operation" in printed
+
+
 def test_arguments_that_a_call_writes_are_written() -> None:
     """In the judge's process, from what the candidate's process returns."""
     candidate = Candidate("fused_add_rms_norm", "paged:fused_add_rms_norm")
     try:
-        x, residual, weight = torch.randn(3, 2, 16)[:, :, :]
+        x, residual, weight = torch.randn(3, 2, 16)
         arguments = x.clone(), residual.clone(), weight[0]
         expected = paged.fused_add_rms_norm(x, residual, weight[0])
         returned = candidate(*arguments)
