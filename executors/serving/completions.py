@@ -23,9 +23,12 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     service, n = service_of(request), body.n or 1
     if body.best_of not in (None, n):
         raise ApiError(400, f"best_of: {body.best_of}, expected n", "best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens: 0, expected at least 1 without echo", "max_tokens")
     prompts = _several("prompt", body.prompt)
     echoed = body.logprobs if body.echo else None
-    params = service.params(body, body.max_tokens or 16, logprobs=body.logprobs, prompt_logprobs=echoed)
+    max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
+    params = service.params(body, max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
     service.check_new_tokens(len(prompts), params)  # before they are encoded
     options = await service.options(body)
     ids = [await service.encoded(prompt) for prompt in prompts]
@@ -67,7 +70,10 @@ class _Columns(NamedTuple):
 
 
 class _Completion(Form):
-    """Choices with their texts; `prompts` as the client gave them."""
+    """Choices with their texts; `prompts` as the client gave them.
+
+    Prompts that are only scored, with `max_tokens: 0`, run as far as the engine's first new token, which is left out.
+    """
 
     prefix, kind = "cmpl", "text_completion"
 
@@ -75,6 +81,7 @@ class _Completion(Form):
         super().__init__(request, body)
         self._prompts, self._n = prompts, body.n or 1
         self._is_echoed, self._num_top = bool(body.echo), body.logprobs or 0
+        self._is_scored = body.max_tokens == 0
         self._readers: dict[int, TokenReader] = {}
         self._echoes: dict[int, tuple[str, _Columns]] = {}
 
@@ -84,6 +91,12 @@ class _Completion(Form):
     def whole(self, pieces: Sequence[Piece]) -> Event:
         return self.body(choices=list(map(self._choice, pieces)), usage=self.usage())
 
+    def usage(self) -> Event:
+        usage = super().usage()
+        if self._is_scored:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
     def _choice(self, piece: Piece) -> Event:
         choice, output, part = piece
         text, columns = "", _Columns([], [], [], [])
@@ -91,12 +104,18 @@ class _Completion(Form):
             if self._is_echoed:
                 text, columns = self._echo(choice // self._n, output)
             self._readers[choice] = self.service.token_reader(len(text))
-        logprobs = None
+        reason, logprobs = part.finish_reason, None
+        if self._is_scored:
+            reason = "length"
+        else:
+            text += part.text
         if part.growth.logprobs is not None:
-            logprobs = columns.joined(self._columns(self._readers[choice].read(part)))._asdict()
+            if not self._is_scored:
+                columns = columns.joined(self._columns(self._readers[choice].read(part)))
+            logprobs = columns._asdict()
             if not self._num_top:
                 logprobs["top_logprobs"] = None
-        return {"index": choice, "text": text + part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
+        return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _echo(self, index: int, output: RequestOutput) -> tuple[str, _Columns]:
         """Return the text of a prompt and the log probabilities of its tokens, the same for all of its choices."""
@@ -129,8 +148,11 @@ class _Completion(Form):
                 continue
             columns.token_logprobs.append(finite(row.logprobs[row.token]))
             best: dict[str, float] = {}
-            for token, value in row.logprobs.items():  # the row's own is the first, and stays if others have its text
-                best.setdefault(texts.text(token, is_first=row.is_first), finite(value))
+            for token, value in row.logprobs.items():  # the row's own is the first
+                text = texts.text(token, is_first=row.is_first)
+                if text in best:  # as parts of characters, and tokens that are written alike
+                    text = f"token_id:{token}"
+                best[text] = finite(value)
             columns.top_logprobs.append(msgspec.Raw(dumps(best)))
         return columns
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
+from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.serving.answer_reader import Delta
 from paged.executors.serving.answers import Event
 from paged.executors.serving.chat import Conversation, Tools, as_template, listed_tools
@@ -60,7 +61,7 @@ async def answer_messages(body: MessagesBody, request: Request) -> Response:
         tools = Tools(
             functions, _CHOICES[choice.type], choice.name, choice.disable_parallel_tool_use or choice.name is not None
         )
-    return await _Message(request, body).converse(body, messages, params, tools)
+    return await _Message(request, body, params).converse(body, messages, params, tools)
 
 
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
@@ -135,8 +136,9 @@ def _content(content: str | Sequence[Text | ImageBlock] | None) -> str | list[di
 class _Message(Conversation):
     prefix, kind, is_named = "msg", "message", True
 
-    def __init__(self, request: Request, body: Sampling) -> None:
+    def __init__(self, request: Request, body: Sampling, params: SamplingParams) -> None:
         super().__init__(request, body)
+        self._params = params
         self._index, self._kind = -1, ""  # of the block that is open
         self._ended: Event = {}
 
@@ -179,9 +181,9 @@ class _Message(Conversation):
 
     def _read(self, piece: Piece) -> list[Delta]:
         deltas, reason = self.read(piece)
-        stop_reason = piece.part.stop_reason
-        if isinstance(stop_reason, str):
-            self._ended = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+        stop = self.service.stop_string(self._params, piece.part.stop_reason)
+        if stop is not None:
+            self._ended = {"stop_reason": "stop_sequence", "stop_sequence": stop}
         else:
             self._ended = {"stop_reason": _REASONS.get(reason or "", "end_turn"), "stop_sequence": None}
         return deltas

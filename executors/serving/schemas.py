@@ -170,6 +170,7 @@ class OpenAiSampling(Sampling):
 
 class CompletionBody(OpenAiSampling, kw_only=True):
     prompt: Prompts
+    max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: int | None = None

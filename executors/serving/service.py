@@ -87,6 +87,7 @@ class Service:
             tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids, token_seconds=config.mask_seconds
         )
         self.token_texts, self._decoder = TokenTexts(tokenizer), MarkedTokenizer(tokenizer, self.tongue)
+        self._hidden_tokens = {text: token for token, text in self._decoder.hidden_tokens.items()}
         # Two each: one long text, or one template that takes its whole time, leaves the other.
         self._short_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-short")
         self._long_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-long")
@@ -172,13 +173,40 @@ class Service:
         """Return the parameters of a request: what it says, else the checkpoint, else the defaults."""
         values = {name: getattr(body, name, None) for name in _SAME_NAME} | renamed
         named = {name: value for name, value in values.items() if value is not None}
-        params = replace(self.defaults, max_tokens=max_tokens, **named)
+        params = self._with_special_stops(replace(self.defaults, max_tokens=max_tokens, **named))
         for name in _WITH_IDS:
             ids, size = getattr(params, name) or (0,), self.info.vocab_size
             if min(ids) < 0 or max(ids) >= size:
                 raise ApiError(400, f"{name}: token ids {min(ids)} to {max(ids)}, expected 0 <= id < {size}", name)
         self.check_new_tokens(1, params)
         return params
+
+    def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters whose stop strings that are special tokens stop by id, as answers' texts do not show them.
+
+        Raises:
+            ApiError: a stop string holds a special token beside other text.
+        """
+        token_ids = list(params.stop_token_ids)
+        for string in params.stop_strings:
+            token = self._hidden_tokens.get(string)
+            if token is not None:
+                token_ids.append(token)
+                continue
+            for content in self._hidden_tokens:
+                if content in string:
+                    message = f"stop: {string!r} holds the special token {content!r}, expected it alone or not at all"
+                    raise ApiError(400, message, "stop")
+        return replace(params, stop_token_ids=token_ids)
+
+    def stop_string(self, params: SamplingParams, reason: int | str | None) -> str | None:
+        """Return the stop string that ended an answer, also if it is a special token; reason: `stop_reason`."""
+        if isinstance(reason, int):
+            for string in params.stop_strings:
+                if self._hidden_tokens.get(string) == reason:
+                    return string
+            return None
+        return reason
 
     def check_choices(self, num_prompts: int, n: int) -> int:
         """Check and return the number of choices that a request asks for."""

@@ -338,16 +338,23 @@ GEMMA_QUOTE = '<|"|>'
 
 
 class MarkedTokenizer:
-    """Decodes as `ChatTokenizer`, which leaves special tokens out, but keeps those that `AnswerReader` looks for."""
+    """Decodes as `ChatTokenizer`, which leaves special tokens out, but keeps those that `AnswerReader` looks for.
+
+    Attributes:
+        hidden_tokens: text of the special tokens that are left out, by id.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, tongue: Tongue | None = None) -> None:
         self._tokenizer = tokenizer
         text = (tongue or Tongue.of(tokenizer)).markers()
         added = tokenizer.tokenizer.get_added_tokens_decoder()
-        self._markers = {}
+        self._markers: dict[int, str] = {}
+        self.hidden_tokens: dict[int, str] = {}
         for token_id, token in added.items():
             if token.special and token.content in text:
                 self._markers[token_id] = token.content
+            elif token.special and token.content:
+                self.hidden_tokens[token_id] = token.content
 
     def decode(self, token_ids: list[int], /) -> str:
         """Return the text of token ids."""
