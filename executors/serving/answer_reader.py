@@ -55,6 +55,7 @@ class AnswerReader:
         parameters: JSON schemas of the tools by name. They say which arguments without quotes are texts. None if they
             are unknown; otherwise a call without markers is one only if its tool is known.
         is_one: whether the answer ends with its first call. What comes behind it is left out.
+        continues: whether the prompt ends within the answer's content, so that this is not its beginning.
 
     Attributes:
         num_calls: calls so far.
@@ -70,6 +71,7 @@ class AnswerReader:
         thinks: bool = False,
         parameters: Mapping[str, Any] | None = None,
         is_one: bool = False,
+        continues: bool = False,
     ) -> None:
         self._tools, self._reasoning, self._parameters = tools, reasoning, parameters
         self._is_one, self.is_complete = is_one, False
@@ -81,12 +83,12 @@ class AnswerReader:
         self._frame = () if reasoning is None else reasoning.frame
         self._begins: tuple[str, ...] = ()
         if tools is not None:
-            self._begins = tuple(marker for marker in (tools.begin, *tools.other_begins) if marker)
+            self._begins = tools.begins
         has_channels = reasoning is not None and reasoning.has_channels
         if has_channels:
             self._run = self._channels(thinks)
         else:
-            self._run = self._answer(thinks)
+            self._run = self._answer(thinks, continues)
         next(self._run)
 
     def read(self, *texts: str, is_last: bool = False) -> list[Delta]:
@@ -104,11 +106,14 @@ class AnswerReader:
 
     # The parts of an answer
 
-    def _answer(self, thinks: bool) -> _Reading[None]:
+    def _answer(self, thinks: bool, continues: bool) -> _Reading[None]:
         yield
-        spaces = yield from self._thoughts(thinks)
+        spaces = ""
+        is_within_content = continues and not thinks
+        if not is_within_content:
+            spaces = yield from self._thoughts(thinks)
         while (yield from self._next()):
-            if self._tools is not None and self._tools.bare:
+            if self._tools is not None and self._tools.bare and not is_within_content:
                 spaces += yield from self._while(str.isspace)
                 if (yield from self._next()) == self._tools.bare:
                     is_call = yield from self._calls(self._tools, spaces, is_bare=True)
@@ -117,7 +122,7 @@ class AnswerReader:
                         spaces = yield from self._thoughts(False)
                         continue
             self._put("content", spaces)
-            spaces = ""
+            spaces, is_within_content = "", False
             marker = yield from self._up_to((*self._begins, *self._frame), self._put_content)
             if self._tools is None or marker not in self._begins:
                 continue

@@ -99,14 +99,13 @@ async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
     if body.prompt is not None:
         if body.add_special_tokens is False:
             raise ApiError(400, "add_special_tokens: a prompt has them", "add_special_tokens")
-        for name in ("add_generation_prompt", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name) is not None:
                 raise ApiError(400, f"{name}: only with messages", name)
         tokens = await service.encoded(body.prompt, longest=longest)
     else:
         request.state.names = schemas.ConversationBody.names
-        variables = {"add_generation_prompt": body.add_generation_prompt is not False}
-        variables |= template_variables(body.chat_template_kwargs)
+        variables = template_variables(body)
         messages, size = (await read_again(request)).messages, len(await request.body())
         tokens, _ = await service.encode_chat(messages, variables, size, longest=longest)
 

@@ -15,12 +15,12 @@ from paged.executors.requests.token_texts import TokenReader, TokenRow
 from paged.executors.serving.answer_reader import AnswerReader, Delta
 from paged.executors.serving.answers import Event, Form, finite
 from paged.executors.serving.errors import ApiError, dumps
-from paged.executors.serving.schemas import ChatBody, Grammar, Sampling, Tool, Untyped, excess_of
+from paged.executors.serving.schemas import ChatBody, Grammar, Sampling, TokenizeBody, Tool, Untyped, excess_of
 from paged.executors.serving.service import Piece, service_of
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 from paged.executors.text.replay import call_arguments
 
-_OWN_VARIABLES = {"messages", "tools", "longest", "parse_special", "expand"}
+_OWN_VARIABLES = {"messages", "tools", "longest", "parse_special", "expand", "continue_final_message"}
 _TAIL = 16  # tokens that the marker before reasoning and the line around it take at most
 
 
@@ -47,6 +47,7 @@ class Conversation(Form):
     _parameters: Mapping[str, Any] | None = None  # of the tools
     _thinks = False  # whether the prompt ends within reasoning
     _is_one = False  # whether an answer ends with its first call
+    _continues = False  # whether it goes on with the last message
 
     def __init__(self, request: Request, body: Sampling) -> None:
         super().__init__(request, body)
@@ -71,6 +72,7 @@ class Conversation(Form):
             thinks=self._thinks,
             parameters=self._parameters,
             is_one=self._is_one,
+            continues=self._continues,
         )
 
     @property
@@ -91,6 +93,9 @@ class Conversation(Form):
     ) -> Response:
         """Encode the messages, check the limits, and answer; body: what it says of model, stream and form."""
         service, options = self.service, await self.service.options(body)
+        variables = variables or {}
+        self._continues = bool(variables.get("continue_final_message"))
+        begun = text_of(messages[-1].get("content")) if self._continues else ""
         functions = () if tools.choice == "none" else tools.functions
         forced = []
         if tools.choice == "required":
@@ -100,8 +105,11 @@ class Conversation(Form):
         if forced and "constraint" in options:
             param = options["constraint"]
             raise ApiError(400, f"{param}: not beside a tool_choice that forces a call", param)
+        if forced and self._continues:
+            message = "tool_choice: forces a call, which cannot go on with the last message"
+            raise ApiError(400, message, "tool_choice")
         size = len(await self.request.body())
-        template_options = {"tools": listed_tools(functions), **(variables or {})}
+        template_options = {"tools": listed_tools(functions), **variables}
         prompt, embeds = await service.encode_chat(messages, template_options, size)
         if embeds is not None:
             options["prompt_embeds"] = embeds
@@ -109,9 +117,13 @@ class Conversation(Form):
         tail = service.tokenizer.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         reasoning = service.tongue.reasoning
         self._thinks = reasoning is not None and tail.endswith(reasoning.begin.rstrip())
+        if self._continues and reasoning is not None:
+            self._thinks = begun.rfind(reasoning.begin.rstrip()) > begun.rfind(reasoning.end.lstrip())
         if functions:
             self._tools = service.tongue.tools
             self._parameters = _schemas(functions)
+        if self._tools is not None and any(marker in begun for marker in self._tools.begins):
+            raise ApiError(400, "messages: the last one begins a call of a tool, expected text to go on", "messages")
         if forced:
             self._tools = self._tools or TOOL_FORMATS["llama3"]
             grammar = self._tools.grammar(
@@ -194,16 +206,20 @@ def text_of(content: str | Sequence[dict[str, Any]] | None) -> str:
     """Return a message's text, its parts joined."""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content or ())
+    return "".join(part.get("text", "") for part in content or ())
 
 
-def template_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     """Check and return what a body has for the chat template."""
-    if variables is None:
-        return {}
+    if body.continue_final_message and body.add_generation_prompt:
+        raise ApiError(400, "continue_final_message: not beside add_generation_prompt", "continue_final_message")
+    own: dict[str, Any] = {"continue_final_message": bool(body.continue_final_message)}
+    if body.add_generation_prompt is not None:
+        own["add_generation_prompt"] = body.add_generation_prompt
+    variables = body.chat_template_kwargs or {}
     if taken := sorted(_OWN_VARIABLES & variables.keys()):
         raise ApiError(400, f"chat_template_kwargs: {', '.join(taken)} cannot be set", "chat_template_kwargs")
-    return variables
+    return own | variables
 
 
 async def chat(body: ChatBody, request: Request) -> Response:
@@ -219,7 +235,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
             raise ApiError(400, f"{name}: only with tools", name)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service_of(request).params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
-    variables = template_variables(body.chat_template_kwargs)
+    variables = template_variables(body)
     untyped = await read_again(request)
     functions = [tool["function"] for tool in untyped.tools or ()]
     tools = Tools(functions, is_one=body.parallel_tool_calls is False)

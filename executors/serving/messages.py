@@ -12,7 +12,7 @@ from starlette.responses import Response
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.serving.answer_reader import Delta
 from paged.executors.serving.answers import Event
-from paged.executors.serving.chat import Conversation, Tools, as_template, listed_tools
+from paged.executors.serving.chat import Conversation, Tools, as_template, listed_tools, text_of
 from paged.executors.serving.errors import ApiError, reply
 from paged.executors.serving.schemas import (
     CountTokensBody,
@@ -61,7 +61,8 @@ async def answer_messages(body: MessagesBody, request: Request) -> Response:
         tools = Tools(
             functions, _CHOICES[choice.type], choice.name, choice.disable_parallel_tool_use or choice.name is not None
         )
-    return await _Message(request, body, params).converse(body, messages, params, tools)
+    variables = {"continue_final_message": _is_continued(messages)}
+    return await _Message(request, body, params).converse(body, messages, params, tools, variables)
 
 
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
@@ -71,9 +72,9 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     messages, functions = _prompt_of(body)
     if body.tool_choice is not None and body.tool_choice.type == "none":
         functions = []
-    listed = listed_tools(functions)
+    variables = {"tools": listed_tools(functions), "continue_final_message": _is_continued(messages)}
     size = len(await request.body())
-    prompt, _ = await service.encode_chat(messages, {"tools": listed}, size, longest=service.longest_text)
+    prompt, _ = await service.encode_chat(messages, variables, size, longest=service.longest_text)
     return reply({"input_tokens": len(prompt)})
 
 
@@ -90,7 +91,26 @@ def _prompt_of(body: MessagesBody | CountTokensBody) -> tuple[list[dict[str, Any
         if tool.description is not None:
             function["description"] = tool.description
         functions.append(function)
-    return as_template(messages), functions
+    messages = as_template(messages)
+    if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
+        messages.pop()  # the answer begins there
+    return messages, functions
+
+
+def _is_continued(messages: list[dict[str, Any]]) -> bool:
+    """Return whether the answer goes on with the last message, which is the assistant's.
+
+    Raises:
+        ApiError: it ends with white space, or has no text.
+    """
+    if messages[-1]["role"] != "assistant":
+        return False
+    text = text_of(messages[-1]["content"])
+    if text != text.rstrip():
+        raise ApiError(400, "messages: the last one, of the assistant, ends with white space", "messages")
+    if not text and not messages[-1].get("tool_calls"):
+        raise ApiError(400, "messages: the last one, of the assistant, has no text to go on with", "messages")
+    return True
 
 
 def _as_chat(message: MessagesMessage) -> list[dict[str, Any]]:

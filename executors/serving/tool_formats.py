@@ -80,6 +80,11 @@ class ToolFormat:
     has_text_arguments: bool = False
     call_id: str = ""
 
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Markers before a call."""
+        return tuple(marker for marker in (self.begin, *self.other_begins) if marker)
+
     def grammar(
         self, parameters: Mapping[str, Any], *, is_one: bool, reasoning: Reasoning | None = None, thinks: bool = False
     ) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class ChatTemplate:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
@@ -88,12 +89,15 @@ class ChatTemplate:
             messages: mappings with a `role` and the entries that the template reads, such as `content` and
                 `tool_calls`. An entry that is None counts as absent.
             add_generation_prompt: whether to end with the beginning of an answer.
+            continue_final_message: whether to end behind the text of the last message instead, so that a model goes on
+                with it.
             tools: JSON schemas of functions; they select the template named `tool_use` if there is one.
             variables: other variables of the template, such as `enable_thinking`; they may replace special tokens.
 
         Raises:
             InvalidInputError: the checkpoint has no template, the template refuses the messages or exceeds its limits,
-                or the values are not JSON.
+                the values are not JSON, or the last message cannot be continued: it is no text of the assistant, or the
+                template does not write the text once and to its end.
             CheckpointError: the template does not parse.
             UnsupportedError: jinja2 is not installed, or no process can be started.
         """
@@ -108,20 +112,59 @@ class ChatTemplate:
         if find_spec("jinja2") is None:
             raise UnsupportedError("chat templates need the jinja2 package: pip install 'paged[cli]'")
         values = {**self._special_tokens, "documents": None, **variables, "messages": messages, "tools": tools}
-        values["add_generation_prompt"] = add_generation_prompt
+        values["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
             # JSON values only: a template must not see objects with methods of their own.
             written = json.dumps(values)
             values = json.loads(written)
         except Exception as error:  # a value's own methods may raise anything
             raise InvalidInputError(f"messages: {one_line(error, 200)}, expected JSON values") from error
+        mark = ""
+        if continue_final_message:
+            mark = _absent_word(written)
+            _append(f"{mark} ", values["messages"][-1])
         rendered = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
+        if rendered.error is None and mark:
+            before, *others = rendered.text.split(mark)
+            if len(others) != 1:
+                raise InvalidInputError("messages: the chat template does not write the last one so that it can go on")
+            if not others[0].startswith(" "):  # the template trims the text
+                before = before.rstrip()
+            return before
         if rendered.error is None:
             return rendered.text
         reason = one_line(rendered.error)
         if rendered.is_syntax:
             raise CheckpointError(f"{self._source}: chat template {name!r}, {reason}")
         raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
+
+
+def _absent_word(text: str) -> str:
+    """Return a word that a text does not hold."""
+    number = 0
+    while f"Continue{number}Here" in text:
+        number += 1
+    return f"Continue{number}Here"
+
+
+def _append(more: str, message: dict[str, Any]) -> None:
+    """Put more text behind that of an assistant's message.
+
+    Raises:
+        InvalidInputError: it has another role, or ends with something other than text.
+    """
+    if message.get("role") != "assistant":
+        role = shown(message.get("role"))
+        raise InvalidInputError(f"messages: the last one has the role {role}, expected assistant to go on with it")
+    content = message.get("content")
+    if message.get("tool_calls"):
+        raise InvalidInputError("messages: the last one has calls of tools, which no answer can go on with")
+    if content is None or isinstance(content, str):
+        message["content"] = (content or "") + more
+    elif isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        content[-1]["text"] += more
+    else:
+        raise InvalidInputError("messages: the last one ends with something other than text, expected text to go on")
 
 
 def _templates_within(hf: HfConfig) -> dict[str, str]:

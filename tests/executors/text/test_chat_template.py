@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paged import ChatTokenizer, InvalidInputError
-from tests.executors.text.checkpoints import GEMMA, TOOL, USER, chat_tokenizer, edit, save
+from tests.executors.text.checkpoints import CHATML, GEMMA, TOOL, USER, chat_tokenizer, edit, save
 
 
 @pytest.mark.parametrize("form", ["jinja files", "one text", "named texts"])
@@ -51,3 +51,16 @@ def test_refusals(template: str | None, messages: list[Any], message: str, tmp_p
         with pytest.raises(InvalidInputError, match=message):
             run(messages)
     assert ours.has_chat_template == (template is not None)
+
+
+@pytest.mark.parametrize("content", ["Yes, ", "a<b", "two\n\nlines", "é"])
+@pytest.mark.parametrize("template", [CHATML, GEMMA], ids=["chatml", "gemma"])
+def test_the_last_message_goes_on_as_in_transformers(template: str, content: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    save(tmp_path, template)
+    ours, theirs = ChatTokenizer.from_folder(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = ours.render([USER, {"role": "assistant", "content": content}], continue_final_message=True)
+    messages = [USER, {"role": "assistant", "content": content}]
+    assert text == theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert text.rstrip().endswith(content.rstrip())
