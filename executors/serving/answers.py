@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.serving.errors import ApiError, as_api_error, dumps, reply
 from paged.executors.serving.gate import LOG, Record
-from paged.executors.serving.schemas import Sampling
+from paged.executors.serving.schemas import Sampling, StreamOptions
 from paged.executors.serving.service import Piece, service_of
 
 Event = dict[str, Any]
@@ -37,9 +37,9 @@ class Form:
         self.service, self.request, self.is_streamed = service_of(request), request, bool(body.stream)
         self.record: Record = request.state.record
         options = getattr(body, "stream_options", None)
-        if options is not None and not self.is_streamed:
+        self.has_usage = isinstance(options, StreamOptions) and bool(options.include_usage)
+        if self.has_usage and not self.is_streamed:
             raise ApiError(400, "stream_options: only with stream", "stream_options")
-        self.has_usage = (options or {}).get("include_usage", False)
         self.id = f"{self.prefix}-{self.record.id.removeprefix('req-')}"
         self.model = body.model or self.service.config.model_name
         self.created = int(request.state.began)

@@ -20,6 +20,8 @@ from paged.executors.serving.service import Piece, service_of
 from paged.executors.serving.tool_formats import TOOL_FORMATS, ToolFormat
 from paged.executors.text.replay import call_arguments
 
+NO_CHOICE = (None, "none", "auto")
+"""Choices that ask for no tool."""
 _OWN_VARIABLES = {"messages", "tools", "longest", "parse_special", "expand", "continue_final_message"}
 _TAIL = 16  # tokens that the marker before reasoning and the line around it take at most
 
@@ -224,18 +226,23 @@ def template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer a conversation with n choices."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: only with logprobs", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise ApiError(400, "max_tokens: not beside max_completion_tokens", "max_tokens")
     if body.max_completion_tokens is not None:
         request.state.names = {**body.names, "max_tokens": "max_completion_tokens"}
-    for name in ("tool_choice", "parallel_tool_calls"):
-        if getattr(body, name) is not None and not body.tools:
+    for name in ("tool_choice", "parallel_tool_calls"):  # as OpenAI has it; an empty list of tools is one
+        if getattr(body, name) is not None and body.tools is None:
             raise ApiError(400, f"{name}: only with tools", name)
+    if body.tool_choice not in NO_CHOICE and not body.tools:
+        raise ApiError(400, "tool_choice: only with tools", "tool_choice")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service_of(request).params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
-    variables = template_variables(body)
+    wishes = service_of(request).tongue.wishes
+    variables = wishes.effort(body.reasoning_effort, "reasoning_effort")
+    variables |= wishes.verbosity(body.verbosity, "verbosity")
+    variables |= template_variables(body)
     untyped = await read_again(request)
     functions = [tool["function"] for tool in untyped.tools or ()]
     tools = Tools(functions, is_one=body.parallel_tool_calls is False)

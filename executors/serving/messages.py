@@ -12,14 +12,15 @@ from starlette.responses import Response
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.serving.answer_reader import Delta
 from paged.executors.serving.answers import Event
-from paged.executors.serving.chat import Conversation, Tools, as_template, listed_tools, text_of
+from paged.executors.serving.chat import NO_CHOICE, Conversation, Tools, as_template, listed_tools, text_of
 from paged.executors.serving.errors import ApiError, reply
 from paged.executors.serving.schemas import (
     CountTokensBody,
     ImageBlock,
     MessagesBody,
+    MessagesChoice,
     MessagesMessage,
-    Sampling,
+    MessagesPrompt,
     Text,
     Thinking,
     ToolResult,
@@ -27,6 +28,7 @@ from paged.executors.serving.schemas import (
 )
 from paged.executors.serving.service import Piece, service_of
 from paged.executors.text.replay import call_arguments
+from paged.executors.text.template_wishes import TemplateWishes
 
 _CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "auto": "auto",
@@ -50,18 +52,8 @@ _BLOCKS = {
 async def answer_messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     params = service_of(request).params(body, body.max_tokens, stop=body.stop_sequences)
-    choice = body.tool_choice
-    if choice is not None and not body.tools:
-        raise ApiError(400, "tool_choice: only with tools", "tool_choice")
-    if choice is not None and (choice.name is None) == (choice.type == "tool"):
-        raise ApiError(400, "tool_choice.name: expected with the type tool, and no other", "tool_choice.name")
-    messages, functions = _prompt_of(body)
-    tools = Tools(functions)
-    if choice is not None:
-        tools = Tools(
-            functions, _CHOICES[choice.type], choice.name, choice.disable_parallel_tool_use or choice.name is not None
-        )
-    variables = {"continue_final_message": _is_continued(messages)}
+    messages, tools = _prompt_of(body)
+    variables = _variables(body, messages, service_of(request).tongue.wishes)
     return await _Message(request, body, params).converse(body, messages, params, tools, variables)
 
 
@@ -69,17 +61,16 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     """Answer with the number of tokens of the prompt that a conversation makes."""
     service = service_of(request)
     await service.adapter(body.model)
-    messages, functions = _prompt_of(body)
-    if body.tool_choice is not None and body.tool_choice.type == "none":
-        functions = []
-    variables = {"tools": listed_tools(functions), "continue_final_message": _is_continued(messages)}
+    messages, tools = _prompt_of(body)
+    functions = () if tools.choice == "none" else tools.functions
+    variables = {"tools": listed_tools(functions), **_variables(body, messages, service.tongue.wishes)}
     size = len(await request.body())
     prompt, _ = await service.encode_chat(messages, variables, size, longest=service.longest_text)
     return reply({"input_tokens": len(prompt)})
 
 
-def _prompt_of(body: MessagesBody | CountTokensBody) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return messages as templates read them, and functions as OpenAI has them."""
+def _prompt_of(body: MessagesPrompt) -> tuple[list[dict[str, Any]], Tools]:
+    """Return messages as templates read them, and the tools."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _content(body.system)})
@@ -94,7 +85,28 @@ def _prompt_of(body: MessagesBody | CountTokensBody) -> tuple[list[dict[str, Any
     messages = as_template(messages)
     if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
         messages.pop()  # the answer begins there
-    return messages, functions
+    return messages, _chosen(functions, body.tool_choice)
+
+
+def _chosen(functions: list[dict[str, Any]], choice: MessagesChoice | None) -> Tools:
+    if choice is None:
+        return Tools(functions)
+    if choice.type not in NO_CHOICE and not functions:
+        raise ApiError(400, "tool_choice: only with tools", "tool_choice")
+    if (choice.name is None) == (choice.type == "tool"):
+        raise ApiError(400, "tool_choice.name: expected with the type tool, and no other", "tool_choice.name")
+    is_one = choice.disable_parallel_tool_use or choice.name is not None
+    return Tools(functions, _CHOICES[choice.type], choice.name, is_one)
+
+
+def _variables(body: MessagesPrompt, messages: list[dict[str, Any]], wishes: TemplateWishes) -> dict[str, Any]:
+    """Return what a request has for the chat template beside messages and tools."""
+    variables: dict[str, Any] = {}
+    if body.thinking is not None:
+        variables |= wishes.thinking(body.thinking.is_on, body.thinking.budget, "thinking")
+    if body.output_config is not None:
+        variables |= wishes.output_effort(body.output_config.effort, "output_config.effort")
+    return variables | {"continue_final_message": _is_continued(messages)}
 
 
 def _is_continued(messages: list[dict[str, Any]]) -> bool:
@@ -156,9 +168,10 @@ def _content(content: str | Sequence[Text | ImageBlock] | None) -> str | list[di
 class _Message(Conversation):
     prefix, kind, is_named = "msg", "message", True
 
-    def __init__(self, request: Request, body: Sampling, params: SamplingParams) -> None:
+    def __init__(self, request: Request, body: MessagesBody, params: SamplingParams) -> None:
         super().__init__(request, body)
         self._params = params
+        self._omits_thinking = getattr(body.thinking, "display", None) == "omitted"
         self._index, self._kind = -1, ""  # of the block that is open
         self._ended: Event = {}
 
@@ -201,6 +214,8 @@ class _Message(Conversation):
 
     def _read(self, piece: Piece) -> list[Delta]:
         deltas, reason = self.read(piece)
+        if self._omits_thinking:
+            deltas = [delta._replace(text="") if delta.kind == "reasoning" else delta for delta in deltas]
         stop = self.service.stop_string(self._params, piece.part.stop_reason)
         if stop is not None:
             self._ended = {"stop_reason": "stop_sequence", "stop_sequence": stop}

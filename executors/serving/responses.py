@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.serving.answers import Event
-from paged.executors.serving.chat import Conversation, Tools, as_template
+from paged.executors.serving.chat import NO_CHOICE, Conversation, Tools, as_template
 from paged.executors.serving.errors import ApiError
-from paged.executors.serving.schemas import ResponsesBody, ResponsesChoice, ResponsesItem
+from paged.executors.serving.schemas import Image, InputImage, ResponsesBody, ResponsesChoice, ResponsesItem
 from paged.executors.serving.service import Piece, service_of
 
 # By kind of a delta: the type of its item, of the events for its text, and of a part that the text is in.
@@ -27,9 +30,13 @@ async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
     """Answer an input. Nothing is stored, so there is no previous_response_id."""
     service = service_of(request)
     params = service.params(body, body.max_output_tokens)
-    for name in ("tool_choice", "parallel_tool_calls"):
-        if getattr(body, name) is not None and not body.tools:
-            raise ApiError(400, f"{name}: only with tools", name)
+    if body.tool_choice not in NO_CHOICE and not body.tools:
+        raise ApiError(400, "tool_choice: only with tools", "tool_choice")
+    variables: dict[str, Any] = {}
+    if body.reasoning is not None:
+        variables |= service.tongue.wishes.effort(body.reasoning.effort, "reasoning.effort")
+    if body.text is not None:
+        variables |= service.tongue.wishes.verbosity(body.text.verbosity, "text.verbosity")
     messages = await service.in_thread(lambda: _messages(body), len(await request.body()))
     functions: list[dict[str, Any]] = []
     for tool in body.tools or ():
@@ -42,7 +49,7 @@ async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
         tools = Tools(functions, "required", body.tool_choice.name, is_one=True)
     elif body.tool_choice is not None:
         tools = tools._replace(choice=body.tool_choice)
-    return await _Response(request, body).converse(body, messages, params, tools)
+    return await _Response(request, body).converse(body, messages, params, tools, variables)
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -55,16 +62,13 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     turn: dict[str, Any] | None = None  # the message of the assistant that goes on
     for index, item in enumerate(body.input):
         if item.type == "function_call_output":
-            output = item.output
-            if not isinstance(output, str):
-                output = "".join(part.text for part in output)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
             turn = None
             continue
         if item.type == "message" and item.role != "assistant":
             if item.role is None:
                 raise ApiError(400, f"input.{index}.role: Field required", f"input.{index}.role")
-            messages.append({"role": item.role, "content": _content(item)})
+            messages.append({"role": item.role, "content": _content(item.content)})
             turn = None
             continue
         if item.type == "function_call" and item.name is None:
@@ -76,30 +80,35 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
             turn = {"role": "assistant", "content": ""}
             messages.append(turn)
         if item.type == "message":
-            turn["content"] = _content(item)
+            turn["content"] = _content(item.content)
         elif item.type == "reasoning":
-            turn["reasoning"] = _text(item)
+            turn["reasoning"] = _reasoning(item)
         else:
             function = {"name": item.name, "arguments": item.arguments}
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     return as_template(messages)
 
 
-def _text(item: ResponsesItem) -> str:
+def _reasoning(item: ResponsesItem) -> str:
+    """Return the text of reasoning; that of another server's `encrypted_content` cannot be read."""
+    if item.encrypted_content is not None and not item.content:
+        with suppress(ValueError):
+            return base64.b64decode(item.encrypted_content, validate=True).decode()
     if item.content is None or isinstance(item.content, str):
         return item.content or ""
     return "".join(getattr(part, "text", "") for part in item.content)
 
 
-def _content(item: ResponsesItem) -> str | list[dict[str, Any]]:
-    """Return content as a chat has it."""
-    if item.content is None or isinstance(item.content, str):
-        return item.content or ""
+def _content(content: str | Sequence[Struct] | None) -> str | list[dict[str, Any]]:
+    """Return the content of a message, or the output of a tool, as a chat has it."""
+    if content is None or isinstance(content, str):
+        return content or ""
     parts: list[dict[str, Any]] = []
-    for part in item.content:
-        url = getattr(part, "image_url", None)
-        if url is not None:
-            parts.append({"type": "image_url", "image_url": {"url": url.url}})
+    for part in content:
+        if isinstance(part, Image):
+            parts.append({"type": "image_url", "image_url": {"url": part.image_url.url}})
+        elif isinstance(part, InputImage):
+            parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
         else:
             parts.append({"type": "text", "text": getattr(part, "text", "")})
     return parts
@@ -113,6 +122,7 @@ class _Response(Conversation):
     def __init__(self, request: Request, body: ResponsesBody) -> None:
         super().__init__(request, body)
         self._choice = "auto" if body.tools else "none"
+        self._is_encrypted = bool(body.include)
         self._is_parallel = bool(body.tools) and body.parallel_tool_calls is not False
         self._status, self._number = "in_progress", 0
         self._items: list[Event] = []
@@ -155,7 +165,7 @@ class _Response(Conversation):
         if kind == "call":
             item |= {"call_id": f"call_{secrets.token_hex(12)}", "name": name, "arguments": ""}
         elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
+            item |= {"summary": [], "content": [], "encrypted_content": None}
         else:
             item |= {"role": "assistant", "content": []}
         self._items.append(item)
@@ -176,6 +186,8 @@ class _Response(Conversation):
             done: Event = {"arguments": self._text, "name": item["name"]}
         else:
             item["content"] = [self._part()]
+            if kind == "reasoning" and self._is_encrypted:  # so that a client that drops the content can return it
+                item["encrypted_content"] = base64.b64encode(self._text.encode()).decode()
             done = {"text": self._text}
             if kind == "content":
                 done["logprobs"] = []

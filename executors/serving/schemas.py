@@ -6,10 +6,12 @@ takes longer to read than one that means something.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
@@ -23,9 +25,15 @@ _MAX_KEYS = 1 << 17
 _MAX_DIGITS = 400  # of a number; the largest float has 309, and time grows with the square
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONGEST_MESSAGE = 2000
+_LONGEST_VALUE = 200
 _PATH = re.compile(r"`\$(\S*)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _MISSING = re.compile(r"missing required field `(.*?)`")
+_UNUSED = re.compile(r"^unused field `(\w+)`: ")
+
+# Values that ask for nothing: OpenAI's prompt_cache_options, Anthropic's context_management.
+_IMPLICIT_CACHE: tuple[Any, ...] = ({}, {"mode": "implicit"})
+_NO_EDITS: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Tokens = list[Token]
@@ -47,6 +55,28 @@ class Grammar(NamedTuple):
     text: Any
 
 
+def only(*values: Any) -> Meta:
+    """Mark a field that the server does not act on: its value may be null or one of `values`, which ask for nothing.
+
+    Clients write such values out. Any other is an error that names the field, as it would be without effect.
+    """
+    return Meta(extra_json_schema={"enum": [None, *values]})
+
+
+Null = Annotated[Any, only()]
+
+
+@lru_cache(maxsize=64)
+def _unused_fields(kind: type[Struct]) -> dict[str, list[Any]]:
+    """Return the fields of a struct that `only` marks, with the values that each may have."""
+    fields: dict[str, list[Any]] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Meta) and mark.extra_json_schema is not None:
+                fields[name] = mark.extra_json_schema["enum"]
+    return fields
+
+
 class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     """Unknown arguments are errors: one that is misspelt would otherwise be silently without effect.
 
@@ -57,6 +87,14 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
 
     max_values: ClassVar[int] = 1 << 20
     names: ClassVar[Mapping[str, str]] = _OF_PROMPT
+
+    def __post_init__(self) -> None:
+        """Check that fields without effect ask for nothing; msgspec adds the place of this struct to the error."""
+        for name, values in _unused_fields(type(self)).items():
+            value = getattr(self, name)
+            if value not in values:
+                accepted = " or ".join(map(json.dumps, values))
+                raise ValueError(f"unused field `{name}`: {json.dumps(value)[:_LONGEST_VALUE]}, expected {accepted}")
 
 
 B = TypeVar("B", bound=Body)
@@ -135,6 +173,12 @@ class Sampling(Body):
         return None
 
 
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, only(False)] = None
+    continuous_usage_stats: Annotated[Any, only(False)] = None
+
+
 class OpenAiSampling(Sampling):
     """structured_outputs: vLLM's, one of json, regex, choice, grammar and structural_tag."""
 
@@ -151,7 +195,7 @@ class OpenAiSampling(Sampling):
     logit_bias: Annotated[dict[int, float], Meta(max_length=4096)] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
-    stream_options: dict[Literal["include_usage"], bool] | None = None
+    stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[dict[Kind, Any], Meta(min_length=1, max_length=1)] | None = None
@@ -174,7 +218,7 @@ class CompletionBody(OpenAiSampling, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: int | None = None
-    suffix: None = None
+    suffix: Annotated[Any, only("")] = None
 
 
 class EmbeddingsBody(Body, kw_only=True):
@@ -194,6 +238,10 @@ class ConversationBody(Sampling):
     names = _OF_MESSAGES
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
 class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -202,13 +250,29 @@ class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    audio: Null = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    functions: Annotated[Any, only([])] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    moderation: Null = None
+    prediction: Null = None
+    prompt_cache_options: Annotated[Any, only(*_IMPLICIT_CACHE)] = None
+    prompt_cache_retention: Annotated[Any, only("in_memory")] = None
+    web_search_options: Null = None
+
 
 class ReasoningText(Struct, tag="reasoning_text"):
     text: str
+
+
+class InputImage(Struct, tag="input_image"):
+    image_url: str
 
 
 class ResponsesItem(Struct, kw_only=True):
@@ -216,11 +280,12 @@ class ResponsesItem(Struct, kw_only=True):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant", "tool"] | None = None
-    content: str | list[Text | InputText | OutputText | Image | ReasoningText] | None = None
+    content: str | list[Text | InputText | OutputText | Image | InputImage | ReasoningText] | None = None
     name: FunctionName | None = None
     arguments: str = ""
     call_id: str = ""
-    output: str | list[InputText] = ""
+    output: str | list[Text | InputText | OutputText | InputImage] = ""
+    encrypted_content: str | None = None
 
 
 class ResponsesTool(Function):
@@ -241,10 +306,24 @@ class TextFormat(Struct):
 
 class ResponsesText(Body):
     format: TextFormat | None = None
+    verbosity: Verbosity | None = None
+
+
+class ResponsesReasoning(Body):
+    """What an answer holds of reasoning is its text, not a summary."""
+
+    effort: Effort | None = None
+    context: Annotated[Any, only("auto")] = None
+    generate_summary: Annotated[Any, only("auto")] = None
+    mode: Annotated[Any, only("standard")] = None
+    summary: Annotated[Any, only("auto")] = None
 
 
 class ResponsesBody(ConversationBody, kw_only=True):
-    """text.format: as a chat's response_format, with the entries of json_schema beside the type."""
+    """text.format: as a chat's response_format, with the entries of json_schema beside the type.
+
+    client_metadata: Codex's, without effect.
+    """
 
     names = {**_OF_INPUT, "max_tokens": "max_output_tokens"}
 
@@ -255,6 +334,25 @@ class ResponsesBody(ConversationBody, kw_only=True):
     tools: list[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ResponsesReasoning | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    client_metadata: dict[str, Any] | None = None
+
+    access_programs: Null = None
+    background: Annotated[Any, only(False)] = None
+    background_options: Null = None
+    context_management: Annotated[Any, only([])] = None
+    conversation: Null = None
+    image: Null = None
+    max_tool_calls: Null = None
+    moderation: Null = None
+    previous_response_id: Null = None
+    prompt: Null = None
+    prompt_cache_options: Annotated[Any, only(*_IMPLICIT_CACHE)] = None
+    prompt_cache_retention: Annotated[Any, only("in_memory")] = None
+    stream_options: Annotated[Any, only({}, {"include_obfuscation": False})] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+    truncation: Annotated[Any, only("disabled")] = None
 
     def grammar(self) -> Grammar | None:
         if self.text is None or self.text.format is None:
@@ -299,7 +397,7 @@ class RedactedThinking(Struct, tag="redacted_thinking"):
 
 
 class MessagesMessage(Body):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Text | ImageBlock | ToolUse | ToolResult | Thinking | RedactedThinking]
 
 
@@ -314,28 +412,90 @@ class MessagesChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
-class MessagesBody(ConversationBody, kw_only=True):
+class ThinkingDisabled(Body, tag="disabled"):
+    """`thinking` in each of its types; is_on: whether it allows reasoning; budget: tokens of it."""
+
+    is_on: ClassVar[bool] = False
+    budget: ClassVar[int] = 0
+
+
+class ThinkingAdaptive(Body, tag="adaptive"):
+    """display: whether reasoning is shown; "summarized" shows it as it is."""
+
+    is_on: ClassVar[bool] = True
+    budget: ClassVar[None] = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingEnabled(Body, tag="enabled", kw_only=True):
+    is_on: ClassVar[bool] = True
+    budget_tokens: Count
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def budget(self) -> int:
+        return self.budget_tokens
+
+
+ThinkingConfig = ThinkingDisabled | ThinkingAdaptive | ThinkingEnabled
+
+
+class OutputFormat(Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesPrompt(ConversationBody, kw_only=True):
+    """What messages and their count have in common. cache_control: without effect, as every prompt is cached."""
+
+    messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
+    system: str | list[Text] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+
+    context_management: Annotated[Any, only(*_NO_EDITS)] = None
+    mcp_servers: Annotated[Any, only([])] = None
+    speed: Annotated[Any, only("standard")] = None
+    user_profile_id: Null = None
+    workspace_id: Null = None
+
+
+class MessagesBody(MessagesPrompt, kw_only=True):
     names = {**_OF_MESSAGES, "stop": "stop_sequences"}
 
-    messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
     max_tokens: Count
-    system: str | list[Text] | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=256)] | None = None
-    tools: list[MessagesTool] | None = None
-    tool_choice: MessagesChoice | None = None
+
+    billing_policy: Null = None
+    compaction: Null = None
+    container: Null = None
+    diagnostics: Null = None
+    fallback_credit_token: Null = None
+    fallbacks: Annotated[Any, only([])] = None
+    inference_geo: Annotated[Any, only("global")] = None
+    thread: Null = None
+
+    def grammar(self) -> Grammar | None:
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        return Grammar("output_config.format", "json", self.output_config.format.schema)
 
 
-class CountTokensBody(Body, kw_only=True):
-    """The part of a MessagesBody that becomes the prompt."""
+class CountTokensBody(MessagesPrompt, kw_only=True):
+    """Without what chooses tokens."""
 
-    max_values = ConversationBody.max_values
-    names = _OF_MESSAGES
-
-    messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
-    model: str | None = None
-    system: str | list[Text] | None = None
-    tools: list[MessagesTool] | None = None
-    tool_choice: MessagesChoice | None = None
+    temperature: Null = None
+    top_p: Null = None
+    top_k: Null = None
+    stream: Null = None
 
 
 class TokenizeBody(Body):
@@ -420,8 +580,11 @@ def _as_api_error(message: str) -> ApiError:
     path = _PATH.search(message)
     place = path[1] if path else ""
     reason = message.partition(" - at ")[0]
-    unknown, missing = _UNKNOWN.search(message), _MISSING.search(message)
-    if unknown is not None:
+    unknown, missing, unused = _UNKNOWN.search(message), _MISSING.search(message), _UNUSED.search(message)
+    if unused is not None:
+        place += f".{unused[1]}"
+        reason = reason[unused.end() :]
+    elif unknown is not None:
         place += f".{unknown[1]}"
     elif missing is not None:
         place += f".{missing[1]}"

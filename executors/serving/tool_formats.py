@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.executors.text.replay import replayed
+from paged.executors.text.template_wishes import TemplateWishes
 
 _PLACE = re.compile(r"(\{index\}|\{id\}|\{is_text\})")
 _PATTERNS = {"{index}": "[0-9]{1,3}", "{id}": "[a-zA-Z0-9]{9}"}
@@ -297,12 +298,14 @@ class Tongue(NamedTuple):
         reasoning: None if it is not read.
         reasons: name of each, and why it was chosen.
         template: text of the chat templates.
+        variables: names that the templates read.
     """
 
     tools: ToolFormat | None
     reasoning: Reasoning | None
     reasons: tuple[str, str]
     template: str
+    variables: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tokenizer: ChatTokenizer, tools: str = "auto", reasoning: str = "auto") -> Tongue:
@@ -319,7 +322,13 @@ class Tongue(NamedTuple):
             REASONING_FORMATS.get(name),
             (f"{tool_name}: {tool_reason}", f"{name}: {reason}"),
             template,
+            tokenizer.template.variables(),
         )
+
+    @property
+    def wishes(self) -> TemplateWishes:
+        """Return what makes variables of the chat template of a request's wishes."""
+        return TemplateWishes(self.variables, can_reason=self.reasoning is not None)
 
     def replayed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages as the chat template reads them; arguments of calls are objects."""

@@ -21,6 +21,10 @@ _LONGEST, _MOST_TEMPLATES = 1 << 20, 32
 # Limit of a template's output: its own text, and the conversation several times, with indented JSON.
 _OWN_CHARACTERS, _GROWTH = 1 << 19, 16
 _QUOTED = re.compile(r"""(['"])((?:(?!\1)[^\\\n])+)\1""")
+# Statements and expressions of Jinja; in them texts, and names that are no attributes and not assigned.
+_OPENING, _CLOSING = re.compile(r"\{[%{]"), re.compile(r"[%}]\}")
+_STRING = re.compile(r"""'[^'\n]*'|"[^"\n]*\"""")
+_READ = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*=[^=])")
 Message = Mapping[str, Any]
 
 
@@ -72,6 +76,15 @@ class ChatTemplate:
             for match in _QUOTED.finditer(text):
                 literals.add(match[2])
         return literals
+
+    def variables(self) -> frozenset[str]:
+        """Return the names that the templates read; too many if one is also a name of a template's own."""
+        names = set()
+        for text in self.templates.values():
+            for part in _OPENING.split(text)[1:]:
+                code = _CLOSING.split(part, maxsplit=1)[0]
+                names.update(_READ.findall(_STRING.sub("''", code)))
+        return frozenset(names)
 
     def render(
         self,
