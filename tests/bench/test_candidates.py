@@ -32,6 +32,15 @@ def test_a_right_function_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 of 1 right, by tests.bench.cheating:right on cpu" in printed
 
 
+@pytest.mark.parametrize("operation", ["copy_blocks", "gated_delta_rule", "qk_norm_rope_and_cache", "route_and_align"])
+def test_an_operation_that_writes_is_its_own_right_candidate(
+    operation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["verify", "--device", "cpu", "--backend", "torch", "--quick", "--op", operation]
+    assert cli.main([*command, "--candidate", f"paged:{operation}"]) == 0
+    assert "not checked" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("function", "note"),
     [
