@@ -146,26 +146,31 @@ def _forms(folder: Path) -> dict[str, str | None]:
 
 def _verify(args: argparse.Namespace) -> int:
     """Print what a cache folder holds by model and layout, and its damaged files; return 1 if there are some."""
-    from paged.cache.tiers.block_file import BlockFileError, decode
+    from paged.cache.tiers.block_file import BlockFileError
     from paged.cache.tiers.folder import CacheFolder
 
     if not args.cache_folder.is_dir():
         raise InvalidInputError(f"--cache-folder {args.cache_folder}: expected a folder")
     digests: dict[str, dict[str, int]] = {}
     damaged: dict[str, str] = {}
-    for file in CacheFolder(args.cache_folder, None).files():
+    folder = CacheFolder(args.cache_folder, None)
+    for entry in folder.foreign():
+        damaged[str(entry)] = "not a regular file"
+    for file in folder.files():
         counts = digests.setdefault(file.path.parent.name, {"blocks": 0, "tokens": 0, "bytes": 0})
         counts["bytes"] += file.num_bytes
+        if file.is_part:
+            continue
         try:
-            block = decode(file.path.read_bytes())
-            if file.path != args.cache_folder / block.key.name:
-                raise BlockFileError(f"holds block {block.key.name}")
+            key, num_tokens = folder.verify(str(file.path.relative_to(args.cache_folder)))
+            if file.path != args.cache_folder / key.name:
+                raise BlockFileError(f"holds block {key.name}")
         except (BlockFileError, OSError) as error:
             damaged[str(file.path)] = str(error)
             continue
         counts["blocks"] += 1
-        if block.key.column == 0:
-            counts["tokens"] += len(block.token_ids)
+        if key.column == 0:
+            counts["tokens"] += num_tokens
     if args.json:
         print_json({"digests": digests, "damaged": damaged})
         return int(bool(damaged))

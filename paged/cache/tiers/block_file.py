@@ -6,14 +6,18 @@ import hashlib
 import json
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 MAGIC = b"paged-kv"
 VERSION = 1
 SUFFIX = ".kv"
 # Magic, version, index of the table, digest of the layout, chained hash, bytes of the ids, bytes of the K/V.
 _HEADER = struct.Struct("<8sII32s32sQQ")
+HEADER_BYTES = _HEADER.size
 _CHECKSUM_BYTES = 32
+_PIECE_BYTES = 1 << 20
+# Characters of a token id in JSON, with a comma and a space; ids of embeddings have 128 bits.
+_MOST_ID_BYTES = 42
 # A chained hash in messages to other ranks, which hold numbers of 64 bits.
 HASH_WORDS = struct.Struct("<4q")
 
@@ -57,6 +61,40 @@ class StoredBlock:
         return content + hashlib.sha256(content).digest()
 
 
+class BlockHeader(NamedTuple):
+    """What a file says of itself: its block, and the bytes of the ids and of the K/V."""
+
+    key: BlockKey
+    num_id_bytes: int
+    num_data_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return HEADER_BYTES + self.num_id_bytes + self.num_data_bytes + _CHECKSUM_BYTES
+
+
+def most_file_bytes(block_size: int, num_data_bytes: int) -> int:
+    """Return the most bytes of a file of one block."""
+    return BlockHeader(BlockKey(b"", b"", 0), 2 + block_size * _MOST_ID_BYTES, num_data_bytes).file_bytes
+
+
+def read_header(content: bytes) -> BlockHeader:
+    """Return the header at the beginning of a file.
+
+    Raises:
+        BlockFileError: the file is cut, of another format, or of another version.
+    """
+    if len(content) < HEADER_BYTES:
+        raise BlockFileError(f"{len(content)} bytes, expected at least {HEADER_BYTES + _CHECKSUM_BYTES}")
+    magic, version, column, digest, hash_, num_id_bytes, num_data_bytes = _HEADER.unpack_from(content)
+    if magic != MAGIC:
+        raise BlockFileError(f"begins with {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        raise BlockFileError(f"version {version}, expected {VERSION}")
+    return BlockHeader(BlockKey(digest, hash_, column), num_id_bytes, num_data_bytes)
+
+
 def decode(content: bytes, expected: BlockKey | None = None) -> StoredBlock:
     """Return the block of a file, after checking all of it.
 
@@ -65,21 +103,43 @@ def decode(content: bytes, expected: BlockKey | None = None) -> StoredBlock:
     Raises:
         BlockFileError: the file is cut, changed, of another version, or of another block.
     """
-    if len(content) < _HEADER.size + _CHECKSUM_BYTES:
-        raise BlockFileError(f"{len(content)} bytes, expected at least {_HEADER.size + _CHECKSUM_BYTES}")
-    magic, version, column, digest, hash_, num_id_bytes, num_data_bytes = _HEADER.unpack_from(content)
-    if magic != MAGIC:
-        raise BlockFileError(f"begins with {magic!r}, expected {MAGIC!r}")
-    if version != VERSION:
-        raise BlockFileError(f"version {version}, expected {VERSION}")
-    size = _HEADER.size + num_id_bytes + num_data_bytes + _CHECKSUM_BYTES
-    if len(content) != size:
-        raise BlockFileError(f"{len(content)} bytes, expected {size} by its header")
+    key, num_id_bytes, _ = header = read_header(content)
+    if len(content) != header.file_bytes:
+        raise BlockFileError(f"{len(content)} bytes, expected {header.file_bytes} by its header")
     if hashlib.sha256(memoryview(content)[:-_CHECKSUM_BYTES]).digest() != content[-_CHECKSUM_BYTES:]:
         raise BlockFileError("the checksum differs")
-    key = BlockKey(digest, hash_, column)
     if expected is not None and key != expected:
         raise BlockFileError(f"holds block {key.name}, expected {expected.name}")
-    start = _HEADER.size + num_id_bytes
-    token_ids = json.loads(content[_HEADER.size : start])
-    return StoredBlock(key, token_ids, memoryview(content)[start:-_CHECKSUM_BYTES])
+    start = HEADER_BYTES + num_id_bytes
+    return StoredBlock(key, _ids_of(content[HEADER_BYTES:start]), memoryview(content)[start:-_CHECKSUM_BYTES])
+
+
+def verify(file: BinaryIO, size: int) -> tuple[BlockKey, int]:
+    """Return the key and the number of token ids of a file, after checking all of it piece by piece.
+
+    Raises:
+        BlockFileError: as `decode`.
+    """
+    start = file.read(HEADER_BYTES)
+    header = read_header(start)
+    if size != header.file_bytes or header.num_id_bytes > _MOST_ID_BYTES << 20:
+        raise BlockFileError(f"{size} bytes, expected {header.file_bytes} by its header")
+    ids = file.read(header.num_id_bytes)
+    checksum = hashlib.sha256(start + ids)
+    num_left = header.num_data_bytes
+    while num_left and (piece := file.read(min(num_left, _PIECE_BYTES))):
+        checksum.update(piece)
+        num_left -= len(piece)
+    if file.read(_CHECKSUM_BYTES) != checksum.digest():
+        raise BlockFileError("the checksum differs")
+    return header.key, len(_ids_of(ids))
+
+
+def _ids_of(text: bytes) -> list[int]:
+    try:
+        ids = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BlockFileError(f"its token ids are not JSON: {error}") from error
+    if not isinstance(ids, list):
+        raise BlockFileError("its token ids are not a list")
+    return ids

@@ -11,7 +11,8 @@ class BlockStore(ABC):
 
     A name depends on the weights, the layout and all tokens up to the block, and is the same in every process. What
     `load` returns is checked, so a store may lose, cut or mix up blocks. An error of any call is a miss with a line in
-    the log. One thread calls `load`, and another one `lookup` and `store`.
+    the log. One thread calls `load`, and another one `lookup` and `store`; if a `load` does not return for a second,
+    another thread calls it for other blocks.
     """
 
     @abstractmethod
@@ -29,6 +30,9 @@ class BlockStore(ABC):
     @abstractmethod
     def complete(self) -> None:
         """Bring all blocks to where others find them; called once, at the end."""
+
+    def expect_blocks(self, most_bytes: int) -> None:  # noqa: B027
+        """Learn how many bytes a block has at most; called before all others."""
 
     def remove(self, name: str) -> bool:
         """Drop a block that is damaged; False if the store keeps it, and it stays a miss."""

@@ -9,6 +9,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.cache.tiers.block_file import HASH_WORDS, BlockFileError, BlockKey, StoredBlock, decode
+from paged.cache.tiers.block_file import HASH_WORDS, BlockFileError, BlockKey, StoredBlock, decode, most_file_bytes
 from paged.cache.tiers.block_store import BlockStore
 
 _LOG = logging.getLogger("paged")
@@ -31,6 +32,12 @@ _LEAST_PREFILL_RATE = 8_000.0
 _POLL_S = 0.002
 # Blocks that wait to be written; more are dropped.
 _MOST_WAITING = 256
+# A call of the store that has not returned for so long hangs, and another thread reads on. If that hangs too, the next
+# one begins after twice the time, and so on: then a dead folder has a few threads, and one that is back is found.
+HANG_S = 1.0
+_MOST_HUNG = 16
+# Faults that were logged, of which none is logged again.
+_MOST_LOGGED = 256
 
 
 class Position(NamedTuple):
@@ -91,12 +98,27 @@ class FileRead:
         return self._tier.wait(self, timeout_s)
 
 
+class Reader:
+    """A thread that reads files.
+
+    read: what it reads; None while it waits for work. name, asked_at: of the block that the store has been asked for,
+    and when that was; infinity while the store has answered.
+    """
+
+    def __init__(self) -> None:
+        self.read: FileRead | None = None
+        self.name = ""
+        self.asked_at = math.inf
+
+
 class FileTier:
     """Reads and writes blocks of a folder in two threads of its own.
 
     No fault of the folder goes further than here: it is a miss, a line in the log and a count in `num_faults`. Reads
     run one after the other. One that takes longer than `longest_wait_s` is given up, as are those that wait behind it.
-    Until the folder has answered, further ones are given up at once.
+    Until the folder has answered, further ones are given up at once. If a call of the store does not return for
+    `HANG_S`, another thread takes over: a single file that hangs costs one thread, and is a miss from then on. While
+    several threads hang, a new one is tried after twice as long each time, up to `_MOST_HUNG`.
 
     With several ranks, each reads and writes its own part of a block, and rank 0 begins with the blocks that all have.
 
@@ -125,13 +147,17 @@ class FileTier:
         self._layout, self._num_bytes, self._is_needed = layout, num_bytes, is_needed
         self._block_size = block_size
         self._changed = Condition()
-        self._current: FileRead | None = None
+        self._reader = Reader()
+        self._hung: list[Reader] = []
+        self._num_tries = 0  # readers in the place of hung ones since the store has answered
+        self._logged: deque[str] = deque(maxlen=_MOST_LOGGED)
         self._numbers = itertools.count()
         self._reads: deque[FileRead] = deque()
         self._writes: deque[Write] = deque()
         self._is_writing = self._is_closed = False
         self._pid = 0
         self.identify(b"")
+        store.expect_blocks(most_file_bytes(block_size, max(num_bytes)))
 
     def identify(self, fingerprint: bytes) -> None:
         """Use files of these weights from now on."""
@@ -154,6 +180,7 @@ class FileTier:
         if read.is_over:
             return read
         with self._changed:
+            self._replace_reader()
             if self._current is not None and self._current.is_late:  # still not answered
                 read.is_over = True
                 self.num_late += 1
@@ -161,6 +188,39 @@ class FileTier:
                 self._reads.append(read)
                 self._changed.notify_all()
         return read
+
+    @property
+    def _current(self) -> FileRead | None:
+        """The read that runs."""
+        return self._reader.read
+
+    def _replace_reader(self) -> None:
+        """Let another thread read on if a call of the store hangs; the caller holds the lock."""
+        seconds = monotonic() - self._reader.asked_at
+        if len(self._hung) == _MOST_HUNG or seconds < HANG_S * 2**self._num_tries:
+            return
+        hung, reader = self._reader, Reader()
+        assert hung.read is not None
+        self._hung.append(hung)
+        self._reader = reader
+        try:
+            Thread(target=self._read_files, args=(reader,), name="paged-cache-folder", daemon=True).start()
+        except BaseException as error:
+            self._hung.remove(hung)
+            self._reader = hung
+            if not isinstance(error, RuntimeError):  # the system has no more threads: later, perhaps
+                raise
+            return
+        hung.read.is_over = hung.read.is_late = True
+        self._num_tries += 1
+        self.num_faults += 1
+        limit = ""
+        if len(self._hung) == _MOST_HUNG:
+            limit = "; after this one the folder is not used until one of them returns"
+        _LOG.warning(
+            "%s: no answer to %s for %.1f s; %d of at most %d threads hang%s",
+            self.store, hung.name, seconds, len(self._hung), _MOST_HUNG, limit,
+        )  # fmt: skip
 
     def wait(self, read: FileRead, timeout_s: float) -> bool:
         """`FileRead.wait`."""
@@ -268,7 +328,7 @@ class FileTier:
             return False
         if not self._pid:
             try:
-                for target in (self._read_files, self._write_blocks):
+                for target in (partial(self._read_files, self._reader), self._write_blocks):
                     Thread(target=target, name="paged-cache-folder", daemon=True).start()
                 self._pid = os.getpid()
             except BaseException as error:
@@ -281,30 +341,33 @@ class FileTier:
                 return False
         return self._pid == os.getpid()
 
-    def _read_files(self) -> None:
+    def _read_files(self, reader: Reader) -> None:
         while True:
             with self._changed:
-                self._current = None
+                reader.read = None
                 self._changed.notify_all()
+                if reader in self._hung:  # another thread has taken over
+                    self._hung.remove(reader)
+                    return
                 self._changed.wait_for(lambda: self._reads or self._is_closed)
                 if not self._reads:
                     return
-                self._current = self._reads.popleft()
-                self._current.begun_at = monotonic()
+                reader.read = self._reads.popleft()
+                reader.read.begun_at = monotonic()
             try:
-                self._run(self._current)
+                self._run(reader.read, reader)
             except Exception as error:  # also of others' code
                 self._count_fault(error)
-            self._current.is_over = True
+            reader.read.is_over = True
 
-    def _run(self, read: FileRead) -> None:
+    def _run(self, read: FileRead, reader: Reader) -> None:
         """Read position by position, until one lacks a block that it needs."""
         for index, position in enumerate(read.positions):
             if read.is_over:
                 return
             row: dict[tuple[int, int], StoredBlock] = {}
             for column, is_needed in enumerate(self._is_needed):
-                block = self._read_block(BlockKey(read.digest, position.hash, column), position)
+                block = self._read_block(BlockKey(read.digest, position.hash, column), position, reader)
                 if block is not None:
                     row[index, column] = block
                 elif is_needed or column == 0:
@@ -317,15 +380,23 @@ class FileTier:
                     read.num_positions += 1
                 self.num_read += len(row)
 
-    def _read_block(self, key: BlockKey, position: Position) -> StoredBlock | None:
-        content = self.store.load(key.name)
-        if content is None:
-            return None
+    def _read_block(self, key: BlockKey, position: Position, reader: Reader) -> StoredBlock | None:
+        with self._changed:
+            if any(key.name == hung.name for hung in self._hung):
+                return None
+            reader.name, reader.asked_at = key.name, monotonic()
         try:
+            content = self.store.load(key.name)
+            if content is None:
+                return None
             block = decode(content, key)
         except BlockFileError:
             self.store.remove(key.name)
             raise
+        finally:
+            with self._changed:
+                reader.asked_at = math.inf
+                self._num_tries = 0
         if block.token_ids != position.token_ids:
             raise BlockFileError(f"{key.name}: other token ids than the prompt's")
         if len(block.data) != self._num_bytes[key.column]:
@@ -354,6 +425,12 @@ class FileTier:
                 self._count_fault(error)
 
     def _count_fault(self, error: Exception) -> None:
+        """Count a fault, and log it unless it was logged before: a full disk is one line, not one for each block."""
+        text = str(error)
         with self._changed:
             self.num_faults += 1
-        _LOG.warning("%s: %s", self.store, error)
+            is_new = text not in self._logged
+            if is_new:
+                self._logged.append(text)
+        if is_new:
+            _LOG.warning("%s: %s", self.store, text)

@@ -9,3 +9,4 @@ from tests.deadline import HANG_S
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PATIENCE_S", HANG_S)
+    monkeypatch.setattr(files, "HANG_S", HANG_S)

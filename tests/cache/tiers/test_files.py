@@ -139,7 +139,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_file_is_a_miss(fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whichever block it is: what comes before is used, all else is computed, and written anew."""
     fill(tmp_path)
-    key_paths = _paths_by_position(tmp_path)
+    key_paths = block_paths(tmp_path)
     position = list(FAULTS).index(fault) % NUM_BLOCKS
     FAULTS[fault](tmp_path / key_paths[position])
     cache = make(tmp_path)
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_a_miss(fault: str, tmp_path: Path, caplog: pytest.Log
         assert make(tmp_path).run("a", TOKENS).num_cached_tokens == 40
 
 
-def _paths_by_position(folder: Path) -> list[Path]:
+def block_paths(folder: Path) -> list[Path]:
     cache = make(folder)
     index, digest = cache.manager._prefixes.index, files_of(cache).digest
     hash_ = index.root_hash(None)

@@ -76,6 +76,15 @@ def test_a_cache_folder_is_verified(
     damaged = next((folder / digest).iterdir())
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert list(inspect("--cache-folder", str(folder), code=1)["damaged"]) == [str(damaged)]
+    pipe, large, link = (damaged.with_name(f"{letter * 64}-0.kv") for letter in "abc")
+    os.mkfifo(pipe)
+    large.touch()
+    os.truncate(large, 1 << 40)
+    link.symlink_to("/dev/zero")
+    (folder / digest / "other.kv").touch()
+    (folder / digest / f"{damaged.name}.12.part").touch()
+    expected = {str(path) for path in (damaged, pipe, large, link)}
+    assert inspect("--cache-folder", str(folder), code=1)["damaged"].keys() == expected
     for options in (("--host-cache", "many"), ("--cache-folder", str(damaged)), ("--cache-folder-limit", "1GB")):
         assert "cache" in run(*command, *options, code=1)["error"]
 

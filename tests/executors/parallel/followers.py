@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from paged.cache.tiers import files
+from paged.cache.tiers.folder import CacheFolder
 from paged.executors.llm_executor import LlmExecutor
 from paged.models.parallel.ranks import ParallelConfig
 from tests.deadline import HANG_S
@@ -93,8 +95,28 @@ def parallel_config(config: dict[str, Any]) -> ParallelConfig:
     return ParallelConfig(**config | {"mesh": mesh})
 
 
+def gate_of(path: Path) -> Path:
+    """The pipe that a follower waits at before it reads a block's file, if there is one."""
+    return path.with_suffix(".gate")
+
+
+def _wait_at_gates() -> None:
+    """Let reads of this process hang where a test has put a gate."""
+    load = CacheFolder.load
+
+    def load_behind_gate(folder: CacheFolder, name: str) -> bytes | None:
+        gate = gate_of(folder.path / name)
+        if gate.exists():
+            gate.read_bytes()  # until its writer closes it
+        return load(folder, name)
+
+    CacheFolder.load = load_behind_gate  # type: ignore[method-assign]
+    files.HANG_S = HANG_S
+
+
 def _follow(orders: Connection) -> None:
     torch.set_num_threads(1)
+    _wait_at_gates()
     while True:
         environment, folder, config, options, way = orders.recv()
         os.environ.update(environment)

@@ -12,7 +12,7 @@ from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.cache.tiers import files
 from paged.cache.tiers.files import FileTier
 from tests.deadline import HANG_S
-from tests.executors.parallel.followers import Followers
+from tests.executors.parallel.followers import Followers, gate_of
 from tests.models.edits import copy_with_rolled_weights
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.processes import wait_until
@@ -148,9 +148,8 @@ def test_a_rank_whose_folder_does_not_answer(
     """It holds up one prompt for a moment, and no later one; when it answers, there are hits."""
     folder = shutil.copytree(filled, tmp_path / "cache")
     with followers.load(checkpoint, 2, cache_folder=folder, **OPTIONS) as executor:
-        path = paths_of_first_prompt(executor)[1][0]
-        path.unlink()
-        os.mkfifo(path)  # whoever reads it waits for a writer
+        gate = gate_of(paths_of_first_prompt(executor)[1][0])
+        os.mkfifo(gate)
         try:
             monkeypatch.setattr(files, "PATIENCE_S", 0.05)
             assert answers(executor, PROMPTS[:1]) == expected[:1]
@@ -159,7 +158,9 @@ def test_a_rank_whose_folder_does_not_answer(
             assert answers(executor, PROMPTS[1:2]) == expected[1:2]
             assert (num_hits(executor), files_of(executor).num_late) == (0, 1)
         finally:
-            os.close(os.open(path, os.O_WRONLY))
+            writer = os.open(gate, os.O_WRONLY)
+            gate.unlink()
+            os.close(writer)
         wait_until(lambda: num_readable(executor, PROMPTS[2]) == 5)
         assert answers(executor, PROMPTS[2:]) == expected[2:]
         assert num_hits(executor) == 40
