@@ -16,6 +16,7 @@ from paged.models.families.llama import Llama, set_dtype
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.draft_head import DraftHead
 from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.kv_scales import is_kv_scale
 from paged.models.loading.weights import StoredTensors, Track, check_weights, load_weights, read_headers, untracked
 from paged.models.network_loader import text_tensors, with_stored_layout
 from paged.models.quantization.read import without_zero_biases
@@ -65,6 +66,7 @@ def load_draft_head(
         set_dtype(head, dtype)
     slots = head.weight_slots()
     stored = without_zero_biases(stored, slots)
+    stored = {name: tensor for name, tensor in stored.items() if not is_kv_scale(name)}
     check_weights(stored, slots, tied_head=False, folder=folder)
     head._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
     load_weights(stored, head.weight_slots(), track=track)

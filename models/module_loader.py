@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import transformers
 
-from paged.errors import CheckpointError
+from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.interface import EXPERTS, PAGED
 from paged.models.generic.network import ModuleNetwork, drop_unused
 from paged.models.generic.own_attention import attention_of_text
+from paged.models.loading.kv_scales import is_kv_scale
 from paged.models.loading.read_record import record_file, stamp_of
 from paged.models.loading.weights import StoredTensors, read_headers
 from paged.models.module_check import check_module
@@ -32,6 +33,7 @@ def load_module_network(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    has_fp8_cache: bool,
     ranks: Ranks,
 ) -> ModuleNetwork:
     """Return a network over transformers' module with the weights of a folder, after it has passed `check_module`.
@@ -40,10 +42,11 @@ def load_module_network(
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or has another shape; or a file cannot be read.
-        UnsupportedError: the module over a paged cache gives other logits than by itself.
+        UnsupportedError: the module over a paged cache gives other logits than by itself; or the files hold scales of
+            an 8-bit cache, for such a cache.
     """
     with ranks.apart():
-        module = _load(config, folder, dtype)
+        module = _load(config, folder, dtype, has_fp8_cache=has_fp8_cache)
     check_module(config, module, device, ranks)
     _LOG.warning("%s: no family here; transformers' own %s runs over the paged cache", folder, config.architecture)
     network = ModuleNetwork(config, ranks.share, module, device)
@@ -51,7 +54,7 @@ def load_module_network(
     return network
 
 
-def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype) -> Any:
+def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype, *, has_fp8_cache: bool) -> Any:
     """Return transformers' module with the weights of a folder, in host memory."""
     stored = read_headers(folder)  # refuses an index that points outside of the folder
     _record_files(folder)
@@ -73,7 +76,13 @@ def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype) -> Any:
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(map(str, report.get(f"{kind}_keys") or ()))
         if kind == "unexpected":
-            names = [name for name in names if not _is_mask(name, stored)]
+            kv_scales = list(filter(is_kv_scale, names))
+            if kv_scales and has_fp8_cache:
+                raise UnsupportedError(
+                    f"{folder}: {shown(kv_scales[0])}: scales of an 8-bit cache need a family; without kv_cache_dtype "
+                    "they are skipped"
+                )
+            names = [name for name in names if not _is_mask(name, stored) and name not in kv_scales]
         if names:
             raise CheckpointError(f"{folder}: {kind} tensors {shown(names[:4])}")
     module = module.get_submodule(config.text_module)

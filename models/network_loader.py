@@ -18,13 +18,13 @@ from paged.models.families.llama import Llama, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.recurrent_config import GatedDeltaConfig, RecurrentConfig
 from paged.models.loading.given_tensors import GivenTensors
+from paged.models.loading.kv_scales import load_kv_scales, split_kv_scales
 from paged.models.loading.text_prefix import BESIDE_BODY, TextPrefix, find_text_prefix
 from paged.models.loading.weights import (
     Read,
     StoredTensors,
     Track,
     check_weights,
-    load_kv_scales,
     load_weights,
     num_weights,
     read_headers,
@@ -72,7 +72,7 @@ def load_network(
     share = ranks.share
     headers = read_headers(folder)
     prefix = text_prefix(network_class, config, headers)
-    stored = _tensors_of(network_class, config, headers, prefix, folder, draft_prefix)
+    stored, kv_scales = split_kv_scales(_tensors_of(network_class, config, headers, prefix, folder, draft_prefix))
     place = str(folder)
     if config.wrapper:
         place = f"{folder} (text model under {prefix.stored!r})"
@@ -92,9 +92,22 @@ def load_network(
     load_weights(stored, network.weight_slots(), parts, track, ranks.tick)
     if has_fp8_cache:
         num_kv_heads = [attention.num_kv_heads for attention in config.attention]
-        scales = load_kv_scales(stored, num_kv_heads, device)
+        scales = load_kv_scales(kv_scales, num_kv_heads, _filled_caches(config), device)
         network.scale_caches(list(map(share.scales, config.attention, scales)))
     return network
+
+
+def _filled_caches(config: DecoderConfig) -> list[str]:
+    """Return the letters of the caches that each layer fills: "kv", "k" for a latent, "" for none."""
+    caches: list[str] = []
+    for attention, attends in zip(config.attention, config.attends, strict=True):
+        if not attends or attention.shares_kv_with is not None:
+            caches.append("")
+        elif attention.latent is not None:
+            caches.append("k")
+        else:
+            caches.append("kv")
+    return caches
 
 
 def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderConfig:

@@ -158,11 +158,14 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
         max_seq_len = config.max_position_embeddings
     _check_options(load_options, config, kv_cache_dtype, max_seq_len, ranks)
     device = load_options.device
+    has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     if isinstance(config, ModuleConfig):
         # Its imports take seconds.
         from paged.models.module_loader import load_module_network
 
-        network: Llama = load_module_network(config, folder, dtype=dtype, device=device, ranks=ranks)
+        network: Llama = load_module_network(
+            config, folder, dtype=dtype, device=device, has_fp8_cache=has_fp8_cache, ranks=ranks
+        )
     else:
         draft_prefix = None
         if load_options.draft == MTP:
@@ -174,7 +177,7 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
                 folder,
                 dtype=dtype,
                 device=device,
-                has_fp8_cache=kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2),
+                has_fp8_cache=has_fp8_cache,
                 ranks=ranks,
                 track=track,
                 draft_prefix=draft_prefix,

@@ -44,7 +44,7 @@ _NEMOTRON_RENAMES = {
     r"^backbone\.": "model.",
     r"^model\.embeddings\.": "model.embed_tokens.",
     r"^model\.norm_f\.": "model.norm.",
-    r"\.mixer\.(?=[qkvo]_proj\.)": ".self_attn.",
+    r"\.mixer\.(?=(?:[qkvo]|qkv|qkqkv)_proj\.|attn\.|(?:[qkv]|kv)_(?:scale|zero_point)$)": ".self_attn.",
     r"\.mixer\.(?=(?:in_proj|out_proj|conv1d|norm|A_log|dt_bias|D)\b)": ".linear_attn.",
     r"\.mixer\.": ".mlp.",
 }

@@ -23,8 +23,6 @@ from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.tensor_file import TensorFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Scales of an 8-bit KV cache, as named by compressed-tensors, ModelOpt and Quark.
-_KV_SCALE = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:([kv])_scale|([kv])_proj\.(?:\3_scale|output_scale))")
 FLOATING = ("F64", "F32", "F16", "BF16")
 # Dtypes of packed weights and of the tensors beside them -> safetensors' names.
 PACKED = {
@@ -152,8 +150,8 @@ def check_weights(
 ) -> None:
     """Check that every slot has a tensor of its name, shape and dtype, and every tensor has a slot.
 
-    Exceptions for tensors without a slot: `rotary_emb.inv_freq` buffers of old files, scales of the
-    KV cache (see `load_kv_scales`) and, with tied_head, an lm_head.weight.
+    Exceptions for tensors without a slot: `rotary_emb.inv_freq` buffers of old files and, with tied_head, an
+    lm_head.weight.
 
     Raises:
         CheckpointError: a tensor is missing or unexpected, or has another shape or dtype.
@@ -166,11 +164,7 @@ def check_weights(
                 shaped = replace(tensor, shape=without_ones(tensor.shape))
             check_shape(name, shaped, list(slot.shape))
             check_dtype(name, tensor, PACKED.get(slot.dtype, FLOATING))
-        elif not (
-            name.endswith("rotary_emb.inv_freq")
-            or _KV_SCALE.fullmatch(name)
-            or (tied_head and name == "lm_head.weight")
-        ):
+        elif not (name.endswith("rotary_emb.inv_freq") or (tied_head and name == "lm_head.weight")):
             raise CheckpointError(f"{plain(tensor.name)}: unexpected tensor in {tensor.file}")
     if missing := slots.keys() - stored.keys():
         raise CheckpointError(f"{min(missing)}: missing in {folder} ({len(missing)} of {len(slots)} tensors are)")
@@ -220,38 +214,6 @@ def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
     """
     with stored[name].opened() as tensors:
         return tensors.get_tensor(stored[name].name)
-
-
-def load_kv_scales(
-    stored: StoredTensors, num_kv_heads: Sequence[int], device: torch.device
-) -> list[dict[str, torch.Tensor]]:
-    """Return `k_scale` and `v_scale` of every layer that has them, float32, [1] or [num_kv_heads].
-
-    A value is stored * scale. num_kv_heads: of each layer.
-
-    Raises:
-        CheckpointError: a scale occurs twice, belongs to no layer, has another size or no floating dtype, or is not
-            finite and above 0.
-    """
-    scales: list[dict[str, torch.Tensor]] = [{} for _ in num_kv_heads]
-    for name, tensor in sorted(stored.items()):
-        match = _KV_SCALE.fullmatch(name)
-        if match is None:
-            continue
-        layer, kind = int(match[1]), f"{match[2] or match[3]}_scale"
-        if layer >= len(scales):
-            raise CheckpointError(f"{name}: unexpected tensor in {tensor.file}")
-        if kind in scales[layer]:
-            raise CheckpointError(f"{name}: a second {kind}, again in {tensor.file}")
-        check_dtype(name, tensor, FLOATING)
-        heads = num_kv_heads[layer]
-        if math.prod(tensor.shape) not in (1, heads):
-            raise CheckpointError(f"{name}: shape {tensor.shape} in {tensor.file}, expected 1 or {heads} values")
-        scale = read_tensor(stored, name).float().flatten()
-        if not (scale.isfinite() & (scale > 0)).all():
-            raise CheckpointError(f"{name}: {scale.tolist()} in {tensor.file}, expected numbers above 0")
-        scales[layer][kind] = scale.to(device)
-    return scales
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """Models over a KV cache of 8 bits, and the scales that their checkpoints hold for it."""
 
+import re
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
@@ -34,7 +37,28 @@ def attention(model: PagedCausalLM, layer: int = 0) -> Attention:
     return model.network.layers[layer].self_attn
 
 
-@pytest.mark.parametrize("name", ["{}_scale", "{}_proj__{}_scale", "{}_proj__output_scale"])
+NAMES = (
+    "{}_scale",
+    "attn__{}_scale",
+    "{}_proj__{}_scale",
+    "qkv_proj__{}_scale",
+    "qkqkv_proj__{}_scale",
+    "{}_proj__output_scale",
+)
+# Of keys and values both.
+SHARED_NAMES = ("kv_scale", "attn__kv_scale", "qkv_proj__kv_scale", "qkv_proj__output_scale")
+# Of operands that stay in 16 bits here, and offsets of nothing.
+OTHER_NAMES = (
+    "q_scale",
+    "q_proj__output_scale",
+    "prob_output_scale",
+    "attn__prob_scale",
+    "k_zero_point",
+    "v_zero_point",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_scales_are_found_under_every_name(name: str, folder: Path) -> None:
     add(folder, **{name.format("k", "k"): torch.tensor(0.25), name.format("v", "v"): torch.tensor([0.5]).bfloat16()})
     model = load_model(folder, kv_cache_dtype=FP8)
@@ -44,6 +68,69 @@ def test_scales_are_found_under_every_name(name: str, folder: Path) -> None:
     assert attention(model, 1).k_scale is attention(model, 1).v_scale is None
     # They are those of an 8-bit cache.
     assert attention(load_model(folder)).k_scale is None
+
+
+@pytest.mark.parametrize("name", SHARED_NAMES)
+def test_a_scale_of_both(name: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    add(folder, 2, **{name: torch.tensor([0.25])})
+    layer = attention(load_model(folder, kv_cache_dtype=FP8))
+    assert (layer.k_scale, layer.v_scale) == (torch.tensor([0.25]), torch.tensor([0.25]))
+    load_model(folder)
+    assert caplog.messages == []
+
+
+def test_a_missing_scale_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It counts as 1. Nothing is told of a checkpoint without any, and of a cache that has none."""
+    load_model(folder, kv_cache_dtype=FP8)
+    add(folder, 1, k_scale=torch.tensor(0.25))
+    load_model(folder)
+    load_model(folder, kv_cache_dtype="int8")
+    assert caplog.messages == []
+    load_model(folder, kv_cache_dtype=FP8)
+    (message,) = caplog.messages
+    assert "not v_scale of layer 0, k_scale of layer 1, v_scale of layer 1 (3 in all)" in message
+
+
+def test_scales_of_other_operands_are_skipped(folder: Path) -> None:
+    add(folder, 2, **dict.fromkeys(OTHER_NAMES, torch.zeros(1)))
+    layer = attention(load_model(folder, kv_cache_dtype=FP8))
+    assert layer.k_scale is layer.v_scale is None
+    add(folder, k_zero_point=torch.tensor([3], dtype=torch.int8))
+    load_model(folder)
+    assert_refused(folder, "self_attn.k_zero_point: a zero point other than 0", UnsupportedError, kv_cache_dtype=FP8)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("deepseek_v3", "nemotron_h"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in FAMILIES
+            if name not in ("deepseek_v3", "nemotron_h")
+        ),
+    ],
+)
+def test_every_family_has_every_name(family: str, tmp_path: Path) -> None:
+    """Beside the names that a family's own files have; with a cache of 16 and of 8 bits."""
+    save_checkpoint(FAMILIES[family], tmp_path)
+    modules: set[str] = set()
+    with safe_open(tmp_path / "model.safetensors", "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118
+            match = re.match(r"(.*\.(?:self_attn|mixer)\.)(?:k_proj|kv_a_proj_with_mqa|qkv_proj)\.weight", name)
+            if match is not None:
+                modules.add(match[1])
+    assert modules
+    for name in NAMES:
+        added: Tensors = {}
+        for module, letter in product(modules, "kv"):
+            added[module + name.format(letter, letter).replace("__", ".")] = torch.tensor(0.25)
+        edit_tensors(tmp_path, lambda tensors, added=added: tensors.update(added))
+        load_model(tmp_path)
+        layers = load_model(tmp_path, kv_cache_dtype=FP8).network.layers
+        found = [layer.self_attn.k_scale for layer in layers if layer.self_attn is not None]
+        assert found.count(torch.tensor([0.25])) == len(found) >= 1
+        edit_tensors(tmp_path, lambda tensors, added=added: [tensors.pop(key) for key in added])
 
 
 def test_a_scale_a_head(folder: Path) -> None:

@@ -292,3 +292,10 @@ def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(
     assert (tmp_path / "ran").exists()
     prompt = tokens(20)
     assert_logits_of(all_logits(model, prompt, (20,)), theirs, prompt)
+
+
+def test_scales_of_the_cache_are_skipped_or_refused(tmp_path: Path) -> None:
+    save_checkpoint(ACCEPTED["gpt2"], tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"transformer.h.0.attn.kv_scale": torch.ones(1)}))
+    load_model(tmp_path)
+    assert_refused(tmp_path, "attn.kv_scale': scales of an 8-bit cache", UnsupportedError, kv_cache_dtype="fp8")

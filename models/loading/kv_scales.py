@@ -1,0 +1,137 @@
+"""Scales of an 8-bit KV cache in a checkpoint: their published names, and their values."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from paged.errors import CheckpointError, UnsupportedError
+from paged.models.loading.weights import FLOATING, StoredTensor, StoredTensors, check_dtype, read_tensor
+
+_LOG = logging.getLogger("paged")
+
+# Scales stand beside the attention module (compressed-tensors, AutoFP8), in vLLM's module inside of it, or beside the
+# projection whose output they scale (ModelOpt, Quark).
+_PLACE = r"(?P<module>.+?)\.(?:(?:mla_)?attn\.)*(?:(?P<projection>q|k|v|kv|qkv|qkqkv|kv_b)_proj\.)?"
+# `kv_scale` is of both caches. Zero points belong to asymmetric integers, the last names to queries and probabilities.
+_NAME = r"(?P<name>(?:[kv]|kv|output)_scale|[kv]_zero_point|(?:[qp]|prob|prob_output)_scale|q_zero_point)"
+_SCALE = re.compile(_PLACE + _NAME)
+_ATTENTION = re.compile(r"model\.layers\.(\d{1,9})\.self_attn")
+# Caches that hold the output of a projection. Queries and what a latent expands to are in none.
+_OUTPUTS = {"k": "k", "v": "v", "kv": "kv", "qkv": "kv", "qkqkv": "kv", "q": "", "kv_b": ""}
+_MAX_SHOWN = 4
+
+
+class _KvScale(NamedTuple):
+    """What a tensor's name says.
+
+    module: name of the attention module.
+    kinds: letters of the caches that it scales: "k", "v", "kv", or "" for another operand of attention.
+    is_offset: whether it is a zero point.
+    """
+
+    module: str
+    kinds: str
+    is_offset: bool
+
+
+def is_kv_scale(name: str) -> bool:
+    """Return whether a tensor's name, in any layer, is one of the KV cache's scales or of another operand's."""
+    return _parse(name) is not None
+
+
+def split_kv_scales(stored: StoredTensors) -> tuple[StoredTensors, StoredTensors]:
+    """Return the other tensors, and those of `is_kv_scale` in the layers. Names are the family's."""
+    others: StoredTensors = {}
+    scales: StoredTensors = {}
+    for name, tensor in stored.items():
+        parsed = _parse(name)
+        if parsed is not None and _ATTENTION.fullmatch(parsed.module):
+            scales[name] = tensor
+        else:
+            others[name] = tensor
+    return others, scales
+
+
+def load_kv_scales(
+    stored: StoredTensors, num_kv_heads: Sequence[int], caches: Sequence[str], device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Return `k_scale` and `v_scale` of every layer that has them, float32, [1] or [num_kv_heads].
+
+    A value is stored * scale. If some are stored, a warning names the layers that lack one of theirs.
+
+    stored: of `split_kv_scales`. num_kv_heads, caches: of each layer; caches has the letters of those that it fills,
+        "kv", "k" or "".
+
+    Raises:
+        CheckpointError: a scale occurs twice, belongs to no layer, has another size or no floating dtype, or is not
+            finite and above 0.
+        UnsupportedError: a zero point is not 0.
+    """
+    scales: list[dict[str, torch.Tensor]] = [{} for _ in num_kv_heads]
+    for name, tensor in sorted(stored.items()):
+        parsed = _parse(name)
+        assert parsed is not None
+        layer = int(parsed.module.split(".")[2])
+        if layer >= len(scales):
+            raise CheckpointError(f"{name}: unexpected tensor in {tensor.file}")
+        if parsed.is_offset:
+            _check_zero(stored, name)
+            continue
+        for kind in parsed.kinds:
+            if f"{kind}_scale" in scales[layer]:
+                raise CheckpointError(f"{name}: a second {kind}_scale, again in {tensor.file}")
+            scale = _read_scale(stored, name, tensor, num_kv_heads[layer])
+            scales[layer][f"{kind}_scale"] = scale.to(device)
+    if any(scales):
+        _warn_of_missing(scales, caches)
+    return scales
+
+
+def _parse(name: str) -> _KvScale | None:
+    """Return what a name says; None for another tensor, or if the projection contradicts the name."""
+    match = _SCALE.fullmatch(name)
+    if match is None:
+        return None
+    projection, scale = match["projection"], match["name"]
+    kinds: str | None = scale.partition("_")[0]
+    if scale == "output_scale":
+        kinds = _OUTPUTS.get(projection)
+    elif kinds not in ("k", "v", "kv"):
+        kinds = ""
+    elif projection is not None and not set(kinds) <= set(projection):
+        kinds = None
+    if kinds is None:
+        return None
+    return _KvScale(match["module"], kinds, scale.endswith("zero_point"))
+
+
+def _read_scale(stored: StoredTensors, name: str, tensor: StoredTensor, num_heads: int) -> torch.Tensor:
+    check_dtype(name, tensor, FLOATING)
+    if math.prod(tensor.shape) not in (1, num_heads):
+        raise CheckpointError(f"{name}: shape {tensor.shape} in {tensor.file}, expected 1 or {num_heads} values")
+    scale = read_tensor(stored, name).float().flatten()
+    if not (scale.isfinite() & (scale > 0)).all():
+        raise CheckpointError(f"{name}: {scale.tolist()} in {tensor.file}, expected numbers above 0")
+    return scale
+
+
+def _check_zero(stored: StoredTensors, name: str) -> None:
+    if read_tensor(stored, name).float().any():
+        raise UnsupportedError(f"{name}: a zero point other than 0 in {stored[name].file}; an 8-bit float has none")
+
+
+def _warn_of_missing(scales: Sequence[dict[str, torch.Tensor]], caches: Sequence[str]) -> None:
+    missing: list[str] = []
+    for layer, letters in enumerate(caches):
+        for letter in letters:
+            if f"{letter}_scale" not in scales[layer]:
+                missing.append(f"{letter}_scale of layer {layer}")
+    if missing:
+        names = ", ".join(missing[:_MAX_SHOWN])
+        _LOG.warning("the checkpoint holds scales of the KV cache, but not %s (%d in all): 1 each", names, len(missing))
