@@ -328,6 +328,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
         UnsupportedError: the architecture is not supported, a key of `hf` needs something unsupported, or model_type
             names another family.
     """
+    outer = hf
     names = hf.items("architectures", str)
     wrapper = None
     if not any(ALIASES.get(name, name) in ARCHITECTURES for name in names):
@@ -342,7 +343,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     config = family.read_config(hf)
     refuse_unread(hf, config)
     if wrapper is not None:
-        config = wrapped(config, wrapper, hf.source)
+        config = wrapped(config, wrapper, outer, hf)
     return family, replace(config, unknown_keys=tuple(unknown_keys(hf)))
 
 

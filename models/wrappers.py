@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from paged.errors import UnsupportedError
 from paged.kernels.common.scalars import shown
@@ -86,6 +87,31 @@ _PLAIN_HEADS = frozenset(
 _SCALED_HEADS = frozenset(("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"))
 
 
+class _Placeholders(NamedTuple):
+    """Tokens in whose place pictures or sound stand; where there are none, the model embeds a padding token.
+
+    ids: by key, with transformers' defaults.
+    padding_key: key of the padding token in the text_config; None for token 0.
+    """
+
+    ids: Mapping[str, int]
+    padding_key: str | None = None
+
+
+_GEMMA4_IDS = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}
+_PLACEHOLDERS = {
+    **dict.fromkeys(_SCALED_HEADS, _Placeholders(_GEMMA4_IDS, "pad_token_id")),
+    **dict.fromkeys(
+        ("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration"),
+        _Placeholders({"audio_token_index": 49_155}),
+    ),
+    **dict.fromkeys(
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        _Placeholders({"image_token_id": 163_605, "video_token_id": 163_840}),
+    ),
+}
+
+
 def wrapper_of(hf: HfConfig, names: list[str]) -> str | None:
     """Return the architecture of a multimodal model whose config.json has a text model; None for others.
 
@@ -136,20 +162,38 @@ def text_part(
     return family, HfConfig({**defaults, **text.values, **outer, **tied, "model_type": family.model_type}, text.source)
 
 
-def wrapped(config: DecoderConfig, wrapper: str, source: str) -> DecoderConfig:
-    """Return the configuration of a text model inside a multimodal one, whose head may differ.
+def wrapped(config: DecoderConfig, wrapper: str, hf: HfConfig, text: HfConfig) -> DecoderConfig:
+    """Return the configuration of a text model inside a multimodal one, whose head and embedding may differ.
+
+    hf, text: config.json, and its section of the text model.
 
     Raises:
+        CheckpointError: a token id is malformed.
         UnknownArchitectureError: the text model scales or caps its logits, and the multimodal one may not.
     """
     config = replace(config, wrapper=wrapper)
+    if wrapper in _PLACEHOLDERS:
+        config = _with_placeholders(config, _PLACEHOLDERS[wrapper], hf, text)
     if wrapper in _PLAIN_HEADS:
         return replace(config, logits_scale=1.0, logits_softcap=0.0)
     if wrapper in _SCALED_HEADS or (config.logits_scale == 1 and not config.logits_softcap):
         return config
     raise UnknownArchitectureError(
-        f"{source}: architectures {wrapper!r} around a {config.model_type}, whose logits are scaled or capped"
+        f"{text.source}: architectures {wrapper!r} around a {config.model_type}, whose logits are scaled or capped"
     )
+
+
+def _with_placeholders(
+    config: DecoderConfig, placeholders: _Placeholders, hf: HfConfig, text: HfConfig
+) -> DecoderConfig:
+    ids: list[int] = []
+    for key, default in placeholders.ids.items():
+        if hf.values.get(key, default) is not None:
+            ids.append(hf.integer(key, default, minimum=0))
+    padding = 0
+    if placeholders.padding_key is not None:
+        padding = text.integer(placeholders.padding_key, 0, minimum=0, maximum=config.vocab_size - 1)
+    return replace(config, placeholder_ids=tuple(ids), placeholder_padding=padding)
 
 
 def _section(hf: HfConfig) -> HfConfig | None:

@@ -173,7 +173,7 @@ class Gemma4(Llama):
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         if self.own_inputs is None:
             return super().layer_inputs(input_ids, hidden)
-        inputs = self.own_inputs(input_ids, hidden)  # [num_tokens, num_layers, layer_input_size]
+        inputs = self.own_inputs(self.embedded_ids(input_ids), hidden)  # [num_tokens, num_layers, layer_input_size]
         return [(layer_input,) for layer_input in inputs.unbind(1)]
 
     def weight_slots(self) -> WeightSlots:

@@ -413,8 +413,15 @@ class Llama(nn.Module):
     def _pack_embedding(self) -> None:
         self._packed_embedding = pack(self.embed_tokens)
 
+    def embedded_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the ids of the embeddings that tokens take; see `placeholder_ids` of the configuration."""
+        for placeholder_id in self.config.placeholder_ids:
+            input_ids = input_ids.masked_fill(input_ids == placeholder_id, self.config.placeholder_padding)
+        return input_ids
+
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return hidden states before the first layer, [num_tokens, hidden_size]."""
+        input_ids = self.embedded_ids(input_ids)
         if self.ranks.size == 1:
             hidden = functional.embedding(input_ids, self.embed_tokens)
         else:

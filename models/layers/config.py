@@ -270,6 +270,8 @@ class DecoderConfig:
         num_mtp_layers: extra layers at the end that predict tokens further ahead; they are not loaded.
         layer_input_size: size of a token's separate input to each layer; 0 for none.
         layer_input_vocab_size: rows of the embedding of this input.
+        placeholder_ids: tokens in whose place stand images, audio or video; without those they are embedded as the
+            token `placeholder_padding`.
         unknown_keys: keys of config.json that nothing reads and that are not known to be without effect.
         wrapper: name of the multimodal architecture whose text model this is; empty for none.
     """
@@ -301,6 +303,8 @@ class DecoderConfig:
     num_mtp_layers: int = 0
     layer_input_size: int = 0
     layer_input_vocab_size: int = 0
+    placeholder_ids: tuple[int, ...] = ()
+    placeholder_padding: int = 0
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
     wrapper: str = field(default="", compare=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from paged.models.registry import load_model
 from tests.models.families import FAMILIES, PARTS, Families, logits_of, options, save_checkpoint, tokens
 from tests.tolerance import assert_within
 
+PROMPT = tokens(20)
+# Keys of tokens in whose place something else stands, or that are beside it.
+_PLACEHOLDER = re.compile(r"(?:image|video|audio|vision|bo[ai]|eo[ai])\w*_token_(?:id|index)")
 # Seconds for one architecture.
 DEADLINE = 60
 # Sizes under all names that configurations have for them; a configuration takes those that it has.
@@ -166,13 +170,12 @@ def run(name: str) -> str:
                 return f"refused: {str(error).replace(folder, '')}"
         except PagedError as error:
             return f"refused: {str(error).replace(folder, '')}"
-        prompt = tokens(20)
-        (logits,) = model.unified_forward([UnifiedBatchItem("a", prompt, logits_policy=VerifyLogits())])
+        (logits,) = model.unified_forward([UnifiedBatchItem("a", PROMPT, logits_policy=VerifyLogits())])
     assert logits is not None
     theirs = getattr(theirs, "thinker", theirs)  # the whole model also speaks
     if isinstance(model.network, ModuleNetwork):
         theirs = theirs.get_submodule(model.network.config.text_module)  # if the whole model needs an image
-    expected = logits_of(theirs, prompt)[:, : logits.shape[1]]
+    expected = logits_of(theirs, PROMPT)[:, : logits.shape[1]]
     try:
         assert_within(logits, expected, 1e-3 * expected.abs().max())
     except AssertionError as error:
@@ -186,7 +189,9 @@ def save(model_class: Any, folder: Path) -> Any:
     if family is not None:
         return save_checkpoint(family, folder)
     torch.manual_seed(0)
-    theirs = model_class(tiny(model_class.config_class)).eval()
+    config = tiny(model_class.config_class)
+    _place_in_prompt(config)
+    theirs = model_class(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.dim() == 1:
@@ -195,6 +200,14 @@ def save(model_class: Any, folder: Path) -> Any:
                 parameter.normal_(0, 0.12)
     theirs.save_pretrained(folder)
     return theirs
+
+
+def _place_in_prompt(config: Any) -> None:
+    """Let the tokens in whose place pictures or sound stand be some of the prompt."""
+    free_ids = iter(dict.fromkeys(PROMPT))
+    for key, value in sorted(config.to_dict().items()):
+        if _PLACEHOLDER.fullmatch(key) and (value is None or type(value) is int):
+            setattr(config, key, next(free_ids))
 
 
 def _family_of(families: Families, config_class: Any) -> Any:

@@ -1,10 +1,14 @@
 """How every decoder of transformers runs here: no wrong one, no crash; and the page that says so."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.models.generic.every_decoder import decoders, multimodal_models
+from paged.models.registry import load_model
+from tests.models.families import assert_same_logits, logits_of
+from tests.models.generic.every_decoder import PROMPT, decoders, multimodal_models, save
 from tests.models.generic.table import PAGE, page, results, saved_results
 
 
@@ -42,3 +46,18 @@ def _assert_saved(kind: str, lines: list[str]) -> None:
 
 def test_the_page_is_of_the_results() -> None:
     assert PAGE.read_text() == page(), "python -m tests.models.generic.table"
+
+
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified", "GraniteSpeech"])
+def test_placeholders_without_pictures_are_padding(name: str, tmp_path: Path) -> None:
+    """In prompts and in decode steps, recorded or not: the model embeds another token."""
+    transformers = pytest.importorskip("transformers")
+    theirs = save(getattr(transformers, f"{name}ForConditionalGeneration"), tmp_path)
+    model = load_model(tmp_path, num_blocks=64)
+    expected = logits_of(theirs, [*PROMPT, *PROMPT[:7]])
+    for _ in range(2):
+        model.prefill("a", PROMPT)
+        decoded = [model.decode("a", PROMPT[index], 20 + index) for index in range(7)]
+        assert_same_logits(torch.stack(decoded), expected[20:])
+        model.reset()
+        model.prepare()
