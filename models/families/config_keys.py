@@ -73,12 +73,12 @@ def _is_interleaved(config: DecoderConfig) -> bool:
 
 
 def _of_experts(field: str) -> Callable[[DecoderConfig], Any]:
-    """Return a function that reads the field of the first experts, None if no layer has any."""
+    """Return a function that reads the field of all layers' experts; None if there are none, or they differ."""
 
     def read(config: DecoderConfig) -> Any:
-        for moe in config.moe:
-            if moe is not None:
-                return getattr(moe, field)
+        values = {getattr(moe, field) for moe in config.moe if moe is not None}
+        if len(values) == 1:
+            return values.pop()
         return None
 
     return read
@@ -129,6 +129,9 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     ),
     **dict.fromkeys(("scoring_func", "score_function", "expert_selection_fn"), lambda value, _: value == "softmax"),
     "topk_method": lambda value, _: value == "greedy",
+    # Lower bounds of routing weights and of time steps: too small to act, and the published one.
+    "moe_norm_min": lambda value, _: type(value) in (int, float) and value <= 1e-12,
+    **dict.fromkeys(("time_step_min", "mamba_dt_min"), lambda value, _: value == 0.001),
     **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights", "is_causal"), lambda value, _: value is True),
     # Empty, or an entry for each layer that agrees with the configuration.
     "layer_types": lambda value, config: (
@@ -159,13 +162,13 @@ _WITHOUT_EFFECT = frozenset(
     linear_dt_init_floor linear_dt_max linear_dt_min mamba_chunk_size mamba_conv_bias mamba_d_conv
     mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_ssm_cache_dtype mamba_use_mlp
     max_length max_sequence_length max_window_layers mlp_expansion_factor mlp_intermediate_size mlp_type
-    moe_capacity moe_gate moe_intermediate_size moe_norm_min moe_shared_expert_overlap moe_use_aux_free
+    moe_capacity moe_gate moe_intermediate_size moe_shared_expert_overlap moe_use_aux_free
     mtp_hybrid_override_pattern mtp_layers_block_type mtp_num_hidden_layers mtp_transformer_layers name_or_path
     norm_type normalization_function num_beam_groups num_beams num_heads num_logits_to_keep num_mtp_modules
     num_nextn_predict_layers num_return_sequences num_shared_expert order_of_interleaved_layers
     original_max_position_embeddings pixel_shuffle_factor repetition_penalty rescale_prenorm_residual rms_norm_eps
     rope_parameters rope_theta seq_aux shared_moe_mode temperature time_step_floor time_step_limit
-    time_step_max time_step_min time_step_rank top_k top_p typical_p unsloth_fixed unsloth_version
+    time_step_max time_step_rank top_k top_p typical_p unsloth_fixed unsloth_version
     use_embedding_sharing use_gated_activation use_mamba_kernels use_mixed_mlp_moe use_mtp
     use_parallel_block use_parallel_embedding use_pos_enc""".split()
 )

@@ -29,10 +29,13 @@ def _latent_attention(hf: HfConfig, index: IndexConfig | None = None) -> dict[st
     num_heads = hf.integer("num_attention_heads")
     if (kv_heads := hf.integer("num_key_value_heads", num_heads)) != num_heads:
         raise UnsupportedError(f"{hf.source}: num_key_value_heads {kv_heads}, expected num_attention_heads {num_heads}")
-    for key in ("head_dim", "qk_head_dim"):
-        hf.value(key)  # transformers writes both, of other sizes; neither is read
     rank = hf.integer("kv_lora_rank")
     nope, rope = hf.integer("qk_nope_head_dim"), hf.integer("qk_rope_head_dim")
+    # Published files repeat one of these sizes. transformers rotates by it, and if it is null by the hidden size.
+    hf.choice("head_dim", rope, nope, nope + rope)
+    if "head_dim" in hf.values and hf.values["head_dim"] is None and hf.integer("hidden_size") // num_heads != rope:
+        raise UnsupportedError(f"{hf.source}: head_dim null, expected {rope} or no such key")
+    hf.value("qk_head_dim")  # repeats the sum; nothing reads it
     v_head_dim = hf.integer("v_head_dim", hf.integer("hidden_size") // num_heads)
     for key, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)):
         if size % 16 or size > 512:

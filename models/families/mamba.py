@@ -105,6 +105,7 @@ def _divisor(hf: HfConfig, key: str, heads: int) -> int:
 
 def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
     """Granite 4.0 (IBM, 2025): Mamba-2 in most layers, in some models in none; only some models rotate."""
+    hf.value("time_step_min")  # of initialisation
     kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[0])
     size = hf.integer("mamba_expand") * hf.integer("hidden_size")
     mamba = None
@@ -150,7 +151,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     rotate, an MLP or experts without gates. Experts of Nemotron 3 Super and Ultra read and write a latent.
 
     transformers limits dt to `time_step_min` in prompts only. The authors' kernels use `time_step_limit`, and so does
-    this.
+    this. A `time_step_min` other than the published 0.001 is refused.
     """
     pattern = hf.text("hybrid_override_pattern", "ME*-")
     listed = hf.items("layers_block_type", str)
@@ -223,6 +224,7 @@ def _falcon_h1(hf: HfConfig) -> dict[str, Any]:
     """
     for key in ("mamba_proj_bias", "projectors_bias"):
         hf.choice(key, False)
+    hf.value("time_step_min")  # of initialisation
     size = hf.optional_integer("mamba_d_ssm") or hf.integer("mamba_expand") * hf.integer("hidden_size")
     into = hf.number("ssm_in_multiplier")
     eps = None

@@ -131,7 +131,8 @@ def ropes_by_window(hf: HfConfig, local_theta: float, *, is_partial: bool = Fals
     """Return the rotations of layers without and with a window; `rope_scaling` applies only to the former.
 
     Raises:
-        UnsupportedError, CheckpointError: as `rope_config`, or a key belongs to neither kind of layer.
+        UnsupportedError, CheckpointError: as `rope_config`, or a key belongs to neither kind of layer, or yarn does not
+            round its range of pairs.
     """
     absent = HfConfig({}, hf.source)
     parameters = hf.section("rope_parameters") or absent
@@ -143,6 +144,9 @@ def ropes_by_window(hf: HfConfig, local_theta: float, *, is_partial: bool = Fals
     if "type" in scaling.values and "rope_type" not in scaling.values:  # transformers ignores it in these families
         raise UnsupportedError(f"{scaling.source}: type {shown(scaling.value('type'))}, expected it as rope_type")
     scaled = HfConfig({**unwindowed.values, **scaling.values}, hf.source)
+    for section in (scaled, windowed):
+        if section.values.get("truncate", True) is not True:  # transformers ignores it in these families
+            raise UnsupportedError(f"{section.source}: truncate {shown(section.value('truncate'))}, expected true")
     return (
         scaled_rope(hf, scaled, hf.number("rope_theta"), is_partial=is_partial),
         scaled_rope(hf, windowed, local_theta, is_partial=is_partial),
@@ -201,7 +205,7 @@ def _yarn(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
         # transformers treats 0 like null.
         high_turns=section.number("beta_fast", 32.0, may_be_zero=True) or 32.0,
         low_turns=section.number("beta_slow", 1.0, may_be_zero=True) or 1.0,
-        truncate=section.flag("truncate", "truncate" not in section.values),  # transformers treats null like false
+        truncate=section.flag("truncate", True),
     )
 
 

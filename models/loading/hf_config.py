@@ -19,7 +19,8 @@ _MAX_INTEGER = 2**31 - 1
 
 
 class HfConfig:
-    """Values of a config.json, or of a section of one; a key that is absent or null takes the default.
+    """Values of a config.json, or of a section of one; a key that is absent or null takes the default, but a null flag
+    is false.
 
     defaults: values of absent keys, by key; set once the family is known.
     read_keys: keys that were read, so their values are honoured or known to have no effect.
@@ -106,7 +107,9 @@ class HfConfig:
         return tuple(HfConfig({key: value}, self.source).number(key) for value in values)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false."""
+        """Return true or false; null is false, as in code that only asks whether a value is true."""
+        if key in self.values and self.values[key] is None:
+            default = False
         return bool(self._get(key, default, "true or false", bool))
 
     def text(self, key: str, default: str = _REQUIRED) -> str:

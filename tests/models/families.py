@@ -377,22 +377,27 @@ def save_checkpoint(config: Any, folder: Path, **save_options: Any) -> Any:
     AutoModelForCausalLM.register(Mistral4ForCausalLM.config_class, Mistral4ForCausalLM, exist_ok=True)
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("bias"):
-                parameter.uniform_(0.5, 1.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                buffer.uniform_(0.1, 0.4)
-            elif name.endswith("layer_scalar"):
-                buffer.uniform_(0.5, 1.5)
+    randomize_vectors(model)
     model.save_pretrained(folder, **save_options)
     if config.model_type == "olmo_hybrid":
-        edit_tensors(folder, partial(_split_convolutions, config))
+        edit_tensors(folder, partial(split_convolutions, config))
     return model
 
 
-def _split_convolutions(config: Any, tensors: Tensors) -> None:
+@torch.no_grad()
+def randomize_vectors(model: Any) -> None:
+    """Draw the norms, biases and buffers of a model."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("bias"):
+            parameter.uniform_(0.5, 1.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
+            buffer.uniform_(0.1, 0.4)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
+
+
+def split_convolutions(config: Any, tensors: Tensors) -> None:
     """As published; transformers 5.23 saves three tensors of the same size, whatever the sizes of q, k and v."""
     keys, values = (
         heads * size
