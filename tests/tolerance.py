@@ -8,21 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from paged.kernels.common.device import use_triton
 from paged.kernels.common.reference import to_float8
 from tests.headroom import note
 
-# bfloat16 runs on a GPU alone: Triton's interpreter holds it as raw 16-bit integers, and only part of its arithmetic
-# converts them.
-GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-CPU_DTYPES = (torch.float32, torch.float16)
 Numbers = torch.Tensor | float | Sequence[float]
-
-
-def dtypes() -> tuple[torch.dtype, ...]:
-    """The input dtypes to test on this machine."""
-    return GPU_DTYPES if torch.cuda.is_available() else CPU_DTYPES
 
 
 def assert_close(
@@ -47,10 +38,8 @@ def assert_close(
     else:
         eps = torch.finfo(actual.dtype).eps
         largest = wide[wide.isfinite()].abs().max() if wide.isfinite().any() else torch.tensor(0.0)
-        # Triton's interpreter cuts off what bfloat16 does not hold.
-        is_cut = actual.dtype == torch.bfloat16 and actual.is_cpu and use_triton(actual.device)
-        rounding = (1.0 if is_cut else 0.5) * eps * wide.abs()
-        budget = 0.5 * eps * wide.abs() + 0.01 * eps * largest
+        rounding = 0.5 * eps * wide.abs()
+        budget = rounding + 0.01 * eps * largest
     if rounded is not None:
         budget = budget + 4 * (rounded.detach().cpu().double() - wide).abs().max()
     if is_float8:

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         if args.replay:
             rows = list(_replay(args, device, candidate))
         else:
-            rows = list(_check_all(args, device, candidate, interpreted=interpreted))
+            rows = list(_check_all(args, device, candidate))
     wrong = sum(not row.ok for row in rows)
     not_checked = sum(row.ok and row.worst is None for row in rows)
     num_checked = len(rows) - not_checked
@@ -136,17 +136,12 @@ def _candidate(args: argparse.Namespace) -> Iterator[Candidate | None]:
         candidate.close()
 
 
-def _check_all(
-    args: argparse.Namespace, device: torch.device, candidate: Candidate | None, *, interpreted: bool
-) -> Iterator[Row]:
+def _check_all(args: argparse.Namespace, device: torch.device, candidate: Candidate | None) -> Iterator[Row]:
     """The rows, each printed when it is there; the last one is of a check that left the device unusable."""
     checks = list(CHECKS)
     if args.op:
         checks = [check for check in checks if is_of(args.op, check.name)]
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    if interpreted:
-        # The interpreter holds bfloat16 as raw integers, and only part of its arithmetic converts them.
-        dtypes.remove(torch.bfloat16)
     if args.quick:
         checks = [check for check in checks if check.is_quick]
         dtypes = [benchmark_dtype(device)]

@@ -154,10 +154,10 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         where, bf16_reason = arch, arch
     else:
-        has_bf16 = not interpreted
+        has_bf16 = True
         where, bf16_reason = "no GPU that torch can use", "by PyTorch"
     if interpreted:
-        bf16_reason = "the interpreter multiplies its raw bits"
+        bf16_reason = "in the interpreter, in float32, rounded"
     has_fp8 = on_gpu and has_native_e4m3(device)
     fp8_reason = "e4m3, converted by the GPU" if has_fp8 else "e4m3, converted in software"
     has_tma = on_gpu and arch in LARGE_SHARED_MEMORY

@@ -2,12 +2,18 @@
 
 Kernel files import `triton` and `tl` from here. Without Triton a launch raises UnsupportedError, and every public
 operation still works on CPU tensors through the PyTorch implementations.
+
+Triton's interpreter is mended here. NumPy has no bfloat16, so it keeps the bits of such numbers as integers, and
+calculates with those. Mended operations calculate in float32 and round to nearest, ties to even, as chips do.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .errors import UnsupportedError
 
@@ -23,21 +29,6 @@ else:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         HAS_TRITON = True
-        if os.environ.get("TRITON_INTERPRET") == "1" and not triton.__version__.startswith(("3.6", "3.7")):
-            from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-            def with_bool(access, position):
-                """Triton 3.9's interpreter makes integers of a bool that it spreads over a block, but takes bools."""
-
-                def run(self, *args, **options):
-                    if isinstance(mask := args[position], TensorHandle):
-                        mask = TensorHandle(mask.data.astype(bool), tl.int1)
-                    return access(self, *args[:position], mask, *args[position + 1 :], **options)
-
-                return run
-
-            InterpreterBuilder.create_masked_load = with_bool(InterpreterBuilder.create_masked_load, 1)
-            InterpreterBuilder.create_masked_store = with_bool(InterpreterBuilder.create_masked_store, 2)
     except ImportError:
         HAS_TRITON = False
 
@@ -66,3 +57,78 @@ else:
 def interpreting() -> bool:
     """Return whether Triton kernels run in the interpreter (TRITON_INTERPRET=1), on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# Every operation of the interpreter on numbers goes through one of these, or a cast. Others only move bits.
+_ARITHMETIC = ("binary_op", "unary_op", "ternary_op", "create_fma", "create_rsqrt", "create_dot")
+
+
+def _mend(builder: Any) -> None:
+    """Replace what the interpreter's class of operations computes wrongly."""
+    for name in _ARITHMETIC:
+        setattr(builder, name, _in_float32(getattr(builder, name)))
+    builder.cast_impl = _cast_through_float32(builder.cast_impl)
+    builder.get_bf16 = lambda self, value: _narrowed(self.get_fp32(value))
+    if not triton.__version__.startswith(("3.6", "3.7")):
+        builder.create_masked_load = _with_bools(builder.create_masked_load, 1)
+        builder.create_masked_store = _with_bools(builder.create_masked_store, 2)
+
+
+def _is_bfloat16(operand: Any) -> bool:
+    """Whether an argument of an operation is a tensor of bfloat16; others are tensors, shapes, flags, functions."""
+    return hasattr(operand, "data") and operand.dtype.scalar == tl.bfloat16
+
+
+def _widened(operand: Any) -> Any:
+    """Return a tensor of bfloat16 in float32, anything else as it is."""
+    if not _is_bfloat16(operand):
+        return operand
+    bits = torch.from_numpy(operand.data.copy().view("int16"))
+    return type(operand)(bits.view(torch.bfloat16).float().numpy(), tl.float32)
+
+
+def _narrowed(operand: Any) -> Any:
+    """Return a tensor of float32 rounded to bfloat16."""
+    rounded = torch.from_numpy(operand.data.copy()).bfloat16()
+    return type(operand)(rounded.view(torch.int16).numpy().view("uint16"), tl.bfloat16)
+
+
+def _in_float32(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operation, whose result has the dtype of its last tensor, or holds truth values."""
+
+    def run(self: Any, *operands: Any) -> Any:
+        result = compute(self, *map(_widened, operands))
+        *_, last = (operand for operand in operands if hasattr(operand, "data"))
+        if _is_bfloat16(last) and result.data.dtype == "float32":
+            result = _narrowed(result)
+        return result
+
+    return run
+
+
+def _cast_through_float32(cast: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, operand: Any, dtype: Any) -> Any:
+        operand = _widened(operand)
+        if dtype.scalar == tl.bfloat16:
+            return _narrowed(cast(self, operand, tl.float32))
+        return cast(self, operand, dtype)
+
+    return run
+
+
+def _with_bools(access: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Wrap a load or store: Triton 3.9 makes integers of a bool that it spreads over a block, but takes bools here."""
+
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        mask = arguments[position]
+        if hasattr(mask, "data"):
+            mask = type(mask)(mask.data.astype(bool), tl.int1)
+        return access(self, *arguments[:position], mask, *arguments[position + 1 :], **options)
+
+    return run
+
+
+if HAS_TRITON and interpreting():
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    _mend(InterpreterBuilder)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from .compat import interpreting, tl, triton
-
-_INTERPRETED = tl.constexpr(interpreting())
+from .compat import tl, triton
 
 
 @triton.jit
@@ -18,12 +16,5 @@ def locate_block(program, num_blocks_m, num_blocks_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b, accumulated in float32; float32 operands are multiplied as such, never as tf32.
-
-    Triton's interpreter multiplies bfloat16 operands as raw 16-bit integers, so there they are widened first: exact, as
-    every bfloat16 product fits float32's exponent and the sum is kept in float32 either way.
-    """
-    if _INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+    """acc + a @ b, accumulated in float32; float32 operands are multiplied as such, never as tf32."""
     return tl.dot(a, b, acc, input_precision="ieee")

@@ -170,6 +170,11 @@ def test_triton_on_a_cpu_runs_in_the_interpreter(
     report = json.loads(capsys.readouterr().out)
     assert (report["backend"], report["interpreted"], report["wrong"]) == ("triton", True, 0)
     assert {row["dtype"] for row in report["rows"]} == {"float32"}
+    in_every_dtype = ["verify", "--device", "cpu", "--backend", "triton", "--only", "fp8 cache", "--json"]
+    assert cli.main(in_every_dtype) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["dtype"] for row in rows} == {"float32", "float16", "bfloat16"}
+    assert max(row["worst"] for row in rows) < 0.5
     monkeypatch.delenv("TRITON_INTERPRET")
     begun: list[Any] = []
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: begun.append((a, k)) or SimpleNamespace(returncode=5))

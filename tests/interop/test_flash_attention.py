@@ -56,8 +56,6 @@ def test_what_is_rotated_stays_as_it_was_given(device: torch.device, monkeypatch
 
 def test_8_bit_queries(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of FlashAttention 3: the result is bfloat16, and a scale of q counts; beside wider values no scale is read."""
-    if device.type == "cpu":  # Triton's interpreter mishandles bfloat16
-        monkeypatch.setenv("PAGED_BACKEND", "torch")
     problem = _problem(device)
     narrow = {name: problem[name].nan_to_num().to(torch.float8_e4m3fn) for name in ("q", "k_cache", "v_cache")}
     wide = {name: tensor.float() for name, tensor in narrow.items()}
@@ -78,8 +76,6 @@ def test_8_bit_keys_are_added_to_8_bit_caches(
     is_rotated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As FlashAttention 3 takes them: not divided by scales, those of sequences included, rounded once if rotated."""
-    if device.type == "cpu":  # Triton's interpreter mishandles bfloat16
-        monkeypatch.setenv("PAGED_BACKEND", "torch")
     dtype, before = torch.float8_e4m3fn, torch.tensor([5, 2], dtype=torch.int32, device=device)
     q, k, v = (torch.randn(2, 2, heads, 16, device=device).to(dtype) for heads in (4, 2, 2))
     caches = torch.randn(2, 2, 9, 2, 16, device=device).to(dtype).unbind(0)

@@ -10,7 +10,7 @@ import torch
 
 from paged import UnsupportedError
 from paged.interop.flash_attention_4 import flash_attn_func, flash_attn_varlen_func
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 AXES: dict[str, list[Any]] = {
     # Of queries and keys. Theirs end at 4,224, which takes the interpreter minutes.
@@ -73,7 +73,7 @@ def test_parameters_of_its_own_tests(seed: int, backend: str, device: torch.devi
     rng = random.Random(seed)
     case = {name: rng.choice(values) for name, values in AXES.items()}
     (longest_q, longest_k), (head_dim, v_head_dim), layout = case["lengths"], case["head_dims"], case["layout"]
-    dtype, heads = rng.choice(dtypes()), case["num_kv_heads"]
+    dtype, heads = rng.choice(DTYPES), case["num_kv_heads"]
     window = _window(case["window"], longest_k, rng)
     is_even = layout == "padded" and rng.random() < 0.5  # flash_attn_func's
     used = [[n if is_even else rng.randint(1, n) for _ in range(3)] for n in (longest_q, longest_k)]

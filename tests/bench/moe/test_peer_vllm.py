@@ -25,7 +25,7 @@ TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_
 @pytest.mark.parametrize("num_tokens", [1, 6])
 @pytest.mark.parametrize("layout", [None, Format("int8", 1, 128), Format("int4", 1, 128)], ids=str)
 def test_result_is_ours(num_tokens: int, layout: Format | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float16, as the interpreter multiplies no bfloat16; one token takes no alignment where weights are whole."""
+    """One token takes no alignment where weights are whole."""
     monkeypatch.setattr(moe_peers, "_table", lambda case, device: {} if case.format else {1: TILE})
     case = MoeCase(MODELS[0], num_tokens, "balanced", layout).small()
     case = replace(case, model=replace(case.model, num_experts=8, top_k=2, num_local_experts=8))

@@ -12,7 +12,7 @@ from paged import cascade_attention, merge_attn_states
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention import reference
 from tests.kernels.refusals import assert_refuses
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -25,7 +25,7 @@ def _shared(problem: Problem, prefix: int, device: torch.device) -> dict[str, An
     return tensors
 
 
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("prefix", [0, 16, 64])
 def test_matches_reference(prefix: int, dtype: torch.dtype, device: torch.device) -> None:
     problem = Problem("", ((1, 65), (5, 90), (20, 90)), v_head_dim=24, dtype=dtype, padding_rows=3)
@@ -69,7 +69,7 @@ def _merge(*states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 32), (7, 3, 80), (33, 4, 128), (3, 2, 512), (0, 2, 64)])
 def test_merge_matches_reference(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     out_a, out_b = torch.randn(2, *shape, device=device).to(dtype)

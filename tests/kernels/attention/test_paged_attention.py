@@ -17,12 +17,12 @@ from paged.kernels.common.attention.plan import AttentionPlan
 from tests.backends import BACKENDS
 from tests.kernels.attention.problem import check
 from tests.kernels.refusals import assert_refuses
-from tests.tolerance import CPU_DTYPES, GPU_DTYPES, assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 _MIXED = Problem("", ((1, 17), (5, 18), (40, 40), (1, 700)), head_dim=64)
 PROBLEMS = (
     *attention_problems.PROBLEMS,
-    *(replace(_MIXED, name=f"mixed batch {dtype}", dtype=dtype) for dtype in dtypes() if dtype != torch.float32),
+    *(replace(_MIXED, name=f"mixed batch {dtype}", dtype=dtype) for dtype in DTYPES if dtype != torch.float32),
 )
 
 
@@ -211,8 +211,8 @@ WINDOWS = (-1, 63, 127, 255)  # a window of 64 is the own position and 63 before
 # The matrix of lengths, heads and head sizes in vLLM's and FlashInfer's tests of paged attention:
 # everything but products of what no code connects: block sizes take turns, windows and softcaps have one shape.
 _SHAPES = [
-    *product(_LENGTHS, _HEADS, (64, 80, 96, 128, 256, 512), (-1,), (0.0,), GPU_DTYPES),
-    *product(_LENGTHS, _HEADS[1:2], (128,), WINDOWS, (0.0, 50.0), GPU_DTYPES),
+    *product(_LENGTHS, _HEADS, (64, 80, 96, 128, 256, 512), (-1,), (0.0,), DTYPES),
+    *product(_LENGTHS, _HEADS[1:2], (128,), WINDOWS, (0.0, 50.0), DTYPES),
 ]
 MATRIX = [
     Problem("", *(lengths, heads, head_dim, None, block_size, dtype), window_size=(window, -1), softcap=softcap)
@@ -220,7 +220,7 @@ MATRIX = [
         _SHAPES, cycle((16, 64, 128)), strict=False
     )
 ]
-_SLICE = [problem for problem in MATRIX if problem.dtype in CPU_DTYPES][5::23]
+_SLICE = MATRIX[5::23]
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from paged import qk_norm_rope_and_cache
 from tests.kernels.cache.test_qk_norm_rope_and_cache import make_inputs, rotated
 from tests.kernels.faulty import planted, turns_red
 from tests.kernels.refusals import assert_refuses
-from tests.tolerance import assert_within, dtypes
+from tests.tolerance import DTYPES, assert_within
 
 operation = paged.kernels.cache.reshape_and_cache
 MODULES = (paged.kernels.common.cache_kinds, paged.kernels.cache.write, operation)
@@ -86,7 +86,7 @@ def _check(layout: str, head_dim: int, dtype: torch.dtype, device: torch.device)
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("layout", "head_dim"), [("one storage", 80), ("apart", 128), ("apart", 7)])
 def test_rows_and_scales(layout: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     _check(layout, head_dim, dtype, device)
@@ -109,7 +109,7 @@ def test_ties_go_to_even(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "rotary_dim", "interleaved"),
     [(80, 80, 80, False), (96, 40, 24, True), (512, 512, 128, False)],

@@ -10,7 +10,7 @@ from paged.kernels.cache import reference as cache_reference
 from paged.kernels.layers import reference as layers_reference
 from tests.kernels.refusals import assert_refuses
 from tests.pairwise import pairwise
-from tests.tolerance import assert_close, assert_within, dtypes
+from tests.tolerance import DTYPES, assert_close, assert_within
 
 NUM_BLOCKS, BLOCK_SIZE = 3, 8
 # num_q_heads, num_kv_heads, head_dim, v_head_dim, rotary_dim, interleaved
@@ -49,7 +49,7 @@ def rotated(x: torch.Tensor, weight: torch.Tensor | None, inputs: dict[str, Any]
 
 @pairwise(
     sizes=SIZES,
-    dtype=dtypes(),
+    dtype=DTYPES,
     with_norm=[False, True],
     cache_dtype=[None, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16],
     scaled=[("", ""), ("tensor", "heads"), ("heads", ""), ("", "one")],

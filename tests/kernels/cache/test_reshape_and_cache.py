@@ -9,7 +9,7 @@ from paged import reshape_and_cache
 from paged.kernels.cache import reference
 from tests.kernels.refusals import assert_refuses
 from tests.pairwise import pairwise
-from tests.tolerance import assert_close, assert_within, dtypes
+from tests.tolerance import DTYPES, assert_close, assert_within
 
 NUM_BLOCKS, BLOCK_SIZE = 9, 8
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -53,7 +53,7 @@ SHAPES = [(7, 3, 80, 80), (1, 1, 32, 32), (33, 8, 128, 128), (5, 2, 256, 256), (
 SHAPES += [(7, 3, 192, 128), (7, 3, 72, 512)]
 
 
-@pairwise(shape=SHAPES, layout=list(LAYOUTS), dtype=dtypes(), cache_dtype=[None, *FLOAT8])
+@pairwise(shape=SHAPES, layout=list(LAYOUTS), dtype=DTYPES, cache_dtype=[None, *FLOAT8])
 def test_writes_the_slots_and_nothing_else(
     shape: tuple[int, ...], dtype: torch.dtype, layout: str, cache_dtype: torch.dtype | None, device: torch.device
 ) -> None:

@@ -10,7 +10,7 @@ from paged.kernels.common.torch_ops import linear as module
 from paged.kernels.common.torch_ops.linear import linear, pack
 from tests.backends import needs_numba
 from tests.pairwise import pairwise
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 pytestmark = pytest.mark.by_cpu
 
@@ -22,7 +22,7 @@ def _no_intel_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pairwise(
     shape=[(1, 64), (33, 64), (0, 64), (2, 3, 64)],
-    dtype=(*dtypes(), torch.bfloat16),
+    dtype=DTYPES,
     has_onednn=[True, False],
     is_packed=[False, True],
 )

@@ -8,12 +8,12 @@ from paged.kernels.common.gated_activation import ACTIVATIONS
 from paged.kernels.layers import reference
 from tests.kernels.refusals import assert_refuses
 from tests.pairwise import pairwise
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 8), (3, 64), (5, 100), (2, 3, 48), (0, 16)])
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """With weights of the rows' type, and with more exact ones; the fused addition changes both in place."""
@@ -39,7 +39,7 @@ def _cos_sin(rotary_dim: int, device: torch.device) -> torch.Tensor:
 # num_q_heads, num_kv_heads, head_dim, rotary_dim
 @pairwise(
     sizes=[(4, 2, 64, 64), (5, 1, 80, 80), (17, 3, 128, 128), (3, 3, 96, 24), (2, 1, 256, 256)],
-    dtype=dtypes(),
+    dtype=DTYPES,
     interleaved=[False, True],
 )
 def test_rotates_slices_of_a_fused_projection_in_place(
@@ -67,14 +67,14 @@ def test_rotates_queries_alone_and_no_tokens(device: torch.device) -> None:
     assert rotary_embedding(positions[:0], query[:0], query[:0], cos_sin)[0].shape == (0, 4, 32)
 
 
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 128), (5, 2200), (2, 3, 96), (20, 18), (0, 16), (3, 0)])
 def test_silu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(shape, device=device).to(dtype) * 4
     assert_close(silu_and_mul(x), reference.silu_and_mul(x))
 
 
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_other_activations(activation: str, dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(5, 96, device=device).to(dtype) * 4

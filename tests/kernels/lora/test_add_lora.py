@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, LoraBatch, LoraWeights, add_lora
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 Adapter = dict[int, tuple[torch.Tensor, torch.Tensor, float]]
 NAN = float("nan")
@@ -87,7 +87,7 @@ class Problem:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [*dtypes()[1:], pytest.param(torch.float32, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", [*DTYPES[1:], pytest.param(torch.float32, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("part_sizes", "in_features", "ranks"),
     [

@@ -12,12 +12,12 @@ from paged.bench.mla.problem import PROBLEMS, Problem, make
 from paged.kernels.mla import reference
 from tests.kernels.mla.problem import check
 from tests.kernels.refusals import assert_refuses
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 _MIXED = Problem("", ((1, 17), (5, 18), (40, 40), (1, 700)))
 ALL = (
     *PROBLEMS,
-    *(replace(_MIXED, name=f"mixed batch {dtype}", dtype=dtype) for dtype in dtypes() if dtype != torch.float32),
+    *(replace(_MIXED, name=f"mixed batch {dtype}", dtype=dtype) for dtype in DTYPES if dtype != torch.float32),
     Problem("packed in float16", ((3, 40),), sizes=(512, 64), form="packed", dtype=torch.float16),
     Problem("e4m3 in float16, chosen", ((3, 40),), form="e4m3", dtype=torch.float16, chosen=20),
     Problem("64 verify rows", ((4, 90), (70, 70)), heads=16, block_size=64),

@@ -19,7 +19,7 @@ from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import MoeAlignment
 from paged.kernels.moe.weights import ExpertLinear
 from tests.pairwise import pairwise
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 SIZES = {"num_tokens": 6, "hidden_size": 48, "intermediate_size": 40, "num_experts": 4, "top_k": 2}
@@ -91,9 +91,9 @@ def assert_matches(out: torch.Tensor, inputs: Inputs, backend: str, **options: A
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
-        *(("triton", dtype) for dtype in dtypes()[1:]),
+        *(("triton", dtype) for dtype in DTYPES[1:]),
         pytest.param("triton", torch.float32, marks=pytest.mark.thorough),
-        *(pytest.param("torch", dtype, marks=pytest.mark.by_cpu) for dtype in dtypes()),
+        *(pytest.param("torch", dtype, marks=pytest.mark.by_cpu) for dtype in DTYPES),
     ],
     indirect=["backend"],
 )

@@ -11,7 +11,7 @@ from paged.kernels.moe import reference
 from paged.kernels.moe.moe_align_block_size import MoeAlignment
 from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
 from tests.pairwise import pairwise
-from tests.tolerance import GPU_DTYPES, assert_close
+from tests.tolerance import DTYPES, assert_close
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -85,7 +85,7 @@ def test_forbidden_experts(device: torch.device) -> None:
     assert weights.tolist() == [[1.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_16_bit_and_strided_logits(dtype: torch.dtype, device: torch.device) -> None:
     assert_routed((torch.randn(40, 6, device=device) * 2).to(dtype).T[::2], 4)
 

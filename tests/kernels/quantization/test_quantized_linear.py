@@ -17,7 +17,7 @@ from paged.kernels.quantization import gemm, reference
 from paged.kernels.quantization import quantized_linear as linear
 from paged.kernels.quantization.quantize import quantize
 from tests.kernels.faulty import planted, turns_red
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 NAN = float("nan")
 SIZES = {"tensor": 0, "block": 128, "g32": 32, "g64": 64, "g96": 96, "g128": 128}
@@ -116,9 +116,9 @@ def near_ties(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
-        *(("triton", dtype) for dtype in dtypes()[1:]),
+        *(("triton", dtype) for dtype in DTYPES[1:]),
         pytest.param("triton", torch.float32, marks=pytest.mark.thorough),
-        *(pytest.param("torch", dtype, marks=pytest.mark.by_cpu) for dtype in dtypes()),
+        *(pytest.param("torch", dtype, marks=pytest.mark.by_cpu) for dtype in DTYPES),
     ],
     indirect=["backend"],
 )

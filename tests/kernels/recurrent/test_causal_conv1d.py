@@ -10,11 +10,11 @@ import torch
 from paged import InvalidInputError, RecurrentState
 from tests.kernels.recurrent.problem import Problem, Seq, check, run
 from tests.kernels.recurrent.test_scan import MIXED, lengths_to_130
-from tests.tolerance import dtypes
+from tests.tolerance import DTYPES
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "options"), [(4, {}), (3, {"activation": None, "bias": None}), (2, {})])
 def test_matches_reference(width: int, options: dict[str, None], dtype: torch.dtype, device: torch.device) -> None:
     """Scans shorter than the taps keep rows of before."""

@@ -11,13 +11,13 @@ from paged import InvalidInputError, gated_rms_norm
 from paged.kernels.recurrent import reference
 from tests.backends import BACKENDS
 from tests.pairwise import pairwise
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pairwise(
-    dtype=dtypes(),
+    dtype=DTYPES,
     shape=[(5, 4, 128), (3, 3, 24), (1, 8, 16), (0, 4, 64)],
     group=[None, 1, 2, 4],
     norm_first=[True, False],

@@ -17,7 +17,7 @@ from paged.kernels.common.device import LOOP_DTYPES
 from tests.backends import needs_numba
 from tests.kernels.recurrent.problem import Problem, Seq, check, run
 from tests.pairwise import pairwise
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 # Every way in which a sequence reads and writes: scans from nothing, from a ring, with a snapshot, off the grid of
 # chunks; verify rows appended in place and to another slot, the first token of a prompt, and no tokens at all.
@@ -40,7 +40,7 @@ NUMBA_OPS = {"delta": "scan", "mamba": "scan", "conv": "causal_conv1d"}
     [
         pytest.param(operation, dtype, marks=pytest.mark.thorough if operation == "mamba" and index else ())
         for operation in OPERATIONS
-        for index, dtype in enumerate(dtypes())
+        for index, dtype in enumerate(DTYPES)
     ],
 )
 def test_mixed_batch_matches_reference(operation: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -6,13 +6,13 @@ import torch
 from paged import InvalidInputError, greedy_argmax
 from paged.kernels.sampling import reference
 from tests.pairwise import pairwise
-from tests.tolerance import dtypes
+from tests.tolerance import DTYPES
 
 NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-@pairwise(shape=[(3, 1), (5, 100), (1, 4097), (0, 50)], dtype=dtypes(), per_row=[False, True])
+@pairwise(shape=[(3, 1), (5, 100), (1, 4097), (0, 50)], dtype=DTYPES, per_row=[False, True])
 def test_matches_reference(shape: tuple[int, int], dtype: torch.dtype, per_row: bool, device: torch.device) -> None:
     # Rounded to halves, so that most rows have ties at the top.
     logits = ((torch.randn(shape, device=device) * 4).round() / 2).to(dtype)

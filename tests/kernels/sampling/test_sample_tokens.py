@@ -12,7 +12,7 @@ from paged.kernels.sampling import sample_tokens as module
 from paged.kernels.sampling.sample_tokens import filter_logits
 from paged.kernels.sampling.torch_ops.sample_tokens import apply_penalties
 from tests.kernels.faulty import planted
-from tests.tolerance import assert_close, dtypes
+from tests.tolerance import DTYPES, assert_close
 
 NAN, INF = float("nan"), float("inf")
 FILTERS = ("top_k", "top_p", "min_p")
@@ -124,7 +124,7 @@ def test_matches_reference(names: tuple[str, ...], device: torch.device) -> None
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_of_any_type_and_stride(dtype: torch.dtype, device: torch.device) -> None:
     arguments = _asking(random_rows(3, 200, device, seed=1), "top_k", "penalties")
     logits = arguments.pop("logits").to(dtype)
