@@ -28,13 +28,21 @@ from .online_softmax import CachedRows, Keys, ScoreRules, attend
 
 @triton.jit
 def _fill_float16(q, scale):
-    """Queries as float16, and the scale that goes with them.
+    """Queries of bfloat16 as float16, times a power of two, and the scale divided by it.
 
-    float16 holds every 8-bit float; converting two to it takes one instruction, to bfloat16 four more. Queries that
-    fill its range keep all their bits unless they are 2^29 times smaller than the tile's largest.
+    float16 holds every 8-bit float; converting two to it takes one instruction, to bfloat16 four more. The tile's
+    largest magnitude becomes 2^15 to 2^16, so that every query keeps all its bits unless it is 2^32 times smaller. A
+    power of two for each row would keep those too, but its registers leave room for one program on an A100, not two.
     """
-    largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
-    return (q.to(tl.float32) * (32768.0 / largest)).to(tl.float16), scale * (largest / 32768.0)
+    wide = q.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)
+    # An infinity stays one at any power, and must not make zeros of other rows. Beside it 2^10 leaves numbers finite.
+    largest = tl.where(largest < float("inf"), largest, 1024.0)
+    exponent = tl.max(largest, 0).to(tl.int32, bitcast=True) >> 23  # plus float32's bias of 127
+    exponent = tl.maximum(exponent, 16)  # so that both powers of two are normal numbers
+    factor = ((2 * 127 + 15 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 15) << 23).to(tl.float32, bitcast=True)
+    return (wide * factor).to(tl.float16), scale * inverse
 
 
 @triton.jit

@@ -26,7 +26,9 @@ def check(problem: Problem, device: torch.device, *, return_lse: bool = True, so
     rounded = None if problem.dtype == torch.float32 else with_rounded_weights(arguments)
     assert_close(out, want["out"], rounded=rounded)
     if return_lse:
-        assert_close(results["lse"], want["lse"], float32=1e-5 if problem.dtype == torch.float32 else 1e-4)
+        # 16-bit inputs take an approximate tanh.
+        is_approximate = problem.softcap > 0 and problem.dtype != torch.float32
+        assert_close(results["lse"], want["lse"], float32=1e-4 if is_approximate else 1e-5)
     return solved
 
 

@@ -32,6 +32,7 @@ PROBLEMS = (
         "chunks", ((1, 65), (30, 70)), heads=(2, 1), chunk_size=24, causal=(True, False), head_dim=48, v_head_dim=24
     ),
     Problem("int8", ((3, 40), (20, 24)), cache_dtype=torch.int8, softcap=3.0),
+    Problem("fp8", ((3, 40),), cache_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16),
     Problem("values", ((3, 40),), layout="shared", head_dim=64, v_head_dim=40),
 )
 
@@ -70,6 +71,11 @@ MUTATIONS = {
     ),
     "the scales of V for K": ("int8", "scores *= k_scale[None, :]", "scores *= v_scale[None, :]"),
     "the scales of K for V": ("int8", "v.to(tl.float32) * v_scale[:, None]", "v.to(tl.float32) * k_scale[:, None]"),
+    "queries are scaled by no power of two": (
+        "fp8",
+        "return (wide * factor).to(tl.float16), scale * inverse",
+        "return (wide * factor * 0.7).to(tl.float16), scale * inverse / 0.7",
+    ),
     "a full block is dropped": ("values", "rules, full_begin,", "rules, full_begin + 1,"),
     "no causal mask": ("values", "< rules.end_key[:, None]", "< tl.max(rules.end_key, 0) + 0 * rules.end_key[:, None]"),
     "the first block for all keys": (
