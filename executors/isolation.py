@@ -58,6 +58,15 @@ def attempt(fail: Callable[[str], object], call: Callable[P, R], *args: P.args, 
         return None
 
 
+def once_more(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function that does all of its work or none; if it raises, call it again, as memory may be free by then."""
+    try:
+        return call(*args, **kwargs)
+    except BaseException as error:
+        raise_exit(error)
+    return call(*args, **kwargs)
+
+
 def quietly(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Call a function and log its error, unless the executor was shut down."""
     try:

@@ -10,6 +10,7 @@ from operator import ge
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paged.batch import BatchColumns, CapturedStates, UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
@@ -51,13 +52,16 @@ class Rows:
             has_embeds=False,
             wants_logits=True,
         )
-        self._row_ids = np.arange(len(completions))
         self._token_ids = [completion.token_ids for completion in completions]
         ending_ids = {completion.ending_ids for completion in completions}  # few differ
         self._ending_ids = frozenset[int]().union(*ending_ids)
         self._max_tokens = [completion.max_tokens for completion in completions]
         tokens_left = [completion.max_tokens - completion.num_sampled for completion in completions]
         self.steps_left = min(tokens_left, default=0)
+
+    @cached_property
+    def _row_ids(self) -> NDArray[np.int64]:
+        return np.arange(len(self.completions))
 
     def next_batch(
         self, manager: PagedKvCacheManager, device: torch.device, newest: torch.Tensor | None, *, is_invariant: bool

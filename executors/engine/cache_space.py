@@ -106,6 +106,10 @@ class BlockSpace:
             self._take_blocks(completion)
         except OutOfBlocksError:
             return False
+        except BaseException:
+            if not was_swapped:
+                self.release(completion)
+            raise
         growth = self._growth + self._growth_of(completion)
         # A completion that was swapped in stays: to swap it out again costs more than to preempt another.
         if growth > self.manager.stats().free_blocks and not is_alone and not was_swapped:

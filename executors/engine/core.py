@@ -17,17 +17,16 @@ from paged.executors.engine.batch import Rows, StepBatch, StepOutput
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
 from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.engine.runner import CallResults, StepRunner, as_rows, joined
+from paged.executors.engine.runner import AnswerRows, CallResults, StepRunner, answer_rows
 from paged.executors.engine.scheduler import Scheduler
-from paged.executors.engine.serial_calls import WrongResultsError
 from paged.executors.engine.unfinished_requests import UnfinishedRequests, measure
-from paged.executors.isolation import attempt, describe, quietly, raise_exit
+from paged.executors.isolation import attempt, describe, once_more, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import NO_TOKEN, Completion, State
 from paged.executors.sampling.logprobs import prompt_logprobs
 from paged.executors.sampling.sampler import Sampled, SampledOnDevice, Sampler
-from paged.executors.speculation.drafting import Drafter, Proposer, aligned_drafts
+from paged.executors.speculation.drafting import Drafter, Proposer
 from paged.executors.unified_executor import Answers
 from paged.seq_id import SeqId
 
@@ -247,64 +246,56 @@ class EngineCore:
 
     def _sample_step(self, calls: Sequence[CallResults], output: StepOutput) -> None:
         """Sample for all completions whose answers have come."""
-        if output.step.chunks or len(calls) > 1:
-            completions, answers = self._final_rows(calls, output)
-        else:
-            completions, answers = calls[0]
-        if completions:
+        completions, answers = calls[0]
+        if len(calls) == 1 and not output.step.chunks and isinstance(answers, torch.Tensor):
             self._sample(completions, answers, output)
+            return
+        completions, parts = self._final_rows(calls, output)
+        if completions:
+            self._sample(completions, parts, output)
 
-    def _final_rows(self, calls: Sequence[CallResults], output: StepOutput) -> tuple[list[Completion], Answers]:
+    def _final_rows(
+        self, calls: Sequence[CallResults], output: StepOutput
+    ) -> tuple[list[Completion], list[AnswerRows]]:
         """Count the prompt tokens that ran; return the completions to sample for, forks too, and their answers."""
         completions: list[Completion] = []
-        parts: list[torch.Tensor] = []
+        parts: list[AnswerRows] = []
         for group, answers in calls:
-            end = 0
-            for index, completion in enumerate(group):
-                begin = end
-                end += completion.num_answer_rows
+            for completion, rows in zip(group, answer_rows(group, answers, output.step), strict=True):
                 is_prompt = completion.state is State.PREFILL
                 if is_prompt:
                     completion.prefilled = completion.chunk_start + len(completion.chunk)
                     if completion.num_ran > completion.chunk_start:
                         quietly(_note_recomputed, completion)
-                if begin == end:
-                    continue
-                if isinstance(answers, torch.Tensor):
-                    rows = answers[begin:end]
-                else:
-                    rows = as_rows(answers[index])
-                if rows.is_floating_point() and rows.shape != (end - begin, self._vocab_size):
-                    error = WrongResultsError(f"logits {tuple(rows.shape)}, expected {end - begin, self._vocab_size}")
-                    self._requests.fail(completion, describe(error))
+                if rows.begin == rows.end:
                     continue
                 if is_prompt and isinstance(completion.policy, VerifyLogits):
-                    attempt(partial(self._requests.fail, completion), self._score_prompt, completion, rows, output)
-                    rows = rows[-1:]
+                    fail = partial(self._requests.fail, completion)
+                    attempt(fail, once_more, self._score_prompt, completion, rows, output)
+                    rows = rows.last
                 if is_prompt and (completion.num_to_prefill or completion.state is State.FINISHED):
                     continue
                 started = self._end_prefill(completion) if is_prompt else [completion]
                 completions += started
                 parts += [rows] * len(started)
-        if not parts:
-            return completions, []
-        return completions, joined(parts)
+        return completions, parts
 
-    def _sample(self, completions: list[Completion], answers: Answers, output: StepOutput) -> None:
+    def _sample(
+        self, completions: list[Completion], answers: torch.Tensor | list[AnswerRows], output: StepOutput
+    ) -> None:
         """Sample and start the copy of the tokens. After an error, sample each completion alone."""
         rows = self._scheduler.rows_of(completions)
         if rows.reads_tokens:
             self._update()  # the last step's tokens, while the device runs this one
-        drafts = None
-        if output.step.drafts is not None:
-            drafts = aligned_drafts(output.step.drafts, output.step.decodes, completions)
         try:
-            sampled = self._runner.sample(completions, answers, drafts)
+            sampled = self._runner.sample(completions, answers, output.step)
         except BaseException as error:
             raise_exit(error)
             self._update()  # the sampler's state is built again from tokens that only the device may know
             self._scheduler.drop_rows()
-            for completion, sampled in self._runner.sample_apart(completions, answers, drafts):
+            if isinstance(answers, torch.Tensor):
+                answers = answer_rows(completions, answers, output.step)
+            for completion, sampled in self._runner.sample_apart(completions, answers, output.step):
                 self._keep(Rows([completion]), sampled, output)
             self._requests.fail_all(self._runner.failed)
         else:
@@ -316,16 +307,17 @@ class EngineCore:
         for completion in rows.completions:
             completion.num_sampled += 1
 
-    def _score_prompt(self, completion: Completion, logits: torch.Tensor, output: StepOutput) -> None:
+    def _score_prompt(self, completion: Completion, rows: AnswerRows, output: StepOutput) -> None:
         """Start the copy of the log probabilities of the prompt tokens after a chunk's; each is computed once."""
         request, count = completion.request, completion.params.prompt_logprobs
         begin = request.num_prompt_rows
         end = min(completion.cached, len(request.prompt) - 1)
         if end > begin:  # else it runs again after a preemption
             assert count is not None
-            rows = logits[begin - completion.chunk_start : end - completion.chunk_start].float()
+            logits = rows.read(self._vocab_size)[begin - completion.chunk_start : end - completion.chunk_start]
+            read = prompt_logprobs(logits.float(), request.prompt[begin + 1 : end + 1], count)
+            output.prompts.append((request, read))
             request.num_prompt_rows = end
-            output.prompts.append((request, prompt_logprobs(rows, request.prompt[begin + 1 : end + 1], count)))
 
     def _update(self) -> None:
         """Read the tokens of the step in flight, and give them to completions that have not ended meanwhile."""
@@ -333,7 +325,7 @@ class EngineCore:
         if output is None:
             return
         for request, read in output.prompts:
-            table = attempt(partial(self._requests.end, request, "error"), read)
+            table = attempt(partial(self._requests.end, request, "error"), once_more, read)
             if table is not None and not request.output.finished:
                 assert request.output.prompt_table is not None
                 request.output.prompt_table += table
@@ -342,8 +334,7 @@ class EngineCore:
                 sampled = on_device.read()
             except BaseException as error:
                 raise_exit(error)
-                reason = describe(error)
-                self._requests.fail_all([(completion, reason) for completion in rows.completions])
+                self._read_apart(rows, on_device, output.step)
             else:
                 self._advance(rows, sampled, output.step)
         now = perf_counter()
@@ -355,6 +346,13 @@ class EngineCore:
         if self._scheduler.pacer is not None and output.step.decodes:
             self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
 
+    def _read_apart(self, rows: Rows, on_device: SampledOnDevice, step: StepBatch) -> None:
+        """Read the tokens of each completion alone, after reading them together has raised; those that raise fail."""
+        for row, completion in enumerate(rows.completions):
+            sampled = attempt(partial(self._requests.fail, completion), on_device.read)
+            if sampled is not None:
+                self._advance(Rows([completion]), sampled.of_row(row), step)
+
     def _end_prefill(self, completion: Completion) -> list[Completion]:
         """Start decoding a completion and those that fork from its prompt; return all that decode."""
         request = completion.request
@@ -365,7 +363,7 @@ class EngineCore:
         request.num_begun += len(forks)
         for fork in forks:
             self._scheduler.add_decoding(fork)
-            attempt(partial(self._requests.fail, fork), self._space.fork, completion, fork)
+            attempt(partial(self._requests.fail, fork), once_more, self._space.fork, completion, fork)
             if completion.states is not None and fork.states is not None:
                 fork.states.begin_as(completion.states)
         decoding = [fork for fork in forks if fork.state is State.DECODE]
@@ -427,7 +425,7 @@ class EngineCore:
         completion.num_sampled = len(completion.token_ids)
         if completion.state is not State.FINISHED and completion.cached < ran_to:
             fail = partial(self._requests.fail, completion)
-            attempt(fail, self.executor.truncate_kv, completion.handle, completion.cached)
+            attempt(fail, once_more, self.executor.truncate_kv, completion.handle, completion.cached)
 
     def _finish_if_done(self, completion: Completion) -> bool:
         reason = attempt(partial(self._requests.fail, completion), completion.finish_reason)

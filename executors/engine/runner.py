@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from paged.batch import CapturedStates, UnifiedBatch
-from paged.errors import RankFailedError
+from paged.errors import OutOfBlocksError, RankFailedError
 from paged.executors.engine.batch import StepBatch
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.metrics import EngineMetrics
@@ -18,7 +19,8 @@ from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.requests.request import Completion
 from paged.executors.row_batches import results_mismatch
 from paged.executors.sampling.rows import row_matrix
-from paged.executors.sampling.sampler import Drafts, SampledOnDevice, Sampler
+from paged.executors.sampling.sampler import SampledOnDevice, Sampler
+from paged.executors.speculation.drafting import aligned_drafts
 from paged.executors.unified_executor import Answers
 
 _LOG = logging.getLogger("paged")
@@ -26,6 +28,55 @@ _LOG = logging.getLogger("paged")
 
 # The completions of a call, and its answers: one for each item, or in one tensor those of the final ones.
 CallResults = tuple[list[Completion], Answers]
+
+
+class AnswerRows(NamedTuple):
+    """Where the answers of one completion are. They are read where an error has a way back, as memory may be short.
+
+    Attributes:
+        answers: of a call.
+        place: of the completion's item in the call.
+        begin, end: rows of the completion, if `answers` is a tensor; `end - begin` are expected in any case.
+        num_skipped: first rows that are left out.
+    """
+
+    answers: Answers
+    place: int
+    begin: int
+    end: int
+    num_skipped: int = 0
+
+    @property
+    def last(self) -> AnswerRows:
+        """The last row alone."""
+        return self._replace(num_skipped=self.end - self.begin - 1)
+
+    def read(self, vocab_size: int) -> torch.Tensor:
+        """Return logits [rows, V], or a token [1].
+
+        Raises:
+            WrongResultsError: logits have another number of rows or another vocabulary.
+        """
+        if isinstance(self.answers, torch.Tensor):
+            rows = self.answers[self.begin : self.end]
+        else:
+            rows = as_rows(self.answers[self.place])
+        expected = (self.end - self.begin, vocab_size)
+        if rows.is_floating_point() and rows.shape != expected:
+            raise WrongResultsError(f"logits {tuple(rows.shape)}, expected {expected}")
+        return rows[self.num_skipped :] if self.num_skipped else rows
+
+
+def answer_rows(completions: Sequence[Completion], answers: Answers, step: StepBatch) -> list[AnswerRows]:
+    """Return where the answers of each completion of a call are."""
+    rows = []
+    end = 0
+    for place, completion in enumerate(completions):
+        begin = end
+        # What runs next is not noted in completions that decode in rows.
+        end += completion.num_answer_rows if step.rows is None else 1
+        rows.append(AnswerRows(answers, place, begin, end))
+    return rows
 
 
 class StepRunner:
@@ -54,39 +105,47 @@ class StepRunner:
         Raises:
             ExecutorShutDownError, RankFailedError: nothing can run any more.
         """
-        if step.batch is None:
-            return self._run_apart(step.completions)
-        try:
-            return [(step.completions, self._forward(step.completions, step.batch))]
-        except (ExecutorShutDownError, RankFailedError):
-            raise
-        except WrongResultsError as error:
-            self._metrics.failed_forwards += 1
-            self._fail_all(step.completions, error)
-            return []
-        except BaseException as error:
-            raise_exit(error)
-            self._metrics.failed_forwards += 1
-            if step.batch.prepared is not None:  # the error may have come before the forward
-                step.batch.prepared.rollback()
-            if step.is_ahead:
-                _LOG.warning("the next step was not launched ahead: %s", describe(error))
-                return []
-            if len(step.completions) == 1:
-                self._fail_all(step.completions, error)
-                return []
-        for completion in step.completions:
+        groups = [step.completions]
+        if step.batch is None:  # each is a forward of its own
+            groups = [[completion] for completion in step.completions]
+        results: list[CallResults] = []
+        again: list[Completion] = []
+        for completions in groups:
+            try:
+                batch = step.batch or self._reserve(completions)
+                if batch is None:
+                    continue
+                answers = self._forward(completions, batch)
+            except (ExecutorShutDownError, RankFailedError):
+                raise
+            except WrongResultsError as error:
+                self._metrics.failed_forwards += 1
+                self._fail_all(completions, error)
+            except BaseException as error:
+                raise_exit(error)
+                self._metrics.failed_forwards += 1
+                if step.batch is not None and step.batch.prepared is not None:  # it may have come before the forward
+                    step.batch.prepared.rollback()
+                if step.is_ahead:
+                    _LOG.warning("the next step was not launched ahead: %s", describe(error))
+                    return []
+                again += completions
+            else:
+                results.append((completions, answers))
+        for completion in again:
             if step.rows is not None:
                 completion.follow()
             self._start_over(completion)
-        return self._run_apart(step.completions)
+        return results + self._run_apart(again)
 
     def _run_apart(self, completions: Sequence[Completion]) -> list[CallResults]:
-        """Run each completion in a call of its own; those that raise fail."""
+        """Run each completion in a call of its own, after a call has raised; those that raise fail."""
         results: list[CallResults] = []
         for completion in completions:
             try:
-                batch = self._space.reserve([completion])
+                batch = self._reserve([completion])
+                if batch is None:
+                    continue
                 answers = self._forward([completion], batch)
             except (ExecutorShutDownError, RankFailedError):
                 raise
@@ -97,6 +156,13 @@ class StepRunner:
             else:
                 results.append(([completion], answers))
         return results
+
+    def _reserve(self, completions: list[Completion]) -> UnifiedBatch | None:
+        """Return the batch of what completions run next; None without blocks for it, which the next step may free."""
+        try:
+            return self._space.reserve(completions)
+        except OutOfBlocksError:
+            return None
 
     def _forward(self, completions: list[Completion], batch: UnifiedBatch) -> Answers:
         """Make one call; return per item None if it is not final, else logits [V], or [rows, V] for VerifyLogits."""
@@ -121,13 +187,18 @@ class StepRunner:
             _keep_states(completions, batch.captured, self._executor.weights_generation)
         return answers
 
-    def sample(self, completions: list[Completion], answers: Answers, drafts: Drafts | None) -> SampledOnDevice:
+    def sample(
+        self, completions: list[Completion], answers: torch.Tensor | Sequence[AnswerRows], step: StepBatch
+    ) -> SampledOnDevice:
         """Sample from logits [num_rows, V], or take the tokens [n] that the executor has chosen.
 
-        drafts: those of each completion, which has one row more than drafts.
+        answers: a row for each completion, and one more for each draft of `step`.
         """
+        drafts = None
+        if step.drafts is not None:
+            drafts = aligned_drafts(step.drafts, step.decodes, completions)
         if not isinstance(answers, torch.Tensor):
-            answers = joined([row for row in answers if row is not None])
+            answers = _joined([rows.read(self._vocab_size) for rows in answers])
         num_rows = len(completions)
         if drafts is not None:
             num_rows += sum(map(len, drafts.token_ids))
@@ -142,24 +213,13 @@ class StepRunner:
         return self._sampler.verify(logits, completions, drafts)
 
     def sample_apart(
-        self, completions: list[Completion], answers: Answers, drafts: Drafts | None
+        self, completions: Sequence[Completion], answers: Sequence[AnswerRows], step: StepBatch
     ) -> Iterator[tuple[Completion, SampledOnDevice]]:
         """Sample for each completion alone, after sampling them together has raised; those that raise fail."""
         self._sampler.reset()
-        begin = 0
-        for index, completion in enumerate(completions):
-            size = 1
-            own_drafts = None
-            if drafts is not None:
-                size += len(drafts.token_ids[index])
-                probs = None if drafts.probs is None else drafts.probs[index : index + 1]
-                own_drafts = Drafts([drafts.token_ids[index]], probs)
-            rows: Answers = [answers[index]]
-            if isinstance(answers, torch.Tensor):
-                rows = answers[begin : begin + size]
-            begin += size
+        for completion, rows in zip(completions, answers, strict=True):
             try:
-                sampled = self.sample([completion], rows, own_drafts)
+                sampled = self.sample([completion], [rows], step)
             except BaseException as error:
                 raise_exit(error)
                 self._sampler.reset()
@@ -200,7 +260,7 @@ def as_rows(answer: torch.Tensor | None) -> torch.Tensor:
     return answer if answer.dim() == 2 else answer[None]
 
 
-def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tokens as int64 [n], or logits as one matrix."""
     if rows[0].is_floating_point():
         return row_matrix(rows)

@@ -20,7 +20,7 @@ from paged.executors.engine.batch import Rows, StepBatch, StepOutput
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
 from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.isolation import attempt, describe, quietly, raise_exit
+from paged.executors.isolation import attempt, describe, once_more, quietly, raise_exit
 from paged.executors.requests.request import Completion, State
 from paged.executors.speculation.drafting import Drafter
 
@@ -432,7 +432,7 @@ class Scheduler:
                 self._has_begun = True
             is_alone = self.num_running == 0
             try:
-                is_admitted = self._space.admit(first, is_alone=is_alone)
+                is_admitted = once_more(self._space.admit, first, is_alone=is_alone)
             except BaseException as error:
                 raise_exit(error)
                 self.refused.append((first, describe(error)))
