@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Lock
 from time import monotonic
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BYTES_PER_PIXEL = 4  # as Pillow keeps RGB
+# Most pixels along a side, as in JPEG. Pillow keeps 8 bytes for each row: images of one column would take six times
+# what their pixels take.
+LONGEST_SIDE = 65_535
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
 _HTTP_HANDLERS = (
@@ -36,10 +39,15 @@ _HTTP_HANDLERS = (
 
 
 class ByteBudget:
-    """Bytes that threads hold together; who needs more than are left waits until others release theirs."""
+    """Bytes that threads hold together; who needs more than are left waits until others release theirs.
+
+    decoding: held while an image is decoded. Decoders take up to 16 bytes a pixel, see `ImageRules`, for one image at a
+        time.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_left = num_bytes
+        self.decoding = Lock()
         self._changed = Condition()
 
     @contextmanager
@@ -60,10 +68,13 @@ class ByteBudget:
 class ImageRules:
     """Where the images of a request may come from, and how large they may be.
 
+    An image takes 4 bytes a pixel. While it is decoded it takes more: 8 as PNG, GIF or BMP, 12 as progressive JPEG, 16
+    as WebP.
+
     Attributes:
         max_images: of a request.
         max_bytes: of an image as it is stored.
-        max_pixels: width times height of an image.
+        max_pixels: width times height of an image, of which each is at most 65,535.
         max_decoded_bytes: of all images of a request, 4 a pixel.
         allow_http: whether http: and https: URLs are fetched. Clients can then make the server call any address.
         folder: folder with the files that file: URLs may name; None for no files.
@@ -100,8 +111,9 @@ class ImageRules:
                 raise InvalidInputError(f"image_url: the images are too large, expected at most {limit}")
         with budget.held(num_bytes):
             try:
-                for index, image in enumerate(images):
-                    images[index] = self._decoded(image)
+                for index in range(len(images)):
+                    with budget.decoding:
+                        images[index] = self._decoded(images[index])
                 yield images
             finally:
                 images.clear()  # an error keeps the list
@@ -160,19 +172,22 @@ class ImageRules:
         with _readable(), warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if image.width * image.height > self.max_pixels:
+        if image.width * image.height > self.max_pixels or max(image.size) > LONGEST_SIDE:
             size = f"{image.width} x {image.height}"
-            raise InvalidInputError(f"image: {size} pixels, expected at most {self.max_pixels} in all")
+            limits = f"{self.max_pixels} in all and {LONGEST_SIDE} along a side"
+            raise InvalidInputError(f"image: {size} pixels, expected at most {limits}")
         return image
 
     def _decoded(self, image: Image) -> Image:
-        """Return an opened image as RGB, without a copy if it is."""
+        """Return an opened image as RGB, without what its file and its decoder hold."""
         from PIL import ImageOps
 
         with _readable():
             ImageOps.exif_transpose(image, in_place=True)
-            image.load()
-            return image if image.mode == "RGB" else image.convert("RGB")
+            # A copy even of RGB: the image of a WebP file keeps 12 bytes a pixel beside its own.
+            decoded = image.copy() if image.mode == "RGB" else image.convert("RGB")
+        decoded.info.clear()
+        return decoded
 
     def _from_base64(self, url: str) -> bytes:
         if len(url) > 4 * self.max_bytes // 3 + 100:
