@@ -3,11 +3,16 @@
 A root process is started once and loads its modules. Every piece of work runs in a branch, a fork of it, which takes
 milliseconds and has the root's state. A branch can branch again. A branch ends with its work's limit, when its `Branch`
 is closed or dropped, and with the process that holds that, however it ends and whatever the branch does.
+
+A branch that ends at a limit, or by a crash of its work, says so before it ends. One that ends in silence was ended by
+the system or never made, as where there are no more processes, descriptors or memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import mmap
 import os
 import select
 import signal
@@ -24,7 +29,7 @@ from typing import NamedTuple
 
 from paged.errors import PagedError, UnsupportedError
 
-_REQUEST = struct.Struct("<Idd")  # bytes that follow, limits of CPU time and time in seconds; all zero to branch
+_REQUEST = struct.Struct("<Idd")  # bytes that follow, 0 to branch; limits of CPU time and time in seconds
 _REPLY = struct.Struct("<Id")  # bytes that follow, CPU time taken
 # Isolated mode: neither the environment nor the working folder changes the modules.
 _BOOT = (
@@ -38,6 +43,10 @@ class ProcessEndedError(PagedError):
     """The process of a `Branch` has ended, at a limit or by a crash, before it answered."""
 
 
+class ProcessLostError(ProcessEndedError):
+    """The system has ended a process or gave none; the same work may succeed later."""
+
+
 class Reply(NamedTuple):
     """What a branch answers, and the CPU time that it took in seconds."""
 
@@ -49,24 +58,30 @@ class Branch:
     """The caller's end of a process, which answers one request at a time."""
 
     def __init__(self, connection: socket.socket, life: socket.socket | None = None) -> None:
-        """life: ends the process when it is closed; nothing is sent there."""
+        """life: ends the process when it is closed; the process writes there why it ends."""
         self._socket, self._life = connection, life
+        self._is_closed = False
+        self._last_words = b""
 
     def branch(self) -> Branch:
         """Return a copy of the process in its state of now, if no request is under way.
 
         Raises:
-            ProcessEndedError: it has ended.
+            ProcessEndedError: it has ended. If the copy cannot be made, this comes at its first reply.
         """
-        parent_end, child_end = socket.socketpair()
-        parent_life, child_life = socket.socketpair()
-        with child_end, child_life:
+        with contextlib.ExitStack() as opened:
+            try:
+                parent_end, child_end = map(opened.enter_context, socket.socketpair())
+                parent_life, child_life = map(opened.enter_context, socket.socketpair())
+            except OSError as error:
+                raise ProcessLostError(f"no process could be asked for: {error}") from error
             try:
                 socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [child_end.fileno(), child_life.fileno()])
             except OSError as error:
-                parent_end.close()
-                parent_life.close()
-                raise ProcessEndedError("the process has ended") from error
+                raise self._ended() from error
+            child_end.close()
+            child_life.close()
+            opened.pop_all()
         return Branch(parent_end, parent_life)
 
     def send(self, message: bytes, *, cpu_s: float, seconds: float) -> None:
@@ -93,7 +108,7 @@ class Branch:
             message = _receive(self._socket, size)
             if len(message) == size:
                 return Reply(message, cpu_s)
-        raise ProcessEndedError("the process has ended")
+        raise self._ended()
 
     async def ask(self, message: bytes, *, seconds: float) -> Reply:
         """Send a request, with as much CPU time as time, and wait for the reply without blocking the event loop.
@@ -104,7 +119,10 @@ class Branch:
         import asyncio  # not in the process itself, whose start it would double
 
         loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self.send, message, cpu_s=seconds, seconds=seconds)
+        try:
+            await asyncio.to_thread(self.send, message, cpu_s=seconds, seconds=seconds)
+        except RuntimeError as error:
+            raise ProcessLostError(f"no thread to ask a process: {error}") from error
         is_here = loop.create_future()
 
         def wake() -> None:
@@ -120,10 +138,21 @@ class Branch:
 
     def close(self) -> None:
         """End the process, whatever it does. What waits for a reply gets `ProcessEndedError`."""
+        self._is_closed = True
         for connection in (self._life, self._socket):
             if connection is not None:
                 with contextlib.suppress(OSError):  # it has ended
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def _ended(self) -> ProcessEndedError:
+        """Return the error of a process that has ended."""
+        if self._life is not None and not self._last_words:
+            # Only now: while a process lives, reading here may signal it.
+            with contextlib.suppress(OSError):
+                self._last_words = self._life.recv(_PIECE, socket.MSG_DONTWAIT)
+        if self._is_closed or self._last_words:
+            return ProcessEndedError("the process has ended")
+        return ProcessLostError("the system ended a process, or had none to give")
 
 
 class Root:
@@ -148,17 +177,22 @@ class Root:
         """Return a copy of the process.
 
         Raises:
-            UnsupportedError: a process cannot be started, or this system has no fork.
+            ProcessLostError: a process cannot be started.
+            UnsupportedError: this system has no fork.
         """
         with self._lock:
             if self._process is None or self._process.is_ready():  # it answers nothing, so it has ended
+                self._process = None  # first, so that nothing is left of it if there are no more processes
                 self._process = self._start()
             return self._process.branch()
 
     def _start(self) -> Branch:
         if not hasattr(os, "fork"):
             raise UnsupportedError("processes with limits of time and memory need a system with fork")
-        parent_end, child_end = socket.socketpair()
+        try:
+            parent_end, child_end = socket.socketpair()
+        except OSError as error:
+            raise ProcessLostError(f"a process with limits of time and memory cannot start: {error}") from error
         paths = [os.path.abspath(path) for path in sys.path]
         # One thread: a fork copies no other.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -175,7 +209,7 @@ class Root:
             )
         except (OSError, ValueError) as error:
             parent_end.close()
-            raise UnsupportedError(f"a process with limits of time and memory cannot start: {error}") from error
+            raise ProcessLostError(f"a process with limits of time and memory cannot start: {error}") from error
         finally:
             child_end.close()
         branch = Branch(parent_end)
@@ -206,37 +240,55 @@ def serve(module: str, niceness: int) -> None:
             header, descriptors = b"", []
         if len(header) < _REQUEST.size:
             os._exit(0)
-        if descriptors:
-            if os.fork():
-                for descriptor in descriptors:
-                    os.close(descriptor)
-            else:
+        size, cpu_s, seconds = _REQUEST.unpack(header)
+        if size == 0:
+            if len(descriptors) == 2 and _is_child():
                 connection.close()
                 if life is not None:
                     life.close()
                 connection = socket.socket(fileno=descriptors[0])
                 life = socket.socket(fileno=descriptors[1])
                 _end_with(life)
+            else:  # without a copy, the asker sees that the other ends are closed
+                for descriptor in descriptors:
+                    os.close(descriptor)
             continue
-        size, cpu_s, seconds = _REQUEST.unpack(header)
         message = _receive(connection, size)
         before = time.process_time()
-        # Nothing handles these signals, so the system ends the process, even within a function in C++.
+        # No code in Python handles these signals, so the system ends the process, even within a function in C++.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        answer = handle(message)
+        try:
+            answer = handle(message)
+        except BaseException as error:
+            if life is not None and not isinstance(error, MemoryError):
+                life.sendall(f"{type(error).__name__}\n".encode())
+            os._exit(1)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with contextlib.suppress(OSError):  # nobody waits any more
             connection.sendall(_REPLY.pack(len(answer), time.process_time() - before) + answer)
 
 
+def _is_child() -> bool:
+    """Fork; return whether this is the copy. Without memory or processes for one there is none."""
+    try:
+        return os.fork() == 0
+    except OSError:
+        return False
+
+
 def _end_with(life: socket.socket) -> None:
     """Let SIGIO end this process when the other end is closed, even within a function in C++.
 
-    On a connection with data, the signal of bytes that have been read may come late, and would end it too.
+    On a connection with data, the signal of bytes that have been read may come late, and would end it too. Signals of
+    limits and crashes end it as well, and are written there first.
     """
     import fcntl  # which systems without fork lack
+
+    faulthandler.enable(life, all_threads=False)
+    for limit in (signal.SIGPROF, signal.SIGALRM):
+        faulthandler.register(limit, life, all_threads=False, chain=True)
 
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
@@ -265,14 +317,19 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-@lru_cache(maxsize=1)
-def _own_memory() -> int:
-    """Return the bytes of data of this process when it is first asked."""
+def _data_bytes() -> int:
+    """Return the bytes of data of this process."""
     import resource
 
     with open("/proc/self/statm") as counts:
         pages = int(counts.read().split()[5])
     return pages * resource.getpagesize()
+
+
+@lru_cache(maxsize=1)
+def _own_memory() -> int:
+    """Return the bytes of data of this process when it is first asked."""
+    return _data_bytes()
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -286,3 +343,17 @@ def limit_memory(num_bytes: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def may_have_memory(num_bytes: int) -> bool:
+    """Return whether the system would give this process as much as `limit_memory` of `num_bytes` allows.
+
+    After a MemoryError, False says that the system is short of memory, and that the work is not to blame.
+    """
+    try:
+        spare = _own_memory() + num_bytes - _data_bytes()
+        # Half of it: the allocator rounds up, and keeps some of what was freed.
+        mmap.mmap(-1, max(spare // 2, mmap.PAGESIZE)).close()
+    except (OSError, MemoryError):
+        return False
+    return True

@@ -11,6 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from paged.bounded_process import ProcessLostError
 from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, UnsupportedError
 from paged.executors.engine.async_engine import EngineStoppedError
 from paged.executors.engine.config import QueueFullError
@@ -71,7 +72,7 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         api_error = ApiError(error.status_code, str(error.detail))
     elif isinstance(error, QueueFullError):
         api_error = ApiError(429, message)
-    elif isinstance(error, EngineStoppedError):
+    elif isinstance(error, EngineStoppedError | ProcessLostError):
         api_error = ApiError(503, message)
     elif isinstance(error, SequenceTooLongError):
         api_error = ApiError(400, message, code="context_length_exceeded")

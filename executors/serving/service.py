@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from paged.bounded_process import ProcessLostError
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.executors.engine.adapters import Adapters
@@ -31,6 +32,7 @@ from paged.executors.vision.images import ByteBudget
 from paged.executors.vision.vision_model import VisionModel
 from paged.interop.kv_events import KvEventPublisher
 from paged.interop.structured import GrammarCompiler, GrammarLimitError
+from paged.printable import one_line
 from paged.prompt_embeds import PromptEmbeds
 
 R = TypeVar("R")
@@ -98,12 +100,12 @@ class Service:
         """Call in another thread, unless the size of the work says that this is not worth it."""
         if size < _LONG:
             return call()
-        return await asyncio.get_running_loop().run_in_executor(self._long_threads, call)
+        return await _in_thread_of(self._long_threads, call)
 
     async def _encoding(self, call: Callable[[], R], size: int) -> R:
         """Call in another thread; short work does not wait for long work."""
         threads = self._short_threads if size < _LONG else self._long_threads
-        return await asyncio.get_running_loop().run_in_executor(threads, call)
+        return await _in_thread_of(threads, call)
 
     def seconds_left(self, request: Request) -> float:
         """Return what is left of the longest time of a request from its arrival."""
@@ -149,7 +151,7 @@ class Service:
                 return vision.encode_chat(conversation(), images, longest=longest, **variables)
 
         if urls:
-            return await asyncio.get_running_loop().run_in_executor(self._image_threads, encode)
+            return await _in_thread_of(self._image_threads, encode)
         return await self._encoding(encode, size)
 
     async def encoded(self, prompt: str | list[int], *, longest: int | None = None) -> list[int]:
@@ -345,12 +347,23 @@ class Service:
             raise ApiError(400, f"{constraint}: {message}", constraint)
         if reason == "error" and GrammarLimitError.__name__ in str(output.error):
             raise ApiError(400, f"{output.error}", constraint)
+        if reason == "error" and ProcessLostError.__name__ in str(output.error):
+            raise ApiError(503, f"{output.error}")
         if reason == "timeout":
             raise self.timeout_error()
         if reason in ("error", "abort"):
             if not output.error:
                 raise ApiError(503, "the request failed: it was aborted")
             raise ApiError(500, f"the request failed: {output.error}")
+
+
+async def _in_thread_of(threads: ThreadPoolExecutor, call: Callable[[], R]) -> R:
+    """Call in a thread; without one, which counts as a process of the system, refuse the request for now."""
+    try:
+        result = asyncio.get_running_loop().run_in_executor(threads, call)
+    except RuntimeError as error:
+        raise ApiError(503, f"no thread for the request: {one_line(error, 200)}") from error
+    return await result
 
 
 def _note(record: Record, outputs: Iterable[RequestOutput], reasons: Iterable[str]) -> None:

@@ -112,7 +112,8 @@ class ChatTemplate:
                 the values are not JSON, or the last message cannot be continued: it is no text of the assistant, or the
                 template does not write the text once and to its end.
             CheckpointError: the template does not parse.
-            UnsupportedError: jinja2 is not installed, or no process can be started.
+            UnsupportedError: jinja2 is not installed, or this system has no fork.
+            ProcessLostError: the system has no process to render in, or has ended it.
         """
         name = "default"
         if tools is not None and "tool_use" in self.templates:

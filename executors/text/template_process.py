@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from typing import Any, NamedTuple
 
-from paged.bounded_process import Branch, ProcessEndedError, Root
+from paged.bounded_process import Branch, ProcessEndedError, ProcessLostError, Root
 from paged.executors.text.template_sandbox import CPU_S
 
 _DEADLINE_S = 20.0  # for a process that sleeps
@@ -30,18 +31,28 @@ def render_bounded(template: str, values: dict[str, Any], limit: int) -> Rendere
     """Render a template with JSON values; the result is a text of at most `limit` characters, or an error.
 
     Raises:
-        UnsupportedError: a process cannot be started.
+        ProcessLostError: the system has no process for it, or has ended it.
+        UnsupportedError: this system has no fork.
     """
     request = json.dumps({"template": template, "values": values, "limit": limit}).encode()
-    try:
-        process = _IDLE.pop()
-    except IndexError:
-        process = _ROOT.branch()
+    process = _idle() or _ROOT.branch()
     process.send(request, cpu_s=CPU_S, seconds=_DEADLINE_S)
     try:
         rendered = Rendered(**json.loads(process.receive().message))
+    except ProcessLostError:
+        raise
     except ProcessEndedError:
         return Rendered(error=f"it takes more than {CPU_S} s of CPU time, or overflows the stack")
     if not rendered.is_last:
         _IDLE.append(process)
     return rendered
+
+
+def _idle() -> Branch | None:
+    """Return a process that waits for work, None if there is none."""
+    with contextlib.suppress(IndexError):
+        while True:
+            process = _IDLE.pop()
+            if not process.is_ready():  # it answers nothing now, so it would have ended
+                return process
+    return None

@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from paged.bounded_process import limit_memory
+from paged.bounded_process import limit_memory, may_have_memory
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -30,11 +30,14 @@ def handler() -> Callable[[bytes], bytes]:
 
 
 def _rendered(message: bytes) -> bytes:
-    limit_memory((MEGABYTES << 20) + 8 * len(message))
+    num_bytes = (MEGABYTES << 20) + 8 * len(message)
+    limit_memory(num_bytes)
     try:
         request = json.loads(message)
         reply = _answer(request["template"], request["values"], request["limit"])
     except MemoryError:
+        if not may_have_memory(num_bytes):
+            raise
         # The heap's state is unknown now: a new process renders the next template.
         reply = {"error": f"it takes more than {MEGABYTES} MB of memory", "is_last": True}
     except Exception as error:

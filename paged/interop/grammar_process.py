@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from paged.bounded_process import limit_memory
+from paged.bounded_process import limit_memory, may_have_memory
+from paged.errors import PagedError
 
 MAX_MEGABYTES = 512
 """Memory that a grammar may take, compiled and followed."""
+_MAX_BYTES = MAX_MEGABYTES << 20
 REFUSED = b"\x00"
 """Reply in place of a mask: the grammar forbids a token."""
 
@@ -44,19 +46,30 @@ class _Grammar:
 
     def answer(self, message: bytes) -> bytes:
         """Answer a move by a mask or REFUSED, anything else by {} or {error, missing} in JSON."""
-        if self._matcher is not None:
-            return self._follow(message)
+        try:
+            if self._matcher is not None:
+                return self._follow(message)
+            return self._prepare(message)
+        except MemoryError as error:
+            if not may_have_memory(_MAX_BYTES):
+                raise
+            raise PagedError(f"the grammar takes more than {MAX_MEGABYTES} MB") from error
+
+    def _prepare(self, message: bytes) -> bytes:
+        """Take the vocabulary, then compile a grammar."""
         try:
             request = json.loads(message)
             if self._compile is None:
                 self._compile = _compiler(**request)
                 self._mask = torch.empty(1, -(-request["vocab_size"] // 32), dtype=torch.int32)
                 return b"{}"
-            limit_memory(MAX_MEGABYTES << 20)
+            limit_memory(_MAX_BYTES)
             self._matcher = self._compile(request["kind"], request["text"])
             return json.dumps({"stops": list(self._matcher.stop_token_ids)}).encode()
         except ImportError as error:
             return json.dumps({"missing": error.name}).encode()
+        except MemoryError:
+            raise
         except Exception as error:
             return json.dumps({"error": str(error)[:2000]}).encode()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from paged.bounded_process import Branch, ProcessEndedError, Root
+from paged.bounded_process import Branch, ProcessEndedError, ProcessLostError, Root
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.interop.grammar_process import MAX_MEGABYTES, REFUSED, move
 from paged.kernels.common.scalars import as_float, shown
@@ -74,7 +74,8 @@ class GrammarCompiler:
     async def compile(self, kind: Kind, grammar: Any, *, seconds: float = 10.0) -> Any:
         """Return a fresh matcher, see `TokenMask`; other coroutines run meanwhile.
 
-        A matcher's methods raise GrammarLimitError once its grammar has taken more time or memory than it may.
+        A matcher's methods raise GrammarLimitError once its grammar has taken more time or memory than it may, and
+        ProcessLostError if the system has no process for them, or has ended it.
 
         Args:
             kind: "json" for a JSON schema, as a mapping or text; "regex"; "grammar" for EBNF as xgrammar reads it;
@@ -84,6 +85,7 @@ class GrammarCompiler:
             InvalidInputError: it is malformed, larger than 65,536 characters or 2,048 JSON values, deeper than 64, or
                 takes longer than `seconds` or more than 512 MB.
             GrammarLimitError: 16 others have begun to compile meanwhile.
+            ProcessLostError: the system has no process for it, or has ended it.
             UnsupportedError: xgrammar is not installed, or this system has no fork.
         """
         kind, text = _checked(kind, grammar)
@@ -126,6 +128,8 @@ class GrammarCompiler:
             if "error" in answer:
                 raise InvalidInputError(f"{kind}: {one_line(answer['error'], 500)}")
             mask = (await process.ask(move(0, ()), seconds=seconds)).message
+        except ProcessLostError:
+            raise
         except ProcessEndedError:
             if process not in self._compiling:
                 raise GrammarLimitError(f"{kind}: not compiled before {_MAX_COMPILING} others had begun") from None
@@ -151,7 +155,7 @@ class GrammarCompiler:
                 try:
                     answer = await _asked(process, {**self._setup, "tokenizer": text}, _START_S)
                 except ProcessEndedError as error:
-                    raise UnsupportedError(f"structured output: no process within {_START_S} s") from error
+                    raise ProcessLostError(f"structured output: no process within {_START_S} s") from error
                 if "missing" in answer:
                     raise UnsupportedError(f"structured output needs {answer['missing']}: pip install 'paged[serve]'")
                 if "error" in answer:
@@ -253,6 +257,8 @@ class _Matcher:
         if self._process is None:
             try:
                 self._process = self._compiled.process.branch()
+            except ProcessLostError:
+                raise
             except ProcessEndedError:
                 raise self._error() from None
             tokens, self._num_back = (*self._tokens, *tokens), 0
@@ -264,6 +270,8 @@ class _Matcher:
         assert self._process is not None
         try:
             answer, self._last_s = self._process.receive()
+        except ProcessLostError:
+            raise
         except ProcessEndedError:
             self._left_s = 0.0
             raise self._error() from None

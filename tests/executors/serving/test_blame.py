@@ -1,7 +1,12 @@
 """Errors name the argument that was sent; arguments without effect are refused; names of tools are free."""
 
+import errno
 import json
+import os
+import signal
+import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from tests.executors.serving.test_chat import untrained
 from tests.executors.serving.test_limits import ask
 from tests.executors.serving.test_openai import MESSAGES, PROMPT, check_idle
 from tests.interop.test_structured import END, VOCABULARY, byte_tokenizer
+from tests.processes import branches_of, is_alive, wait_until
 
 __all__ = ["untrained"]
 
@@ -137,6 +143,32 @@ def test_templates_have_variables_of_any_name(served: Served) -> None:
             is_taken = name in ("parse_special", "longest")
             assert status == (400 if is_taken else 200), (name, answer)
             assert not is_taken or answer["error"]["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+def test_no_more_processes_are_not_the_clients_fault(
+    number: int, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system had none for a template or a grammar, and has some again."""
+    patterned = {"prompt": PROMPT, "structured_outputs": {"regex": f"(acorn|kite){{1,{number}}}"}, "max_tokens": 2}
+    requests = [CHAT, CLAUDE, ("/tokenize", {"messages": MESSAGES}), ("/v1/completions", patterned)]
+
+    def no_process(*args: Any, **options: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    for pid in branches_of("paged.executors.text.template_sandbox") | branches_of("paged.interop.grammar"):
+        with suppress(ProcessLookupError):  # it ends with another
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda pid=pid: not is_alive(pid))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", no_process)
+        for path, body in requests:
+            status, _, answer = ask(served, path, body)
+            assert (status, "process" in answer["error"]["message"]) == (503, True), answer
+    for path, body in requests:
+        status, _, answer = ask(served, path, body)
+        assert status == 200, answer
+    check_idle(served)
 
 
 class _NoEncode:
