@@ -95,7 +95,7 @@ def _chosen(functions: list[dict[str, Any]], choice: MessagesChoice | None) -> T
         raise ApiError(400, "tool_choice: only with tools", "tool_choice")
     if (choice.name is None) == (choice.type == "tool"):
         raise ApiError(400, "tool_choice.name: expected with the type tool, and no other", "tool_choice.name")
-    is_one = choice.disable_parallel_tool_use or choice.name is not None
+    is_one = bool(choice.disable_parallel_tool_use) or choice.name is not None
     return Tools(functions, _CHOICES[choice.type], choice.name, is_one)
 
 

@@ -226,8 +226,8 @@ class EmbeddingsBody(Body, kw_only=True):
 
     input: Prompts
     model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Null = None
     user: str | None = None
 
 
@@ -409,7 +409,7 @@ class MessagesTool(Function):
 class MessagesChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingDisabled(Body, tag="disabled"):

@@ -23,7 +23,7 @@ _OWN_CHARACTERS, _GROWTH = 1 << 19, 16
 _QUOTED = re.compile(r"""(['"])((?:(?!\1)[^\\\n])+)\1""")
 # Statements and expressions of Jinja; in them texts, and names that are no attributes and not assigned.
 _OPENING, _CLOSING = re.compile(r"\{[%{]"), re.compile(r"[%}]\}")
-_STRING = re.compile(r"""'[^'\n]*'|"[^"\n]*\"""")
+_STRING = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\"""")
 _READ = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*=[^=])")
 Message = Mapping[str, Any]
 

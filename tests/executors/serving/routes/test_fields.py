@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_create_params as beta_message_create_params
-from openai.types import completion_create_params
+from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
@@ -121,6 +121,12 @@ RESPONSES: dict[str, Values] = {
     "top_logprobs": ([0], [], [1]),
     "truncation": (["disabled"], [], ["auto"]),
 }
+EMBEDDINGS: dict[str, Values] = {
+    "model": SAMPLING["model"],
+    "dimensions": ([], [], [3]),
+    "encoding_format": (["float"], ["base64"], ["a"]),
+    "user": WITHOUT_EFFECT["user"],
+}
 PROMPT_OF_MESSAGES: dict[str, Values] = {
     "cache_control": ([EPHEMERAL], [], ["a"]),
     "model": SAMPLING["model"],
@@ -132,7 +138,11 @@ PROMPT_OF_MESSAGES: dict[str, Values] = {
         [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive", "display": "omitted"}],
         [{"type": "between_tools"}, {"type": "enabled"}],
     ),
-    "tool_choice": ([{"type": "auto"}, {"type": "none"}], [], [{"type": "any"}, {"type": "tool", "name": "look"}]),
+    "tool_choice": (
+        [{"type": "auto"}, {"type": "none"}, {"type": "auto", "disable_parallel_tool_use": None}],
+        [],
+        [{"type": "any"}, {"type": "tool", "name": "look"}],
+    ),
     "tools": ([[]], [[TOOL | {"cache_control": EPHEMERAL}]], [[{"type": "web_search_20250305", "name": "web_search"}]]),
     "user_profile_id": ([], [], ["a"]),
     "workspace_id": ([], [], ["a"]),
@@ -166,6 +176,7 @@ ROUTES: dict[str, tuple[list[Any], dict[str, Any], dict[str, Values]]] = {
         {"prompt": PROMPT, "max_tokens": 4},
         COMPLETIONS,
     ),
+    "/v1/embeddings": ([embedding_create_params.EmbeddingCreateParams], {"input": PROMPT}, EMBEDDINGS),
     "/v1/responses": (
         [response_create_params.ResponseCreateParamsNonStreaming],
         {"input": PROMPT, "max_output_tokens": 4},
@@ -302,6 +313,7 @@ NAMES = {"reasoning_effort", "enable_thinking", "thinking", "thinking_budget", "
         ("thinking {{ verbosity | trim }}", {"verbosity"}),
         ("{% if thinking == true and verbosity=='low' %}", {"thinking", "verbosity"}),
         ("{{ 'a", set()),
+        (r"{{ 'it\'s' ~ verbosity ~ 'thinking' }}", {"verbosity"}),
     ],
 )
 def test_variables_of_templates(template: str, known: set[str]) -> None:
