@@ -49,7 +49,7 @@ class Conversation(Form):
     _parameters: Mapping[str, Any] | None = None  # of the tools
     _thinks = False  # whether the prompt ends within reasoning
     _is_one = False  # whether an answer ends with its first call
-    _continues = False  # whether it goes on with the last message
+    _begun = ""  # text of the last message that it goes on with
 
     def __init__(self, request: Request, body: Sampling) -> None:
         super().__init__(request, body)
@@ -74,7 +74,7 @@ class Conversation(Form):
             thinks=self._thinks,
             parameters=self._parameters,
             is_one=self._is_one,
-            continues=self._continues,
+            continues=self._begun != "",
         )
 
     @property
@@ -96,8 +96,9 @@ class Conversation(Form):
         """Encode the messages, check the limits, and answer; body: what it says of model, stream and form."""
         service, options = self.service, await self.service.options(body)
         variables = variables or {}
-        self._continues = bool(variables.get("continue_final_message"))
-        begun = text_of(messages[-1].get("content")) if self._continues else ""
+        is_continued = bool(variables.get("continue_final_message"))
+        if is_continued:
+            self._begun = text_of(messages[-1].get("content"))
         functions = () if tools.choice == "none" else tools.functions
         forced = []
         if tools.choice == "required":
@@ -107,7 +108,7 @@ class Conversation(Form):
         if forced and "constraint" in options:
             param = options["constraint"]
             raise ApiError(400, f"{param}: not beside a tool_choice that forces a call", param)
-        if forced and self._continues:
+        if forced and is_continued:
             message = "tool_choice: forces a call, which cannot go on with the last message"
             raise ApiError(400, message, "tool_choice")
         size = len(await self.request.body())
@@ -118,13 +119,14 @@ class Conversation(Form):
         params = service.check_prompts([prompt], params)
         tail = service.tokenizer.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         reasoning = service.tongue.reasoning
-        self._thinks = reasoning is not None and tail.endswith(reasoning.begin.rstrip())
-        if self._continues and reasoning is not None:
-            self._thinks = begun.rfind(reasoning.begin.rstrip()) > begun.rfind(reasoning.end.lstrip())
+        if reasoning is not None and self._begun:
+            self._thinks = self._begun.rfind(reasoning.begin.rstrip()) > self._begun.rfind(reasoning.end.lstrip())
+        elif reasoning is not None:
+            self._thinks = tail.endswith(reasoning.begin.rstrip())
         if functions:
             self._tools = service.tongue.tools
             self._parameters = _schemas(functions)
-        if self._tools is not None and any(marker in begun for marker in self._tools.begins):
+        if self._tools is not None and any(marker in self._begun for marker in self._tools.begins):
             raise ApiError(400, "messages: the last one begins a call of a tool, expected text to go on", "messages")
         if forced:
             self._tools = self._tools or TOOL_FORMATS["llama3"]

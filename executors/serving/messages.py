@@ -106,7 +106,11 @@ def _variables(body: MessagesPrompt, messages: list[dict[str, Any]], wishes: Tem
         variables |= wishes.thinking(body.thinking.is_on, body.thinking.budget, "thinking")
     if body.output_config is not None:
         variables |= wishes.output_effort(body.output_config.effort, "output_config.effort")
-    return variables | {"continue_final_message": _is_continued(messages)}
+    is_continued = _is_continued(messages)
+    if is_continued and body.output_config is not None and body.output_config.format is not None:
+        message = "output_config.format: not beside a last message of the assistant, which an answer goes on with"
+        raise ApiError(400, message, "output_config.format")
+    return variables | {"continue_final_message": is_continued}
 
 
 def _is_continued(messages: list[dict[str, Any]]) -> bool:

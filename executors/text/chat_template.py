@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,7 +136,7 @@ class ChatTemplate:
             raise InvalidInputError(f"messages: {one_line(error, 200)}, expected JSON values") from error
         mark = ""
         if continue_final_message:
-            mark = _absent_word(written)
+            mark = f"Continue{secrets.token_hex(8)}Here"
             _append(f"{mark} ", values["messages"][-1])
         rendered = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
         if rendered.error is None and mark:
@@ -151,14 +152,6 @@ class ChatTemplate:
         if rendered.is_syntax:
             raise CheckpointError(f"{self._source}: chat template {name!r}, {reason}")
         raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
-
-
-def _absent_word(text: str) -> str:
-    """Return a word that a text does not hold."""
-    number = 0
-    while f"Continue{number}Here" in text:
-        number += 1
-    return f"Continue{number}Here"
 
 
 def _append(more: str, message: dict[str, Any]) -> None:

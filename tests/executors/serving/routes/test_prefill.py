@@ -109,6 +109,7 @@ def test_chats_go_on_by_vllms_arguments(text: str, turns: Served) -> None:
         assert answer["usage"]["prompt_tokens"] == len(expected)
 
 
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 USE = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
 
@@ -123,6 +124,7 @@ USE = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ("/v1/messages", {"content": [{"type": "thinking", "thinking": "a", "signature": ""}]}, {}, "messages"),
         ("/v1/messages", {"content": 'a<tool_call>{"na'}, {"tools": [LOOK]}, "messages"),
         ("/v1/messages", {"content": "a"}, {"tools": [LOOK], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ("/v1/messages", {"content": "a"}, {"output_config": {"format": FORMAT}}, "output_config.format"),
         ("/v1/messages/count_tokens", {"content": "abc "}, {}, "messages"),
         ("/v1/chat/completions", {"content": "a", "tool_calls": [CALL]}, {}, "messages"),
         ("/v1/chat/completions", {"content": "a", "role": "user"}, {}, "messages"),
@@ -154,11 +156,16 @@ def test_templates_that_do_not_write_the_text_once_are_refused(
 
 
 def test_reasoning_that_was_begun_goes_on(turns: Served) -> None:
-    """What the answer adds up to the end of reasoning is reasoning."""
-    for text, expected in (("<think>a", {"reasoning": "b", "content": "c"}), ("<think>a</think>", {"content": "bc"})):
+    """What the answer adds up to the end of reasoning is reasoning; behind an empty text it may begin."""
+    for text, expected in (
+        ("<think>a", {"reasoning": "b", "content": "c"}),
+        ("<think>a</think>", {"content": "bc"}),
+        ("", {"reasoning": "b", "content": "c"}),
+    ):
         body: dict[str, Any] = {"messages": [QUESTION, {"role": "assistant", "content": text}]}
         body |= {"continue_final_message": True, "max_tokens": 20}
-        body["structured_outputs"] = {"choice": ["b</think>c" if "reasoning" in expected else "bc"]}
+        begin = "" if text else "<think>"
+        body["structured_outputs"] = {"choice": [f"{begin}b</think>c" if "reasoning" in expected else "bc"]}
         message = ask(turns, "/v1/chat/completions", body)[2]["choices"][0]["message"]
         assert {name: message[name] for name in message.keys() - {"role"}} == expected
 
