@@ -11,14 +11,18 @@ import torch
 
 from .recording import recording
 
-# Elements or multiplications that are worth a thread: starting and joining two threads takes 5 us.
+# Elements or multiplications that are worth a thread: waking and joining two threads takes 5 us.
 _WORK_OF_A_THREAD = 16384
 SCRATCH = "scratch"
 # PyTorch loads its OpenMP for the whole process, so numba kernels share its threads; otherwise both would compete.
-_run_in_parallel: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+_libraries = ctypes.CDLL(None)
+_run_in_parallel: Any = getattr(_libraries, "GOMP_parallel", None)
 if _run_in_parallel is not None:
     _run_in_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     _run_in_parallel.restype = None
+# Sets the number of threads of the calling thread's regions. torch.set_num_threads would also set it for threads that
+# first use torch meanwhile, for good.
+set_own_threads: Any = getattr(_libraries, "omp_set_num_threads", torch.set_num_threads)
 
 
 class LoopLaunch:
@@ -69,7 +73,8 @@ class LoopLaunch:
 
     def _run(self, tensors: Mapping[str, Any]) -> int:
         work = self._work(tensors) if callable(self._work) else self._work
-        threads = _threads_for(work)
+        # With a number between, libgomp would end threads and start them again later, which takes 100 us each.
+        threads = 1 if _is_small(work) else torch.get_num_threads()
         values = self.values(tensors)
         if self.scratch_size:
             scratch = torch.empty(threads * self.scratch_size)
@@ -82,9 +87,10 @@ class LoopLaunch:
         """Whether one thread runs the kernel."""
         return self._work == 0
 
-    def most_threads(self) -> int:
-        """Return the largest number of threads that the work is worth, whatever the tensors hold."""
-        return torch.get_num_threads() if callable(self._work) else _threads_for(self._work)
+    @property
+    def is_small(self) -> bool:
+        """Whether one thread runs the kernel, whatever the tensors hold."""
+        return not callable(self._work) and _is_small(self._work)
 
     def values(self, tensors: Mapping[str, Any]) -> array[int]:
         """Return what the kernel takes: the status, and arguments with the tensors' addresses."""
@@ -101,8 +107,8 @@ class LoopLaunch:
                 values[at] = scratch.data_ptr()
 
 
-def _threads_for(work: int) -> int:
-    return min(torch.get_num_threads(), max(1, work // _WORK_OF_A_THREAD))
+def _is_small(work: int) -> bool:
+    return work < 2 * _WORK_OF_A_THREAD
 
 
 class LaunchSequence:
@@ -115,7 +121,7 @@ class LaunchSequence:
     def __init__(self) -> None:
         self._launches: list[tuple[LoopLaunch, array[int]]] = []
         self._kept: list[torch.Tensor] = []
-        self._num_threads = 0  # of the torch setting that the sequence was bound for
+        self._most_threads = 0  # that the sequence was bound for
 
     def append(self, launch: LoopLaunch, values: array[int], kept: Sequence[torch.Tensor]) -> None:
         """Add a launch with its arguments, before the first run. kept: tensors whose addresses are among them."""
@@ -124,20 +130,24 @@ class LaunchSequence:
 
     def __call__(self) -> int:
         """Run the launches up to the first whose status is not 0, and return that."""
-        if self._num_threads != torch.get_num_threads():
-            self._bind()
-        _run_in_parallel(self._address, self._arguments.buffer_info()[0], self._threads, 0)
+        num_threads = torch.get_num_threads()
+        if num_threads > self._most_threads:
+            self._bind(num_threads)
+        if self._is_small:
+            num_threads = 1
+        _run_in_parallel(self._address, self._arguments.buffer_info()[0], num_threads, 0)
         status = self._arguments[0]
         if status:
-            self._num_threads = 0  # a new binding clears the statuses
+            self._most_threads = 0  # a new binding clears the statuses
         return status
 
-    def _bind(self) -> None:
+    def _bind(self, num_threads: int) -> None:
+        """Prepare runs by up to `num_threads` threads."""
         from .sequence import run_sequence
 
-        self._num_threads = torch.get_num_threads()
-        self._threads = max(launch.most_threads() for launch, _ in self._launches)
-        self._scratch = torch.empty(self._threads * max(launch.scratch_size for launch, _ in self._launches))
+        self._most_threads = num_threads
+        self._is_small = all(launch.is_small for launch, _ in self._launches)
+        self._scratch = torch.empty(num_threads * max(launch.scratch_size for launch, _ in self._launches))
         self._table = array("q")
         for launch, values in self._launches:
             values[0] = 0

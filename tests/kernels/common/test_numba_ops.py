@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -315,3 +316,21 @@ else:
     raise SystemExit("ran without numba")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@needs_numba
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_launches_of_different_sizes_keep_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libgomp ends those that a smaller team has no need of, and starts others for the next large one."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        threads = []
+        for num_rows in (4096, 1024, 512, 4, 4096):
+            paged.rms_norm(torch.ones(num_rows, 64), torch.ones(64))
+            time.sleep(0.02)
+            threads.append({path.name for path in Path("/proc/self/task").iterdir()})
+        assert all(names == threads[0] for names in threads)
+    finally:
+        torch.set_num_threads(before)
