@@ -105,10 +105,13 @@ def takes_rows(weight: torch.Tensor) -> bool:
     return num_outputs % OUTPUTS == 0 and in_features % size == 0
 
 
-def prefers_rows(weight: torch.Tensor) -> bool:
-    """Return whether a product by row is no slower than blocks of 16 rows: not where those go by AMX."""
-    has_amx = weight.dtype == torch.bfloat16 and tile_linear.takes(weight)
-    return takes_rows(weight) and not has_amx
+def has_invariant_rows(weight: torch.Tensor) -> bool:
+    """Return whether `linear` takes a weight [out_features, in_features] with `by_row`."""
+    return takes_rows(weight) or _by_amx(weight)
+
+
+def _by_amx(weight: torch.Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and tile_linear.takes(weight)
 
 
 def takes(weight: torch.Tensor) -> bool:
@@ -132,7 +135,9 @@ def linear(
     """Return x [num_rows, in_features] times a weight that `takes` accepts, plus a contiguous bias: [num_rows,
     out_features]. All have one dtype.
 
-    by_row: whether a row's bits must not depend on the others; the weight is one that `takes_rows` accepts."""
+    by_row: whether a row's bits must not depend on the others; the weight is one that `has_invariant_rows` accepts."""
+    if by_row and _by_amx(weight):
+        return tile_linear.linear(x, weight, bias=bias, has_single_tiles=True)
     if _in_blocks(weight, len(x), by_row):
         return tile_linear.linear(x, weight, bias=bias)
     out = grouped_linear(x, weight[None], _end(len(x)), dtype=x.dtype, by_row=by_row)
@@ -158,7 +163,8 @@ def grouped_linear(
     """Return x [num_rows, in_features] times each group's weights, [num_entries, out_features] of float32 or x's dtype.
 
     ends: int32 [num_groups], the end of each group's entries. rows: int64 [num_entries], each entry's row of x; None if
-    entries are rows. by_row: as in `linear`. Results beyond the last end are not written.
+    entries are rows. by_row: whether a row's bits must not depend on the others; the weights are some that `takes_rows`
+    accepts. Results beyond the last end are not written.
     """
     num_entries, (num_groups, num_outputs, size) = _num_entries(x, rows), weight.shape
     if _in_blocks(weight, num_entries, by_row):

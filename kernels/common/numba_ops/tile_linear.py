@@ -246,6 +246,7 @@ def linear(
     bias: torch.Tensor | None = None,
     is_gated: bool = False,
     dtype: torch.dtype | None = None,
+    has_single_tiles: bool = False,
 ) -> torch.Tensor:
     """Return x [num_rows, in_features] times weights that `takes` accepts, [num_entries, out_features] of `dtype`.
 
@@ -253,24 +254,31 @@ def linear(
 
     weight: [out_features, in_features], or one per group, [num_groups, out_features, in_features]. ends: int32
     [num_groups], the end of each group's entries. rows: int64 [num_entries], each entry's row of x; None if entries are
-    rows. bias: [out_features] of x's dtype, contiguous, only if not gated. Results beyond the last end are not written.
+    rows. bias: [out_features] of x's dtype, contiguous, only if not gated. has_single_tiles: whether bfloat16 is
+    multiplied by 16 rows at a time. 32 rows are faster, but are summed in another order, so that a row's bits depend on
+    the number of rows. Results beyond the last end are not written.
     """
     *groups, num_outputs, size = weight.shape
     num_entries, columns = len(x if rows is None else rows), num_outputs // 2 if is_gated else num_outputs
     out = torch.empty(num_entries, columns, dtype=dtype or x.dtype)
     strides = x.stride(0), weight.stride(0) if groups else 0, weight.stride(-2)
     launch = _launch(
-        (*(groups or [1]), num_entries, is_gated, num_outputs, size, *strides, columns), x.dtype, out.dtype
+        (*(groups or [1]), num_entries, is_gated, num_outputs, size, *strides, columns),
+        x.dtype,
+        out.dtype,
+        has_single_tiles,
     )
     launch({"x": x, "w": weight, "out": out, "rows": rows, "ends": ends, "bias": bias})
     return out
 
 
 @lru_cache(maxsize=1024)
-def _launch(sizes: tuple[int, ...], dtype: torch.dtype, out_dtype: torch.dtype) -> LoopLaunch:
+def _launch(sizes: tuple[int, ...], dtype: torch.dtype, out_dtype: torch.dtype, has_single_tiles: bool) -> LoopLaunch:
     _, num_entries, _, num_outputs, size, *_ = sizes
     row_bytes = size * dtype.itemsize
     chunk = max(_BLOCK, min(_MAX_CHUNK, _PACKED_BYTES // row_bytes) // _BLOCK * _BLOCK)
+    if has_single_tiles:
+        chunk = TILE_ROWS
     packed = -(-min(chunk, num_entries) // _BLOCK) * _BLOCK * row_bytes // 4
     # Sums, packed rows, and offsets of a block's rows.
     scratch_size = _SUMS + packed + 2 * _BLOCK

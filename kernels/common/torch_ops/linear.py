@@ -52,9 +52,9 @@ _MOST_BF16_ROWS = 256
 if MULTIPLIES_BF16:
     _MOST_BF16_ROWS = 512 if _capabilities.get("amx_bf16") else 64
 _ROWS_IN_LOOPS = {torch.bfloat16: range(1, _MOST_BF16_ROWS + 1), torch.float32: range(4, 129)}
-# Rows of every product of an invariant forward by libraries and by AMX. Kernels and their orders of sums are chosen by
+# Rows of every product of an invariant forward by libraries. Kernels and their orders of sums are chosen by
 # the number of rows: on an AMD EPYC 1 row of float32 has other bits than 2 and, by MKL, than 4. MKL's bits also depend
-# on a row's place in blocks of fewer than 12 rows. Other numba kernels multiply any number of rows, row by row.
+# on a row's place in blocks of fewer than 12 rows. Numba kernels multiply any number of rows, row by row or in tiles.
 _INVARIANT_ROWS = 16
 
 
@@ -114,13 +114,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def _linear_in_blocks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `linear` of x [num_rows, in_features], computed in blocks of `_INVARIANT_ROWS` rows, padded with zeros."""
-    products = []
-    for rows in x.split(_INVARIANT_ROWS):
-        num_rows = len(rows)
-        if num_rows < _INVARIANT_ROWS:
-            rows = functional.pad(rows, (0, 0, 0, _INVARIANT_ROWS - num_rows))
-        products.append(linear(rows, weight, bias)[:num_rows])
-    return torch.cat(products)
+    num_rows = len(x)
+    num_blocks = max(-(-num_rows // _INVARIANT_ROWS), 1)
+    missing = num_blocks * _INVARIANT_ROWS - num_rows
+    if missing:
+        x = functional.pad(x, (0, 0, 0, missing))
+    products = [linear(rows, weight, bias) for rows in x.split(_INVARIANT_ROWS)]
+    if len(products) == 1:
+        return products[0][:num_rows]
+    return torch.cat(products)[:num_rows]
 
 
 def packed_address(packed: torch.Tensor) -> int | None:
@@ -163,13 +165,13 @@ def _loops(x: torch.Tensor, weight: torch.Tensor) -> Any:
 
 
 def _loops_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """Return the numba kernels if they multiply these row by row, and not by AMX, or None."""
+    """Return the numba kernels if they multiply these so that no row's bits depend on the others, or None."""
     if x.dtype != weight.dtype or x.dim() != 2 or x.stride(1) != 1:
         return None
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         return None
     loops = _loops_of(weight)
-    if loops is None or not loops.prefers_rows(weight):
+    if loops is None or not loops.has_invariant_rows(weight):
         return None
     return loops
 
