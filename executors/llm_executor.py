@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,11 +17,13 @@ from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.adapted_model import AdaptedModel
+from paged.executors.cpu_threads import choose_threads
 from paged.executors.parallel.driver import Driver
 from paged.executors.parallel.follower import follow, load_adapter, update_weights, wake
 from paged.executors.parallel.messages import Kind
 from paged.executors.progress import tracked
 from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
+from paged.executors.thread_waits import warn_of_spinning
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import Answers, UnifiedExecutor
 from paged.folder_path import as_folder
@@ -36,6 +39,7 @@ from paged.models.registry import load_model
 from paged.models.weight_update import Source
 from paged.seq_id import SeqId
 
+_LOG = logging.getLogger("paged")
 # Widest point of a decoder layer: hidden state, residual, gate, up and their product. The last three are about 4 wide.
 ACTIVATIONS_PER_HIDDEN = 14
 # On a CPU, models with at least this many weight bytes are packed at load. For smaller ones, packing takes longer than
@@ -75,6 +79,8 @@ class LlmExecutor(UnifiedExecutor):
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
         super().__init__(info, sequences, memory)
+        if info.device.type == "cpu":
+            _prepare_threads()
         self._ranks = self._lm.ranks
         if self._ranks.rank:
             self.refusal = f"rank {self._ranks.rank} of {self._ranks.size}: it can only `serve`; rank 0 drives"
@@ -89,6 +95,7 @@ class LlmExecutor(UnifiedExecutor):
     ) -> LlmExecutor:
         """Load a Hugging Face checkpoint: a folder, or OWNER/NAME on the Hub if huggingface_hub is installed.
 
+        On a CPU, PyTorch's number of threads becomes that of `choose_threads`, unless the user has chosen another.
         CUDA graphs are captured by `warmup`. On a CPU, models of 8 MiB or more are packed when they are loaded, smaller
         ones by `warmup`; see `PagedCausalLM.pack`.
 
@@ -379,6 +386,16 @@ class LlmExecutor(UnifiedExecutor):
         if isinstance(self._lm, PagedCausalLM) and (batch.prepared is not None or not batch.is_plain):
             return self._lm.run_checked(batch)
         return self._lm.unified_forward(batch.items)
+
+
+def _prepare_threads() -> None:
+    """Let PyTorch take as many threads as `choose_threads` says, and warn if they wait badly."""
+    current = torch.get_num_threads()
+    choice = choose_threads(current)
+    if choice.num_threads != current:
+        torch.set_num_threads(choice.num_threads)
+        _LOG.info("%d threads in place of %d: %s", choice.num_threads, current, choice.reason)
+    warn_of_spinning(choice.num_threads)
 
 
 def _check_idle(model: PagedCausalLM, call: str) -> None:

@@ -1,12 +1,14 @@
 """Paged attention and fused MoE in Triton over a block-table KV cache, with executors that run real checkpoints.
 
-Every public name is exported here and loaded on first use, so `import paged` takes neither torch nor triton.
+Every public name is exported here and loaded on first use, so `import paged` takes neither torch nor triton. It sets
+GOMP_SPINCOUNT for threads of PyTorch, if that is not loaded yet; see `paged.executors.thread_waits`.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 
 # Importing `typing` would take half of the time before the command line handles an interrupt without a traceback.
 TYPE_CHECKING = False
@@ -129,5 +131,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+if "torch" not in sys.modules:  # later, torch has read how its threads wait
+    importlib.import_module("paged.executors.thread_waits").set_spin_count()
 if "PAGED_RECORD" in os.environ:
     importlib.import_module("paged.recorder").record_as_environment_says()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import PagedError
 from paged.executors.command_line.safe_output import print_json
+from paged.executors.cpu_threads import choose_threads
+from paged.executors.thread_waits import wait_text
 from paged.printable import one_line
 
 if TYPE_CHECKING:
@@ -85,11 +87,14 @@ def _device(device: torch.device) -> dict[str, Any]:
 
     from paged.kernels.common.device import device_of
 
+    threads = choose_threads(torch.get_num_threads())
     facts: dict[str, Any] = {
         "type": device.type,
         "host": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
-        "cpu_threads": torch.get_num_threads(),
+        "cpu_threads": threads.num_threads,
+        "cpu_threads_reason": threads.reason,
+        "cpu_threads_wait": wait_text(),
     }
     if sys.platform == "linux":
         facts["cpu_cores"] = len(os.sched_getaffinity(0))

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import paged
+from paged.executors.cpu_threads import choose_threads
+from paged.executors.thread_waits import wait_text
 from paged.kernels.common.device import has_numba
 from paged.kernels.quantization.cpu_product import choose_product, this_cpu
 
@@ -35,4 +37,7 @@ def test_backend_and_its_reason(run: Callable[..., dict[str, Any]], monkeypatch:
             assert feature["supported"] == (chosen != "unpacked")
             assert f": {chosen}" in feature["reason"]
     assert found["versions"]["paged"] == paged.__version__
-    assert found["device"]["cpu_threads"] == torch.get_num_threads()
+    choice = choose_threads(torch.get_num_threads())
+    device = found["device"]
+    assert (device["cpu_threads"], device["cpu_threads_reason"]) == (choice.num_threads, choice.reason)
+    assert device["cpu_threads_wait"] == wait_text()
