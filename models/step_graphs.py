@@ -20,6 +20,7 @@ from paged.forward_step import ForwardStep
 from paged.kernels.common.device import use_triton, wants_loops
 from paged.kernels.common.numba_ops.recording import Recording
 from paged.kernels.common.numba_ops.step_memory import StepMemory
+from paged.kernels.common.numba_ops.thread_times import one_thread, seconds_saved_alone
 from paged.kernels.common.operation import are_calls_watched
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
@@ -44,6 +45,8 @@ DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 # of 339 MB, take 0.72 ms in place of 1.68.
 RECORDED_SIZES = (*range(1, 9), *range(12, 33, 4))
 _MOST_RECORDED_BYTES = 4 << 30
+# Keys of each sequence in the longer of two measurements of a step on one thread and on all.
+_MEASURED_KEYS = 1024
 # The newest token and 7 drafts. Attention has tiles for 16, 32 and 64 rows of a sequence, tokens times heads of a
 # group. With 4 or 8 heads, 5 tokens take the same tile as 8.
 _VERIFIED_TOKENS = 8
@@ -170,6 +173,8 @@ class StepGraphs:
         self._parts: dict[tuple[GraphShape, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent_table: NDArray[np.int32] | None = None
         self.num_unrecorded = 0
+        # Recorded steps that one thread runs sooner than all, up to so many keys.
+        self._most_keys_of_one: dict[GraphShape, int] = {}
 
     def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
         """Capture a graph for every shape, the largest first; after an error there are none. Needs no cache blocks.
@@ -194,6 +199,8 @@ class StepGraphs:
             if self._recorded_only:
                 shapes = [shape for shape in shapes if shape.longest_query == 1]
             self._capture(self._record, track(shapes))
+            if self._recorded_only and not self._num_states:
+                self._choose_threads()
             self.capture_adapted(track)
         except BaseException:
             self.clear()
@@ -218,6 +225,45 @@ class StepGraphs:
         shapes = [GraphShape(1, size, is_invariant=True) for size in reversed(self._sizes)]
         with self._network.computing(is_invariant=True):
             self._capture(self._record, shapes)
+
+    def _choose_threads(self) -> None:
+        """Find the recorded steps that are too small for several threads, the smallest steps first.
+
+        Invariant steps are not among them: the bits of libraries' products may depend on the number of threads.
+        """
+        if torch.get_num_threads() == 1:
+            return
+        with torch.no_grad():
+            for shape in self._replays:
+                most_keys = self._most_keys(shape)
+                if most_keys == 0:
+                    break
+                self._most_keys_of_one[shape] = most_keys
+        if self._most_keys_of_one:
+            largest = max(shape.num_tokens for shape in self._most_keys_of_one)
+            _LOG.info("decode steps of up to %d sequences run on one thread, unless they are long", largest)
+
+    def _most_keys(self, shape: GraphShape) -> int:
+        """Return up to how many keys of all its sequences one thread runs a recorded step sooner than all threads.
+
+        The step is timed with one key a sequence and with many. Between and beyond, times grow with the keys.
+        """
+        *_, seq_lens, cu_seqlens_q = self._inputs[shape].tensors
+        torch.arange(shape.num_tokens + 1, out=cu_seqlens_q)
+        num_keys = min(self.longest, _MEASURED_KEYS)
+        seq_lens.fill_(1)
+        saved_of_few = seconds_saved_alone(self._replays[shape])
+        seq_lens.fill_(num_keys)
+        saved_of_many = None
+        if saved_of_few is not None and saved_of_few > 0:
+            saved_of_many = seconds_saved_alone(self._replays[shape])
+        for tensor in (seq_lens, cu_seqlens_q):
+            tensor.zero_()  # padding
+        if saved_of_few is None or saved_of_many is None:
+            return 0
+        if saved_of_many >= saved_of_few:
+            return shape.num_tokens * self.longest
+        return int(shape.num_tokens * num_keys * saved_of_few / (saved_of_few - saved_of_many))
 
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
         """Return the graph that runs a step; None if none fits, if no logits or more than logits are wanted, if it
@@ -253,7 +299,11 @@ class StepGraphs:
         input_ids, product = self._parts_of(shape, num_tokens)
         step.copy_device_ids(input_ids)
         self._send_table(step.host.block_tables)
-        self._replays[shape]()
+        if shape in self._most_keys_of_one and step.host.seq_lens.sum() <= self._most_keys_of_one[shape]:
+            with one_thread():
+                self._replays[shape]()
+        else:
+            self._replays[shape]()
         features = self._features.get(shape)
         if features is not None:
             features = features[:num_tokens].clone()  # the next graph may overwrite them

@@ -1,6 +1,7 @@
 """Decode steps on a CPU: recordings of numba's loops, and what is said of those that cannot be recorded."""
 
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 
 from paged.errors import InvalidInputError
 from paged.executors.llm_executor import LlmExecutor
+from paged.kernels.common.numba_ops.thread_times import seconds_saved_alone
 from paged.kernels.quantization.cpu_product import this_cpu
+from paged.models import step_graphs
+from paged.models.paged_lm import PagedCausalLM
 from paged.models.step_graphs import graph_recorder
 from tests.backends import needs_numba
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint
@@ -79,6 +83,81 @@ def test_operations_between_the_kernels_are_recorded(name: str, tmp_path: Path, 
     for number, names in enumerate([(4, 1, 0), (3,), *((4, 2, 0),) * 3]):
         assert_same_logits(decode(recorded, names, number), decode(eager, names, number))
     assert recorded.num_graph_replays == 5
+
+
+@by_numba
+class TestThreads:
+    """Recorded steps that one thread runs sooner than two, by times that a function stands in for."""
+
+    @pytest.fixture(autouse=True)
+    def _two_threads(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        yield
+        torch.set_num_threads(before)
+
+    def counts(self, model: PagedCausalLM) -> list[int]:
+        """Numbers of threads of the steps to come."""
+        counts: list[int] = []
+        for shape, replay in model.graphs._replays.items():
+
+            def replay_noted(replay: Callable[[], None] = replay) -> None:
+                counts.append(torch.get_num_threads())
+                replay()
+
+            model.graphs._replays[shape] = replay_noted
+        return counts
+
+    @pytest.mark.parametrize(
+        ("saved", "expected"),
+        [
+            ([1e-3, -1e-3, None], [1, 1, 2, 2]),  # up to 32 keys, the half of 64
+            ([1e-3, 1e-3, 1e-3, -1e-3, -1e-3], [1, 1, 1, 1]),  # of two sequences up to 64
+            ([-1e-3], [2, 2, 2, 2]),
+            ([None], [2, 2, 2, 2]),  # other processes disturbed every run
+            ([1e-3, None], [2, 2, 2, 2]),
+        ],
+    )
+    def test_small_steps_run_on_one(
+        self,
+        saved: list[float | None],
+        expected: list[int],
+        llama_folder: Path,
+        backend: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        times = iter(saved)
+        monkeypatch.setattr(step_graphs, "seconds_saved_alone", lambda run: next(times))
+        recorded, eager = (make(llama_folder, graphs) for graphs in (None, False))
+        assert list(times) == []
+        counts = self.counts(recorded)
+        for model in (recorded, eager):
+            begin(model, (30, 21, 40))
+        for number, names in enumerate([(0,), (0,), (2,), (0, 1)]):
+            assert_same_logits(decode(recorded, names, number), decode(eager, names, number))
+        assert counts == expected
+        assert torch.get_num_threads() == 2
+
+    def test_measuring_leaves_live_sequences_alone(
+        self, llama_folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        recorded, eager = (make(llama_folder, graphs) for graphs in (None, False))
+        for model in (recorded, eager):
+            begin(model, (7, 3))
+        monkeypatch.setattr(step_graphs, "seconds_saved_alone", lambda run: seconds_saved_alone(run) and 1e-6)
+        recorded.graphs.capture()
+        for number in range(2):
+            assert_same_logits(decode(recorded, (0, 1), number), decode(eager, (0, 1), number))
+
+    def test_invariant_steps_keep_their_threads(
+        self, llama_folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As bits of products may depend on them."""
+        monkeypatch.setattr(step_graphs, "seconds_saved_alone", lambda run: 1.0)
+        model = make(llama_folder, None)
+        model.graphs._capture_invariant()
+        assert {shape.is_invariant for shape in model.graphs._replays} == {False, True}
+        assert not any(shape.is_invariant for shape in model.graphs._most_keys_of_one)
 
 
 @pytest.mark.by_cpu
