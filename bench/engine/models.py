@@ -69,6 +69,7 @@ _OSS_EXPERTS = {
 # those of Qwen2.5, in a Llama, which llama.cpp's process writes as GGUF.
 MODELS = {
     "Llama-10M": _config("Llama", "llama", 288, 768, 8, 9, 3, **_SMALL),
+    "Llama-20M": _config("Llama", "llama", 512, 1536, 6, 8, 4, **_SMALL),
     "Llama-100M": _config("Llama", "llama", 768, 2304, 13, 12, 3, **_SMALL),
     "Llama-8B": _config("Llama", "llama", *_8B, **_SMALL),
     "Llama-6-layers": _config("Llama", "llama", 1024, 4096, 6, 16, 16, **_SMALL),

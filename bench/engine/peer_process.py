@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,32 +15,35 @@ from typing import Any
 import torch
 
 from paged.bench.benchmark import Json
+from paged.executors.thread_waits import without_our_choice
 
 # Where `make vllm-engine` and `make llama-cpp` put environments, in a checkout.
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
 
 
 class PeerProcess:
-    """A script in the Python of its environment, which answers a line of JSON with another.
+    """A program in a Python, which answers a line of JSON with another.
 
-    about: its first line, such as its version.
+    arguments: of Python, its script or `-m` and its module first. variables: of its environment; by default those of
+    this process without what is ours. about: its first line, such as its version.
 
     Raises:
         FileNotFoundError: the environment does not exist.
         RuntimeError: the process has ended.
     """
 
-    def __init__(self, name: str, python: Path, script: str, *arguments: str, log: Path) -> None:
+    def __init__(
+        self, name: str, python: Path, *arguments: str, log: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
         if not python.exists():
             raise FileNotFoundError(f"{python}: no such file, `make {python.parents[1].name}` makes it")
         self._name, self._log = name, log
-        environment = dict(os.environ)
-        environment.pop("PYTHONPATH", None)
-        environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        if variables is None:
+            variables = _variables_of_peers()
         with log.open("w") as file:
             self._process = subprocess.Popen(
-                [python, "-P", script, *arguments],
-                env=environment,
+                [python, "-P", *arguments],
+                env=variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -62,6 +66,13 @@ class PeerProcess:
             log = self._log.read_text(errors="replace")[-2000:]
             raise RuntimeError(f"{self._name} ended with {self._process.wait()}: {log}")
         return json.loads(line)
+
+
+def _variables_of_peers() -> dict[str, str]:
+    variables = without_our_choice(os.environ)
+    variables.pop("PYTHONPATH", None)
+    variables["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    return variables
 
 
 def _kill_group(process: int) -> None:

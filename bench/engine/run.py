@@ -30,6 +30,10 @@ quantized.FORMAT.N: on a CPU, a decode step of N sequences with quantised weight
     of the machine's rate of reads. quantized.0.5B.FORMAT.N and 1.5B: at these sizes. quantized.Qwen3-MoE.*,
     Qwen3-Next.* and gpt-oss.*: experts, of which only those count that a step reads. quantized.prompt.FORMAT.N: a
     prompt of N tokens, `percent_of_matmul` the share of the machine's rate of products in bfloat16.
+busy.N.K: on a CPU, a decode step of N sequences beside K busy processes of other sessions, with as many threads as an
+    executor takes; peers are other ways in which threads wait. Without neighbours at most 1.03 times the time of
+    libgomp's default, beside them at most 1.3 times the fair time: the quiet one, as much longer as the cores are fewer
+    that are left. busy.invariant.DTYPE.N.K: a step under `batch_invariant`, at least 0.6 of the speed of a plain one.
 conversations: on a CPU, 64 conversations of 8 turns in a pool of a tenth of their tokens: how many times sooner the
     first token comes with host memory as a tier of the prefix cache, in the median; at least 1, with a folder and after
     a restart on it, too. Beside a folder whose reads wait 20 ms or never end, it comes at most 50 ms later, in the
@@ -61,7 +65,7 @@ from paged import (
     SamplingParams,
 )
 from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting
-from paged.bench.engine import quantized
+from paged.bench.engine import busy, quantized
 from paged.bench.engine.conversations import conversations
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode, decode_early
@@ -188,6 +192,10 @@ def _cases() -> list[Case]:
             for workload in WORKLOADS:
                 name = f"cpu.{model}.{str(dtype).removeprefix('torch.')}.{workload.name}"
                 cases.append(Case(name, partial(beside_vllm, name, model, dtype, workload, target), "cpu", PEER))
+    for case in busy.rows():
+        cases.append(Case(case.name, partial(busy.busy, case), "cpu"))
+    for dtype_name, case in busy.invariant_rows():
+        cases.append(Case(case.name, partial(busy.invariant, dtype_name, case), "cpu"))
     cases.append(Case("conversations", partial(conversations, "conversations", "Llama-10M"), "cpu"))
     for name, form, batch, size in quantized.rows():
         cases.append(Case(name, partial(quantized.decode_step, name, form, batch, size), "cpu"))
