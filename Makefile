@@ -132,12 +132,14 @@ $(VLLM_ENGINE)/installed: $(VLLM)
 	cp $(VLLM_ENGINE)/lib/python3*/site-packages/vllm/*.so $(VLLM_ENGINE)/vllm-0.33.0/vllm
 	touch $@
 
-# llama.cpp, compiled for this CPU, for `paged bench engine --only quantized. --peers llama.cpp`.
+# llama.cpp, compiled for what processes may use of this CPU, for `paged bench engine --only quantized. --peers llama.cpp`.
 llama-cpp: $(LLAMA_CPP)/installed
 
 $(LLAMA_CPP)/installed:
 	$(PYTHON) -m venv $(LLAMA_CPP)
-	$(LLAMA_CPP)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36 gguf safetensors
+	$(LLAMA_CPP)/bin/python -m pip install --quiet --disable-pip-version-check gguf safetensors
+	CMAKE_ARGS="$$($(PYTHON) bench/llama_cpp_flags.py) $$CMAKE_ARGS" $(LLAMA_CPP)/bin/python -m pip install --quiet \
+		--disable-pip-version-check --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
 	touch $@
 
 gpu:

@@ -124,6 +124,16 @@ class Prompt:
         return perf_counter() - start
 
 
+def instructions(lib: Any) -> str:
+    """Return the names of the instruction sets that the library was compiled for."""
+    names = []
+    for part in lib.llama_print_system_info().decode().split("|"):
+        name, _, value = part.rpartition("=")
+        if value.strip() == "1":
+            names.append(name.rpartition(":")[2].strip())
+    return " ".join(names)
+
+
 def main(folder: str, form: str, threads: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not mix with answers
@@ -131,7 +141,8 @@ def main(folder: str, form: str, threads: str) -> None:
     lib: Any = importlib.import_module("llama_cpp")
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(os.fsencode(path), lib.llama_model_default_params())
-    print(json.dumps({"version": lib.__version__, "bytes": path.stat().st_size}), file=answers, flush=True)
+    about = {"version": lib.__version__, "bytes": path.stat().st_size, "instructions": instructions(lib)}
+    print(json.dumps(about), file=answers, flush=True)
     decoder_of = cache(lambda batch: Decoder(model, batch, int(threads)))
     prompt = cache(lambda length: Prompt(model, length, int(threads)))
     for line in sys.stdin:

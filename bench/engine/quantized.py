@@ -192,14 +192,18 @@ def _in_turns(
     entries.samples[OURS] = sample_of(models.ours(form))
     if form != "plain":
         entries.samples["plain"] = sample_of(models.ours("plain"))
-    peer_form = FORMATS.get(form)
+    peer_form = FORMATS.get(form, "")
+    peer_name = f"{PEER} {peer_form}"
     if peer_form and models.are_stored and entries.setting.peers == PEER:
         peer = models.peer(peer_form)
-        entries.samples[f"{PEER} {peer_form}"] = lambda: median(peer.ask(**job))
+        entries.samples[peer_name] = lambda: median(peer.ask(**job))
         detail["peer_weights_mb"] = peer.about["bytes"] / 1e6
     for sample in entries.samples.values():
         sample()  # warms up
-    return entries.row()
+    row = entries.row()
+    if peer_name in row["peers"]:
+        row["peers"][peer_name]["backend"] = models.peer(peer_form).about["instructions"]
+    return row
 
 
 def _prompt_of(model: PagedCausalLM, length: int) -> Sample:

@@ -12,7 +12,7 @@ from paged import SamplingParams
 from paged.bench import benchmark
 from paged.bench.benchmark import Setting, line
 from paged.bench.check import WrongResultError
-from paged.bench.engine import conversations, decode, long_prompt, models, quantized, throughput
+from paged.bench.engine import conversations, decode, llama_cpp_process, long_prompt, models, quantized, throughput
 from paged.bench.engine import run as bench_engine
 from paged.bench.engine.beside import check_same_texts
 from paged.bench.limits import Ceilings
@@ -140,7 +140,7 @@ _LLAMA_CPP = """
 import json, sys
 
 assert sys.argv[2] == "Q4_0"
-print(json.dumps({"version": "0", "bytes": 5_000_000}), flush=True)
+print(json.dumps({"version": "0", "bytes": 5_000_000, "instructions": "AVX2 FMA"}), flush=True)
 for line in sys.stdin:
     print(json.dumps([0.5] * json.loads(line).get("steps", 1)), flush=True)
 """
@@ -165,6 +165,7 @@ def test_quantised_steps_take_turns_with_plain_ones_and_llama_cpp(
         assert row["peers"].keys() == names
     assert row["peers"]["llama.cpp Q4_0"]["median_us"] == pytest.approx(5e5)
     assert row["detail"]["peer_weights_mb"] == 5
+    assert "llama.cpp Q4_0 (AVX2 FMA)" in line(row)
     read_mb = row["detail"]["weights_mb"] + 32 * 2 * 128 * 2 / 1e6  # keys and values of 32 tokens, and the tied head
     assert row["detail"]["read_mb"] == pytest.approx(read_mb)
     assert row["detail"]["percent_of_read"] == pytest.approx(100 * read_mb / row["median_us"] / 2e9 * 1e12)
@@ -175,6 +176,12 @@ def test_quantised_steps_take_turns_with_plain_ones_and_llama_cpp(
     flops = 2 * 512 * (4 * 128 * 128 + 3 * 128 * 256) + 4 * 128 * (512 * 513 // 2)
     assert row["detail"]["percent_of_matmul"] == pytest.approx(100 * flops / row["median_us"] / 1e12 * 1e6)
     quantized._models.cache_clear()
+
+
+def test_instructions_of_llama_cpp() -> None:
+    text = b"CPU : SSE3 = 1 | AVX512 = 0 | AMX_INT8 = 1 | LLAMAFILE = 1 | REPACK = 0 | "
+    lib = SimpleNamespace(llama_print_system_info=lambda: text)
+    assert llama_cpp_process.instructions(lib) == "SSE3 AMX_INT8 LLAMAFILE"
 
 
 def test_a_step_reads_the_experts_that_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
