@@ -15,6 +15,7 @@ from paged.errors import CheckpointError, PagedError
 from paged.models.generic.network import ModuleNetwork
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, PARTS, Families, logits_of, options, save_checkpoint, tokens
+from tests.models.published_settings.others import published_values
 from tests.tolerance import assert_within
 
 PROMPT = tokens(20)
@@ -219,7 +220,7 @@ def _family_of(families: Families, config_class: Any) -> Any:
 
 
 def tiny(config_class: Any) -> Any:
-    """Return a configuration with small sizes, also in the configurations inside of it."""
+    """Return a configuration with small sizes and published settings, also in the configurations inside of it."""
     default = config_class()
     values: dict[str, Any] = {}
     # Layer types follow from the number of layers where none are set.
@@ -239,7 +240,8 @@ def tiny(config_class: Any) -> Any:
             family = _family_of(Families(FAMILIES.data | PARTS.data), type(part))
             parts[key] = (family or tiny(type(part))).to_dict()
     values |= parts
-    values |= _OPTIONS.get(config_class.__name__.removesuffix("Config"), {})
+    name = config_class.__name__.removesuffix("Config")
+    values |= _OPTIONS.get(name, {}) | published_values(name)
     return config_class(**{**values, **options(_OWN.get(config_class.__name__, ""))})
 
 

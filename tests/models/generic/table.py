@@ -1,7 +1,8 @@
 """The lists of transformers' decoders and multimodal models in docs/families.md.
 
-python -m tests.models.generic.table          # writes the page again, after a change of the families
-python -m tests.models.generic.table --run    # first runs every model, in six minutes, and writes `RESULTS`
+python -m tests.models.generic.table             # writes the page again, after a change of the families
+python -m tests.models.generic.table --run       # first runs every model, in six minutes, and writes `RESULTS`
+python -m tests.models.generic.table --run NAME  # runs these models alone
 """
 
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from paged.models.registry import ARCHITECTURES
 from paged.printable import one_line
 from tests.models.generic.every_decoder import decoders, multimodal_models, result_of
+from tests.models.published_settings.others import OTHERS
+from tests.models.published_settings.settings import PUBLISHED, published
 
 # Files of results by kind of models.
 RESULTS = {kind: Path(__file__).with_name(f"{kind}.txt") for kind in ("decoders", "multimodal")}
@@ -52,20 +55,42 @@ def page() -> str:
 
 
 def _list_of(kind: str, classes: str) -> list[str]:
-    """Return the lines of the page that say how the classes of `saved_results` run."""
+    """Return the lines of the page that say how the classes of `saved_results` run, and with which settings."""
     saved = saved_results(kind)
     kinds: dict[str, list[str]] = {"native": [], "generic": [], "refused": [], "unbuilt": []}
     for name, result in saved.items():
         kinds[result.partition(":")[0]].append(name)
-    native, generic, refused, unbuilt = (len(names) for names in kinds.values())
-    lines = [
-        f"Of {len(saved)} {classes}, {native} run by a family.",
-        f"These {generic} run by transformers' module:\n",
-        *textwrap.wrap(", ".join(f"`{name}`" for name in kinds["generic"]), 120),
-        f"\n{refused} are refused, and {unbuilt} could not be built for the tests:\n",
+    known = {_plain(published(row)[0]) for row in PUBLISHED} | set(map(_plain, OTHERS))
+    unknown = {name for name in saved if _plain(name) not in known}
+    as_published = [name for name in kinds["generic"] if name not in unknown]
+    by_default = [name for name in kinds["generic"] if name in unknown]
+    lines = [f"Of {len(saved)} {classes}, {len(kinds['native'])} run by a family."]
+    if as_published:
+        lines.append(
+            f"These {len(as_published)} run by transformers' module, with the settings of a published model:\n"
+        )
+        lines += [*_names(as_published), ""]
+    lines += [
+        f"These {len(by_default)} run by transformers' module with its default settings.",
+        "Published settings may differ, and none are known here:\n",
+        *_names(by_default),
+        f"\n{len(kinds['refused'])} are refused, and {len(kinds['unbuilt'])} could not be built for the tests.",
+        "An asterisk marks transformers' default settings, where no published ones are known here:\n",
     ]
-    lines += [f"- `{name}`: {saved[name]}" for name in kinds["refused"] + kinds["unbuilt"]]
-    return lines
+    for name in kinds["refused"] + kinds["unbuilt"]:
+        mark = "*" if name in unknown else ""
+        lines.append(f"- `{name}`{mark}: {saved[name]}")
+    lines.append("\nThese run by a family, and no published settings of theirs are known here:\n")
+    return lines + _names([name for name in kinds["native"] if name in unknown])
+
+
+def _plain(name: str) -> str:
+    """Return a class's name as transformers and authors both spell it."""
+    return name.replace("_", "").casefold()
+
+
+def _names(names: list[str]) -> list[str]:
+    return textwrap.wrap(", ".join(f"`{name}`" for name in names), 120)
 
 
 def _short(result: str) -> str:
@@ -79,9 +104,12 @@ def _short(result: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments == ["--run"]:
+    if arguments[:1] == ["--run"]:
         for kind, names in {"decoders": decoders(), "multimodal": multimodal_models()}.items():
-            RESULTS[kind].write_text("".join(f"{name} {result}\n" for name, result in results(names).items()))
+            run = [name for name in names if name in arguments[1:] or len(arguments) == 1]
+            saved = {} if run == names else saved_results(kind)
+            saved |= results(run)
+            RESULTS[kind].write_text("".join(f"{name} {saved[name]}\n" for name in names))
     PAGE.write_text(page())
 
 
