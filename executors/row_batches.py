@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from paged.errors import InvalidInputError
 from paged.kernels.common.checks import check_shape
 from paged.kernels.common.scalars import shown
 from paged.seq_id import SeqId
+from paged.token_ids import as_token_ids
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:
     Raises:
         InvalidInputError: a shape or dtype does not fit, positions have a gap, or there is not one cache a row.
     """
+    inputs = replace(inputs, input_ids=_id_rows(inputs.input_ids))
     return _items(inputs, inputs.attention_mask, inputs.kv_caches, FullLogits())
 
 
@@ -70,6 +72,7 @@ def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
     Raises:
         InvalidInputError: a shape or dtype does not fit, or there is not one cache a row.
     """
+    inputs = replace(inputs, input_ids=_id_rows(inputs.input_ids))
     check_shape("input_ids", inputs.input_ids, ("B", 1))
     caches = inputs.kv_cache if isinstance(inputs.kv_cache, Sequence) else [inputs.kv_cache]
     if any(cache is None for cache in caches):
@@ -147,6 +150,19 @@ def _items(
             )
         )
     return items
+
+
+def _id_rows(value: Any) -> torch.Tensor:
+    """Return rows of token ids as a tensor [B, S]."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        rows = [as_token_ids("input_ids", row) for row in value]
+        return torch.tensor(rows, dtype=torch.int64)
+    except (InvalidInputError, MemoryError):
+        raise
+    except Exception as error:  # of a class of the caller's, rows of other lengths, or ids beyond 64 bits
+        raise InvalidInputError(f"input_ids: {shown(value)}, expected rows of as many token ids each") from error
 
 
 def _without_padding(rows: list[list[int]], mask: list[list[int]]) -> list[list[int]]:

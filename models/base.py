@@ -14,6 +14,7 @@ import torch
 from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.seq_id import SeqId
+from paged.token_ids import as_token_ids
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,15 @@ class DecoderOnlyLLM(ABC):
             start_pos: the sequence's length; None takes the counted one, which may be wrong after a failed call.
 
         Raises:
-            InvalidInputError: tokens is empty.
+            InvalidInputError: tokens are empty, or no token ids.
         """
-        if len(tokens) == 0:
+        ids = as_token_ids("tokens", tokens)
+        if not ids:
             raise InvalidInputError("tokens: empty, expected at least one token id")
         if start_pos is None:
             start_pos = _lengths(self).get(cache_id, 0)
         rows: list[torch.Tensor] = []
-        for pos, token in enumerate(tokens, start_pos):
+        for pos, token in enumerate(ids, start_pos):
             rows.append(self.decode(cache_id, token, pos))
         return torch.stack(rows)
 
@@ -176,9 +178,13 @@ def _after_items(before: dict[SeqId, int], items: Sequence[UnifiedBatchItem], **
     return lengths
 
 
+def _after_prompt(before: dict[SeqId, int], cache_id: SeqId, tokens: Sequence[int], **_: Any) -> dict[SeqId, int]:
+    return {cache_id: before.get(cache_id, 0) + len(as_token_ids("tokens", tokens))}
+
+
 # Change of a sequence's length by each method. Parameters that a subclass adds are ignored.
 _COUNTS: Mapping[str, Callable[..., dict[SeqId, int]]] = {
-    "prefill": lambda before, cache_id, tokens, **_: {cache_id: before.get(cache_id, 0) + len(tokens)},
+    "prefill": _after_prompt,
     "decode": lambda before, cache_id, token, pos, **_: {cache_id: pos + 1},
     **dict.fromkeys(
         ("decode_batch", "decode_batch_with_full_logits"),

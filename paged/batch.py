@@ -216,7 +216,7 @@ class PrefillInput:
     """Prompts of B sequences, of S tokens with padding.
 
     Attributes:
-        input_ids: int64 [B, S].
+        input_ids: int64 [B, S], or rows of token ids in another form.
         attention_mask: [B, S]; 0 marks padding, on either side.
         position_ids: [B, S]; consecutive in each row, padding aside, from the length of the row's cache.
         metadata: as in `UnifiedBatchItem`, for every row.
@@ -262,7 +262,7 @@ class DecodeInput:
     """The next token of each of B sequences.
 
     Attributes:
-        input_ids: int64 [B, 1].
+        input_ids: int64 [B, 1], or rows of token ids in another form.
         kv_cache: the handle of the sequence; B handles if B > 1.
         position_ids: [B, 1], the lengths of the caches; None takes those.
         metadata: as in `UnifiedBatchItem`, for every row.

@@ -15,17 +15,20 @@ MAX_TOKEN_IDS = 1 << 24
 _NOT_TOKEN_IDS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
-def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -> list[int]:
+def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS, may_be_set: bool = False) -> list[int]:
     """Return token ids as a list of ints; a list of ints is returned itself, so change only a copy.
 
     Args:
         value: any iterable of integers in order: list, tuple, range, generator, array or tensor with one axis, or a
             mixture of integer types. An iterator is used up.
+        may_be_set: whether the order means nothing, so that a set is taken, too.
 
     Raises:
         InvalidInputError: it is something else, nested, contains anything but integers (also bools), or has more than
             `max_length` items. An iterable is not read beyond that.
     """
+    if may_be_set and isinstance(value, set | frozenset):
+        value = list(value)
     try:
         ids = value if type(value) is list else _listed(value, max_length)
     except MemoryError:

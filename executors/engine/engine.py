@@ -85,7 +85,7 @@ class Engine(EngineCore):
             # A checkpoint may name tokens that its vocabulary does not have.
             self._eos_token_ids = frozenset(token for token in info.eos_token_ids if token < info.vocab_size)
         else:
-            self._eos_token_ids = frozenset(as_token_ids("eos_token_ids", list(eos_token_ids)))
+            self._eos_token_ids = frozenset(as_token_ids("eos_token_ids", eos_token_ids, may_be_set=True))
             self._prompts.check_ids("eos_token_ids", sorted(self._eos_token_ids))
         if seed is None:
             seed = secrets.randbits(64)

@@ -188,9 +188,7 @@ def _read(name: str, value: Any) -> Any:
     if name == "stop":
         return _stops(value)
     max_length = MAX_STOP_TOKENS if name == "stop_token_ids" else MAX_IDS
-    if isinstance(value, set | frozenset):  # these ids need no order
-        value = list(value)
-    ids = tuple(as_token_ids(name, value, max_length=max_length))
+    ids = tuple(as_token_ids(name, value, max_length=max_length, may_be_set=True))
     if name == "allowed_token_ids" and not ids:
         raise InvalidInputError("allowed_token_ids: none, expected at least one token id")
     return ids

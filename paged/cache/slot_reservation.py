@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import sub
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, NamedTuple
 
 from paged.cache.guard import CacheGuard, Rollback
@@ -278,14 +278,15 @@ class KvSlotReservation:
         except Exception as error:
             raise InvalidInputError(f"token_ids: {shown(token_ids)}, expected one list per sequence") from error
         counts = list(map(sub, self._targets, self._starts))
-        if None in rows:
+        kinds = set(map(type, rows))  # not `None in rows`, which compares arrays
+        if NoneType in kinds:
             for index, row in enumerate(rows):
                 if row is None:
                     rows[index] = []
                     if index < len(counts):
                         counts[index] = 0
         # Check the ids of all lists at once: a decode step has hundreds with one id each.
-        if not set(map(type, rows)) <= {list}:
+        if not kinds <= {list, NoneType}:
             rows = [as_token_ids("token_ids", row) for row in rows]
         flat = rows[0] if len(rows) == 1 else list(chain.from_iterable(rows))
         if not set(map(type, flat)) <= {int}:
