@@ -26,6 +26,7 @@ from paged.models.registry import load_model
 from tests.models.drafts.heads import save_head
 from tests.models.edits import WEIGHTS, edit_config
 from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.models.lora.folders import Adapter
 
 PROMPT = tokens(24)
 # Of the largest element; another rotation or weight changes more than a hundredth of it.
@@ -281,6 +282,19 @@ def test_any_file_that_is_opened_changes_it(tmp_path: Path, monkeypatch: pytest.
                 file.write_bytes(content + b"\n")
             assert Loaded(folder, **options).digest != expected, (name, file)
             file.write_bytes(content)
+
+
+@pytest.mark.thorough
+def test_an_adapter_beside_the_weights_changes_it(tmp_path: Path) -> None:
+    """transformers' own module takes it, if PEFT is installed."""
+    folder = tmp_path / "model"
+    save_checkpoint(FAMILIES["llama"], folder)
+    digests = {Loaded(folder, model_impl="transformers").digest}
+    for seed in (1, 2):
+        adapter = Adapter(("q_proj", "v_proj"), seed=seed).save(tmp_path / str(seed), folder)
+        shutil.copytree(adapter, folder, dirs_exist_ok=True)
+        digests.add(Loaded(folder, model_impl="transformers").digest)
+    assert len(digests) == 3
 
 
 def test_a_file_that_changes_after_it_was_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
