@@ -2,8 +2,8 @@
 
 PyTorch's operations and the numba kernels share the threads of the libgomp that PyTorch loads. By default a thread that
 waits spins for 300,000 rounds, some milliseconds, which is as long as the system lets another process have its core. So
-two threads beside a busy process wait for each other most of the time. A thread that spins briefly and then sleeps is
-woken at once when its turn comes.
+two threads beside a busy process wait for each other most of the time. A thread that spins briefly and then sleeps
+leaves its core to the thread that it waits for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from functools import cache
 _LOG = logging.getLogger("paged")
 
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
-# Rounds of 15 to 50 ns, which is longer than a thread waits between the kernels of a step. See docs/performance.md.
+# The best of 0, 1,000, 30,000 and 300,000 beside a busy process on a Xeon; quiet steps take as long as by default. See
+# docs/performance.md.
 SPIN_COUNT = "1000"
 # Variables by which users choose how threads wait. Those of Intel's and LLVM's OpenMP begin with KMP_.
 _CHOICES = (SPIN_VARIABLE, "OMP_WAIT_POLICY")

@@ -73,7 +73,7 @@ class LoopLaunch:
 
     def _run(self, tensors: Mapping[str, Any]) -> int:
         work = self._work(tensors) if callable(self._work) else self._work
-        # With a number between, libgomp would end threads and start them again later, which takes 100 us each.
+        # With a number between, libgomp would end threads and start them again later. See docs/performance.md.
         threads = 1 if _is_small(work) else torch.get_num_threads()
         values = self.values(tensors)
         if self.scratch_size:
