@@ -63,6 +63,7 @@ class SamplingRows:
         self.penalised: list[int] = []
         self.with_minimum: list[int] = []
         self.reading: list[int] = []
+        self.with_mask_and_rules: list[int] = []
         self.with_logprobs: list[int] = []
         self.num_logprobs: int | None = None
         self._with_allowed: list[int] = []
@@ -85,6 +86,10 @@ class SamplingRows:
                 self._with_allowed.append(row)
             if params.logit_bias:
                 self._with_biases.append(row)
+            if completion.token_mask is not None and (
+                params.min_tokens or params.allowed_token_ids or params.logit_bias
+            ):
+                self.with_mask_and_rules.append(row)
         has_rules = self.penalised or self.with_minimum or self.reading or self._with_allowed or self._with_biases
         self.is_free = not has_rules
         self.is_plain = self.is_free and not self.is_drawn

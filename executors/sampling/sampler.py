@@ -226,6 +226,7 @@ class Sampler:
                 banned_tokens.append(completion.request.end_ids)
         if rows.allowed is None and rows.biased is None and not banned_rows:
             return logits, penalties
+        masked = logits
         logits = logits.clone()
         if rows.allowed is not None:
             allowed_rows, pairs = rows.allowed
@@ -237,7 +238,19 @@ class Sampler:
             logits.index_put_(*rows.biased, accumulate=True)
         if banned_rows:
             logits[row_pairs(banned_rows, banned_tokens, self._device)] = -torch.inf
+        if rows.with_mask_and_rules:
+            self._end_whole_texts(logits, masked, rows)
         return logits, penalties
+
+    def _end_whole_texts(self, logits: torch.Tensor, masked: torch.Tensor, rows: SamplingRows) -> None:
+        """Take back the other rules where a token mask leaves only tokens that end the output: its text is whole."""
+        ends = [rows.completions[row].request.end_ids for row in rows.with_mask_and_rules]
+        index = index_tensor(rows.with_mask_and_rules, self._device)
+        by_mask = masked[index]
+        others = by_mask.clone()
+        others[row_pairs(range(len(ends)), ends, self._device)] = -torch.inf
+        is_whole = (others == -torch.inf).all(dim=1, keepdim=True)
+        logits[index] = torch.where(is_whole, by_mask, logits[index])
 
     def _penalties(self, rows: SamplingRows, row_drafts: RowDrafts | None) -> Penalties | None:
         if not rows.penalised or (row_drafts is None and rows.counted is not None):

@@ -75,6 +75,32 @@ def test_json_validates(way: str, num_schemas: int, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_whole_text_ends_whatever_else_is_asked(way: str, device: torch.device) -> None:
+    """Neither a minimum, nor allowed tokens without the end, nor a bias against it prolongs an answer."""
+    drafts, config, options = WAYS[way]
+    tokenizer = byte_tokenizer()
+    compiler = GrammarCompiler(tokenizer, VOCABULARY, [END])
+    executor = make_executor(device, vocab_size=VOCABULARY, **({"num_blocks": 1024} | options))
+    make = SpeculativeDecoder if drafts else Engine
+    engine = make(executor, config=EngineConfig(**config), tokenizer=tokenizer, eos_token_ids=(END,), seed=3)
+    rules: list[dict[str, Any]] = [
+        {"min_tokens": 9},
+        {"allowed_token_ids": tuple(tokenizer.encode("ab").ids)},
+        {"logit_bias": {END: -100.0}},
+        {"min_tokens": 9, "logit_bias": {END: -100.0}, "temperature": 0.0},
+    ]
+    outputs = []
+    for given in rules:
+        matcher = asyncio.run(compiler.compile("regex", "a?[ab]b"))
+        outputs.append(engine.add_request([5, 6], SamplingParams(seed=1, max_tokens=20, **given), token_mask=matcher))
+    run_to_end(engine)
+    for output in outputs:
+        assert output.outputs[0].finish_reason == "stop", output.error
+        assert output.outputs[0].text in ("ab", "bb", "aab", "abb")
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_grammar_that_takes_too_long_ends_its_own_completion(way: str, device: torch.device) -> None:
     """Beside one that is as honest as it is, and one without a grammar, whose answers it does not change."""
     drafts, config, options = WAYS[way]
