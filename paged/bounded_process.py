@@ -110,8 +110,8 @@ class Branch:
                 return Reply(message, cpu_s)
         raise self._ended()
 
-    async def ask(self, message: bytes, *, seconds: float) -> Reply:
-        """Send a request, with as much CPU time as time, and wait for the reply without blocking the event loop.
+    async def ask(self, message: bytes, *, seconds: float, cpu_s: float | None = None) -> Reply:
+        """Send a request and wait for the reply without blocking the event loop; cpu_s: as much as `seconds` if None.
 
         Raises:
             ProcessEndedError: the process has ended.
@@ -120,7 +120,7 @@ class Branch:
 
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.to_thread(self.send, message, cpu_s=seconds, seconds=seconds)
+            await asyncio.to_thread(self.send, message, cpu_s=cpu_s or seconds, seconds=seconds)
         except RuntimeError as error:
             raise ProcessLostError(f"no thread to ask a process: {error}") from error
         is_here = loop.create_future()

@@ -94,7 +94,7 @@ class Conversation(Form):
         variables: Mapping[str, Any] | None = None,
     ) -> Response:
         """Encode the messages, check the limits, and answer; body: what it says of model, stream and form."""
-        service, options = self.service, await self.service.options(body)
+        service, options = self.service, await self.service.options(body, self.request)
         variables = variables or {}
         is_continued = bool(variables.get("continue_final_message"))
         if is_continued:
@@ -130,10 +130,14 @@ class Conversation(Form):
             raise ApiError(400, "messages: the last one begins a call of a tool, expected text to go on", "messages")
         if forced:
             self._tools = self._tools or TOOL_FORMATS["llama3"]
-            grammar = self._tools.grammar(
-                _schemas(forced), is_one=tools.is_one, reasoning=reasoning, thinks=self._thinks
-            )
-            options["token_mask"] = await service.compiled(Grammar("tools", "structural_tag", grammar))
+            try:
+                tag = self._tools.grammar(
+                    _schemas(forced), is_one=tools.is_one, reasoning=reasoning, thinks=self._thinks
+                )
+            except ValueError as error:
+                raise ApiError(400, f"tools: {error}", "tools") from error
+            grammar = Grammar("tools", "structural_tag", tag)
+            options["token_mask"] = await service.compiled(grammar, self.request)
             options["constraint"] = "tools"
         if tools.is_one and self._tools is not None:
             self._is_one = True

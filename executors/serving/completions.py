@@ -30,7 +30,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
     params = service.params(body, max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
     service.check_new_tokens(len(prompts), params)  # before they are encoded
-    options = await service.options(body)
+    options = await service.options(body, request)
     ids = [await service.encoded(prompt) for prompt in prompts]
     params = service.check_prompts(ids, params)
     num_echoed = n * sum(map(len, ids))

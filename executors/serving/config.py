@@ -51,7 +51,9 @@ class ServeConfig:
     )
     keep_alive_seconds: float = _option(30.0, "time that a connection without a new request stays open", metavar="S")
     drain_seconds: float = _option(30.0, "time that requests have to end after SIGTERM", metavar="S")
-    compile_seconds: float = _option(10.0, "longest time to compile a response_format", metavar="S")
+    compile_seconds: float = _option(
+        10.0, "longest time to compile a response_format, apart from waiting for others", metavar="S"
+    )
     mask_seconds: float = _option(
         0.05,
         "CPU time of a grammar for each token, on average, beyond which the answer ends with an error",

@@ -86,7 +86,11 @@ class Service:
         self.longest_text = max(self.longest, _MAX_TOKENIZED)  # that is encoded or decoded alone
         self.tongue = Tongue.of(tokenizer, config.tool_parser, config.reasoning_parser)
         self.grammars = GrammarCompiler(
-            tokenizer.tokenizer, self.info.vocab_size, tokenizer.eos_token_ids, token_seconds=config.mask_seconds
+            tokenizer.tokenizer,
+            self.info.vocab_size,
+            tokenizer.eos_token_ids,
+            token_seconds=config.mask_seconds,
+            max_waiting=config.max_waiting,
         )
         self.token_texts, self._decoder = TokenTexts(tokenizer), MarkedTokenizer(tokenizer, self.tongue)
         self._hidden_tokens = {text: token for token, text in self._decoder.hidden_tokens.items()}
@@ -237,7 +241,7 @@ class Service:
         """Return what reads the tokens of a text behind `offset` characters as the engine decodes them."""
         return TokenReader(self.token_texts, self._decoder, offset)
 
-    async def options(self, body: Sampling) -> dict[str, Any]:
+    async def options(self, body: Sampling, request: Request) -> dict[str, Any]:
         """Return what else `pieces` is given; only what the request asks for."""
         options: dict[str, Any] = {"deltas": bool(body.stream)}
         adapter = await self.adapter(body.model)
@@ -248,17 +252,21 @@ class Service:
             options["cache_salt"] = cache_salt
         grammar = body.grammar()
         if grammar is not None:
-            options |= {"token_mask": await self.compiled(grammar), "constraint": grammar.param}
+            options |= {"token_mask": await self.compiled(grammar, request), "constraint": grammar.param}
         return options
 
-    async def compiled(self, grammar: Grammar) -> Any:
-        """Return a fresh matcher of a grammar, within the limit of time."""
+    async def compiled(self, grammar: Grammar, request: Request) -> Any:
+        """Return a fresh matcher of a grammar, within the limit of time; those that clients wait for come in turn."""
         param, kind, text = grammar
         length = len(text) if isinstance(text, str) else len(msgspec.json.encode(text))
         if length > _LONGEST_GRAMMAR:
             raise ApiError(400, f"{param}: {length} characters, expected at most {_LONGEST_GRAMMAR}", param)
+        client = request.client.host if request.client else None
         try:
-            return await self.grammars.compile(kind, text, seconds=self.config.compile_seconds)
+            async with asyncio.timeout(self.seconds_left(request)):
+                return await self.grammars.compile(kind, text, seconds=self.config.compile_seconds, client=client)
+        except TimeoutError:
+            raise self.timeout_error() from None
         except InvalidInputError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
         except GrammarLimitError as error:
@@ -282,8 +290,8 @@ class Service:
         """
         record: Record = request.state.record
         record.prompt_tokens = sum(map(len, prompts))
-        if constraint is None:
-            constraint = self._changed_constraint(params)
+        other = self._changed_constraint(params)
+        constraint = constraint or other
         options["timeout_s"] = self.seconds_left(request)
         runs = self._runs(record.id, prompts, params, **options)
         ended: dict[int, str] = {}
@@ -304,7 +312,7 @@ class Service:
                             continue
                         if reason is not None:
                             ended[choice] = reason
-                            self._check_end(reason, output, constraint)
+                            self._check_end(reason, output, constraint, other)
                         yield Piece(choice, output, part)
         finally:
             _note(record, last.values(), ended.values())
@@ -339,11 +347,14 @@ class Service:
             runs.append(self.engine.generate(prompt, params, request_id=prompt_id, token_mask=mask, **options))
         return runs
 
-    def _check_end(self, reason: str, output: RequestOutput, constraint: str | None) -> None:
+    def _check_end(self, reason: str, output: RequestOutput, constraint: str | None, other: str | None) -> None:
+        """Raise the error of a choice that ended by one; other: what limits the tokens besides a grammar, if any."""
         if reason == "error" and constraint is not None and "no token" in str(output.error):
             message = output.error
             if constraint not in _LEAVES_NONE:
                 message = "the vocabulary has no token that continues this grammar"
+                if other is not None:
+                    message = f"no token that continues this grammar is left by {other}"
             raise ApiError(400, f"{constraint}: {message}", constraint)
         if reason == "error" and GrammarLimitError.__name__ in str(output.error):
             raise ApiError(400, f"{output.error}", constraint)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from paged.executors.text.chat_tokenizer import ChatTokenizer
 from paged.executors.text.replay import replayed
 from paged.executors.text.template_wishes import TemplateWishes
+from paged.interop.grammars.calls import Layout, arguments, json_value, sequence, text_element
 
 _PLACE = re.compile(r"(\{index\}|\{id\}|\{is_text\})")
 _PATTERNS = {"{index}": "[0-9]{1,3}", "{id}": "[a-zA-Z0-9]{9}"}
@@ -29,14 +30,12 @@ class Tags(NamedTuple):
         middle: between name and value. {is_text} is true for a string, and false for JSON.
         end: after the value.
         is_in_lines: whether the value has lines of its own.
-        style: xgrammar's name of these tags; empty if it knows none.
     """
 
     begin: str
     middle: str
     end: str
     is_in_lines: bool = False
-    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,16 @@ class ToolFormat:
     def grammar(
         self, parameters: Mapping[str, Any], *, is_one: bool, reasoning: Reasoning | None = None, thinks: bool = False
     ) -> dict[str, Any]:
-        """Return xgrammar's structural tag for one or more calls.
+        """Return the structural tag of one or more calls.
 
         Args:
             parameters: a JSON schema by the name of a tool.
             is_one: whether to end after the first call.
             reasoning: how it is written.
             thinks: whether the prompt ends within it, so that it comes first.
+
+        Raises:
+            ValueError: a schema has a keyword that this form does not keep.
         """
         begin, end = (self.begin, self.end)
         if self.bare:
@@ -107,7 +109,7 @@ class ToolFormat:
         for name, schema in parameters.items():
             elements = [_piece(text) for text in _PLACE.split(after)]
             elements.append(_arguments(self, schema))
-            tag = {"type": "tag", "begin": before + name, "content": _sequence(elements), "end": last}
+            tag = {"type": "tag", "begin": before + name, "content": sequence(elements), "end": last}
             if not self.is_section:
                 tag["begin"] = opening + before + name
                 tag["end"] = last + closing
@@ -121,12 +123,12 @@ class ToolFormat:
         }
         elements = [form]
         if self.is_section:
-            elements = [_text(opening), form, _text(closing)]
+            elements = [text_element(opening), form, text_element(closing)]
         if thinks and reasoning is not None:
             thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": reasoning.end}
             lines = {"type": "regex", "pattern": r"\n{0,2}"}
             elements = [thought, lines, *elements]
-        return {"type": "structural_tag", "format": _sequence(elements)}
+        return {"type": "structural_tag", "format": sequence(elements)}
 
 
 class Reasoning(NamedTuple):
@@ -179,27 +181,27 @@ TOOL_FORMATS = {
         "DeepSeek V3.2", ("｜DSML｜", "function_calls>"), "<｜DSML｜function_calls>", "</｜DSML｜function_calls>",
         ('\n<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n"),
         is_section=True, separator="", arguments="tags",
-        tags=Tags('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n", style="deepseek_xml"),
+        tags=Tags('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n"),
     ),
     "deepseek_v4": ToolFormat(
         "DeepSeek V4", ("｜DSML｜",), "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>",
         ('\n<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n"),
         is_section=True, separator="", arguments="tags",
-        tags=Tags('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n", style="deepseek_xml"),
+        tags=Tags('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n"),
     ),
     "glm": ToolFormat(
         "GLM 4.5 to 5", ("<arg_key>",), "<tool_call>", "</tool_call>", ("", "\n", ""), arguments="tags",
-        tags=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", style="glm_xml"),
+        tags=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
     "minimax_m2": ToolFormat(
         "MiniMax M2", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>",
         ('\n<invoke name="', '">\n', "</invoke>\n"), is_section=True, separator="", arguments="tags",
-        tags=Tags('<parameter name="', '">', "</parameter>\n", style="minimax_xml"),
+        tags=Tags('<parameter name="', '">', "</parameter>\n"),
     ),
     "minimax_m3": ToolFormat(
         "MiniMax M3", ("]<]minimax[>[",), "]<]minimax[>[<tool_call>", "]<]minimax[>[</tool_call>",
         ('\n]<]minimax[>[<invoke name="', '">\n', "]<]minimax[>[</invoke>\n"), is_section=True, separator="",
-        arguments="elements", tags=Tags("]<]minimax[>[<", ">", "", style="minimax_m3_xml"),
+        arguments="elements", tags=Tags("]<]minimax[>[<", ">", ""),
     ),
     "step3": ToolFormat(
         "Step 3", ("<steptml:invoke",), "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>",
@@ -212,15 +214,15 @@ TOOL_FORMATS = {
     ),
     "seed_oss": ToolFormat(
         "Seed-OSS", ("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _FUNCTION, arguments="tags",
-        tags=Tags(*_XML[:3], style="qwen_xml"),
+        tags=Tags(*_XML[:3]),
     ),
     "mimo": ToolFormat(
         "MiMo V2", ("<function=", "example_parameter_1>value_1"), "<tool_call>", "</tool_call>", _FUNCTION,
-        arguments="tags", tags=Tags(*_XML[:3], style="qwen_xml"),
+        arguments="tags", tags=Tags(*_XML[:3]),
     ),
     "qwen_xml": ToolFormat(
         "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5", ("<function=", "<parameter="), "<tool_call>", "</tool_call>",
-        _FUNCTION, arguments="tags", tags=Tags(*_XML[:3], is_in_lines=True, style="qwen_xml"),
+        _FUNCTION, arguments="tags", tags=Tags(*_XML[:3], is_in_lines=True),
     ),
     "gemma4": ToolFormat(
         "Gemma 4", ("<|tool_call>",), "<|tool_call>", "<tool_call|>", ("call:", "{", ""), separator="",
@@ -413,78 +415,26 @@ def _choice(
     return "none", "neither the chat template nor the tokenizer names a known format"
 
 
-# Grammars: parts of xgrammar's structural tags.
-
-
-def _text(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
-
-
-def _piece(text: str) -> dict[str, Any]:
+def _piece(value: str) -> dict[str, Any]:
     """Return the grammar of a piece of text, or of a place in it."""
-    if text in _PATTERNS:
-        return {"type": "regex", "pattern": _PATTERNS[text]}
-    return _text(text)
-
-
-def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the grammar of elements, one after the other; empty texts are left out."""
-    elements = [element for element in elements if element.get("value") != ""]
-    if not elements:
-        return _text("")
-    if len(elements) == 1:
-        return elements[0]
-    return {"type": "sequence", "elements": elements}
-
-
-def _json(schema: Any, style: str = "json") -> dict[str, Any]:
-    # Without the limit, a weak model writes nothing but white space.
-    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": 1}
+    if value in _PATTERNS:
+        return {"type": "regex", "pattern": _PATTERNS[value]}
+    return text_element(value)
 
 
 def _arguments(form: ToolFormat, schema: Any) -> dict[str, Any]:
     """Return the grammar of the arguments, with what stands behind them."""
+    begin, middle, end, is_in_lines = form.tags
+    closing = ""
     if form.arguments in ("object", "json"):
-        return _json(schema)
-    if form.tags.style:
-        return _json(schema, form.tags.style)
+        return json_value(schema)
     if form.arguments == "tags":
-        separator, closing, middle, end = "", "", form.tags.middle, form.tags.end
+        line = "\n" * is_in_lines
+        layout = Layout(begin, middle + line, line + end, end_of_text=end.strip())
+    elif form.arguments == "elements":
+        layout = Layout(begin, middle, f"{begin}/{{name}}{middle}", end_of_text=begin, is_nested=True)
     elif form.arguments == "python":
-        separator, closing, middle, end = ", ", ")", "=", ""
+        layout, closing = Layout("", "=", separator=", ", quote=None), ")"
     else:
-        separator, closing, middle, end = ",", "}", ":", ""
-    required = schema.get("required", ())
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    properties = sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required)
-    later: list[dict[str, Any]] = []  # grammar of the properties behind the current one, a separator before each
-    first = _text("")  # grammar of the current and later ones
-    for name, value in reversed(properties):
-        if isinstance(value, dict):
-            value = definitions | value
-        argument = [_text(form.tags.begin + name + middle), _value(form, value), _text(end)]
-        alone = _sequence([*argument, *later])
-        if name in required:
-            first = alone
-            later = [*argument, *later]
-            later = [_text(separator), *later]
-            continue
-        first = {"type": "or", "elements": [alone, first]}
-        behind = _sequence([_text(separator), *argument])
-        later = [{"type": "optional", "content": behind}, *later]
-    return _sequence([first, _text(closing)])
-
-
-def _value(form: ToolFormat, schema: Any) -> dict[str, Any]:
-    """Return the grammar of one argument, which is JSON unless the form has texts of its own."""
-    if form.arguments == "python" or not is_text(schema):
-        return _json(schema)
-    quote = GEMMA_QUOTE if form.arguments == "braces" else ""
-    options = schema.get("enum")
-    if options is not None:
-        return {"type": "or", "elements": [_text(quote + option + quote) for option in options]}
-    if isinstance(schema.get("pattern"), str):
-        content: dict[str, Any] = {"type": "regex", "pattern": schema["pattern"]}
-    else:
-        content = {"type": "any_text", "excludes": [quote or "<"], "max_chars": schema.get("maxLength")}
-    return _sequence([_text(quote), content, _text(quote)])
+        layout, closing = Layout("", ":", separator=",", quote=GEMMA_QUOTE), "}"
+    return sequence([arguments(schema, layout, is_text), text_element(closing)])

@@ -1,4 +1,4 @@
-"""Answers of a given form: grammars compiled by xgrammar into matchers for `token_mask`."""
+"""Answers of a given form: grammars compiled by llguidance or xgrammar into matchers for `token_mask`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from paged.bounded_process import Branch, ProcessEndedError, ProcessLostError, Root
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.interop.grammar_process import MAX_MEGABYTES, REFUSED, move
+from paged.interop.grammars.fair_slots import FairSlots, QueueFullError
 from paged.kernels.common.scalars import as_float, shown
 from paged.printable import one_line
 
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Kind = Literal["json", "regex", "grammar", "choice", "structural_tag"]
-# xgrammar's time grows with the cube of a schema's properties: 1,000 take 1.6 s over 288 tokens, 3,000 more than 25 s.
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 16, 2048, 64
-# Grammars that compile at once; beyond, the one that began first gives way. So short ones never wait for long ones.
-_MAX_COMPILING = 16
+# Grammars that compile at once. One that takes more CPU time than a moment starts again among few others, so that the
+# next need not wait for it.
+_MAX_COMPILING, _MAX_SLOW = 8, 4
+_MOMENT_S = 0.25
 _ROOT = Root("paged.interop.grammar_process", niceness=10)
 _START_S = 120.0  # to load torch and xgrammar on a busy machine
 # Tokens whose time one token may take together. The first mask over a large vocabulary is the slowest.
@@ -49,6 +52,7 @@ class GrammarCompiler:
         end_token_ids: tokens that may follow a whole answer.
         max_cached: grammars to keep, least recently used dropped first.
         token_seconds: CPU time that a completion's grammar may take for a token, on average over the last 20.
+        max_waiting: grammars that wait to be compiled; beyond, one of the client with most of them is refused.
 
     Raises:
         InvalidInputError: `token_seconds` is not positive.
@@ -62,92 +66,108 @@ class GrammarCompiler:
         *,
         max_cached: int = 64,
         token_seconds: float = 0.05,
+        max_waiting: int = 1024,
     ) -> None:
-        self._tokenizer, self._max_cached = tokenizer, max_cached
+        self._tokenizer, self._max_cached, self._max_waiting = tokenizer, max_cached, max_waiting
         self._setup = {"vocab_size": vocab_size, "end_token_ids": list(end_token_ids)}
         self._token_s = as_float("token_seconds", token_seconds, math.nextafter(0, 1))
         self._compiled: dict[tuple[str, str], _Compiled] = {}  # the least recently used first
-        self._tasks: dict[tuple[str, str], asyncio.Task[_Compiled]] = {}
+        self._shared: dict[tuple[str, str], _Shared] = {}  # that compile
         self._vocabulary: Branch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def compile(self, kind: Kind, grammar: Any, *, seconds: float = 10.0) -> Any:
+    async def compile(self, kind: Kind, grammar: Any, *, seconds: float = 10.0, client: Hashable = None) -> Any:
         """Return a fresh matcher, see `TokenMask`; other coroutines run meanwhile.
 
         A matcher's methods raise GrammarLimitError once its grammar has taken more time or memory than it may, and
         ProcessLostError if the system has no process for them, or has ended it.
 
         Args:
-            kind: "json" for a JSON schema, as a mapping or text; "regex"; "grammar" for EBNF as xgrammar reads it;
-                "choice" for a list of texts; "structural_tag" for xgrammar's own.
+            kind: "json" for a JSON schema, as a mapping or text; "regex", in Python's meaning, for the whole answer;
+                "grammar" for EBNF as xgrammar reads it; "choice" for a list of texts; "structural_tag" for xgrammar's.
+            client: whose grammar it is. Clients are served in turn.
 
         Raises:
-            InvalidInputError: it is malformed, larger than 65,536 characters or 2,048 JSON values, deeper than 64, or
-                takes longer than `seconds` or more than 512 MB.
-            GrammarLimitError: 16 others have begun to compile meanwhile.
+            InvalidInputError: it is malformed, or has a part that is not supported; it is larger than 65,536 characters
+                or 2,048 JSON values, or deeper than 64; it takes longer than `seconds`, apart from waiting for others,
+                or more than 512 MB.
+            GrammarLimitError: more wait than may.
             ProcessLostError: the system has no process for it, or has ended it.
-            UnsupportedError: xgrammar is not installed, or this system has no fork.
+            UnsupportedError: llguidance or xgrammar is not installed, or this system has no fork.
         """
         kind, text = _checked(kind, grammar)
         key = (kind, text)
         compiled = self._compiled.pop(key, None)
         if compiled is None or compiled.process.is_ready():  # it answers nothing now, so it has ended
             vocabulary = await self._started()
-            try:
-                async with asyncio.timeout(seconds):
-                    compiled = await asyncio.shield(self._task(vocabulary, kind, text, seconds))
-            except TimeoutError:
-                raise InvalidInputError(f"{kind}: not compiled within {seconds} s") from None
+            compiled = await self._compiled_once(vocabulary, key, seconds, client)
         self._compiled[key] = compiled
         if len(self._compiled) > self._max_cached:
             del self._compiled[next(iter(self._compiled))]
         return _Matcher(compiled, self._token_s)
 
-    def _task(self, vocabulary: Branch, kind: str, text: str, seconds: float) -> asyncio.Task[_Compiled]:
-        """Return the task that compiles a grammar, one for all that wait for it."""
-        key = (kind, text)
-        task = self._tasks.get(key)
-        if task is None:
-            task = self._tasks[key] = asyncio.create_task(self._compile(vocabulary, kind, text, seconds))
-
-            def forget(done: asyncio.Task[_Compiled]) -> None:
-                self._tasks.pop(key, None)
-                if not done.cancelled():
-                    done.exception()  # those that waited for it may be gone
-
-            task.add_done_callback(forget)
-        return task
-
-    async def _compile(self, vocabulary: Branch, kind: str, text: str, seconds: float) -> _Compiled:
-        process = vocabulary.branch()
-        self._compiling.append(process)
-        if len(self._compiling) > _MAX_COMPILING:
-            self._compiling.pop(0).close()
+    async def _compiled_once(
+        self, vocabulary: Branch, key: tuple[str, str], seconds: float, client: Hashable
+    ) -> _Compiled:
+        """Compile a grammar once for all who wait for it, as long as someone does."""
+        shared = self._shared.get(key)
+        if shared is None:
+            task = asyncio.create_task(self._compile_in_turn(vocabulary, *key, seconds, client))
+            shared = self._shared[key] = _Shared(task)
+        shared.num_waiting += 1
         try:
-            answer = await _asked(process, {"kind": kind, "text": text}, seconds)
-            if "error" in answer:
-                raise InvalidInputError(f"{kind}: {one_line(answer['error'], 500)}")
-            mask = (await process.ask(move(0, ()), seconds=seconds)).message
+            return await asyncio.shield(shared.task)
+        finally:
+            shared.num_waiting -= 1
+            if shared.task.done() or not shared.num_waiting:
+                shared.task.cancel()
+                if self._shared.get(key) is shared:
+                    del self._shared[key]
+
+    async def _compile_in_turn(
+        self, vocabulary: Branch, kind: str, text: str, seconds: float, client: Hashable
+    ) -> _Compiled:
+        try:
+            async with self._slots.slot(client):
+                compiled = await self._compile(vocabulary, kind, text, seconds, min(_MOMENT_S, seconds))
+            if compiled is None and seconds > _MOMENT_S:
+                async with self._slow_slots.slot(client):
+                    compiled = await self._compile(vocabulary, kind, text, seconds, seconds)
+        except QueueFullError:
+            raise GrammarLimitError(f"{kind}: {self._max_waiting} others wait to be compiled") from None
+        if compiled is None:
+            raise InvalidInputError(f"{kind}: not compiled within {seconds} s and {MAX_MEGABYTES} MB")
+        return compiled
+
+    async def _compile(
+        self, vocabulary: Branch, kind: str, text: str, seconds: float, cpu_s: float
+    ) -> _Compiled | None:
+        """Compile a grammar, None if that takes too much time or memory."""
+        process = vocabulary.branch()
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await _asked(process, {"kind": kind, "text": text}, seconds, cpu_s)
+                if "error" in answer:
+                    raise InvalidInputError(f"{kind}: {one_line(answer['error'], 500)}")
+                mask = (await process.ask(move(0, ()), seconds=seconds, cpu_s=cpu_s)).message
         except ProcessLostError:
+            process.close()
             raise
-        except ProcessEndedError:
-            if process not in self._compiling:
-                raise GrammarLimitError(f"{kind}: not compiled before {_MAX_COMPILING} others had begun") from None
-            raise InvalidInputError(f"{kind}: not compiled within {seconds} s and {MAX_MEGABYTES} MB") from None
+        except (ProcessEndedError, TimeoutError):
+            process.close()
+            return None
         except BaseException:
             process.close()  # the traceback keeps it: on Python 3.13 a cancelled task's lives until a collection
             raise
-        finally:
-            if process in self._compiling:
-                self._compiling.remove(process)
         return _Compiled(process, mask, frozenset(answer["stops"]))
 
     async def _started(self) -> Branch:
         """Return a process that knows the vocabulary."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._tasks = loop, {}
-            self._starting, self._compiling = asyncio.Lock(), list[Branch]()
+            self._loop, self._shared, self._starting = loop, {}, asyncio.Lock()
+            self._slots = FairSlots(_MAX_COMPILING, self._max_waiting)
+            self._slow_slots = FairSlots(_MAX_SLOW, self._max_waiting)
         async with self._starting:
             if self._vocabulary is None or self._vocabulary.is_ready():  # it answers nothing now, so it has ended
                 process = await asyncio.to_thread(_ROOT.branch)
@@ -162,6 +182,14 @@ class GrammarCompiler:
                     raise UnsupportedError(f"structured output: {one_line(answer['error'], 500)}")
                 self._vocabulary = process
             return self._vocabulary
+
+
+@dataclass(eq=False)
+class _Shared:
+    """A grammar that compiles, and how many wait for it."""
+
+    task: asyncio.Task[_Compiled]
+    num_waiting: int = 0
 
 
 class _Compiled(NamedTuple):
@@ -288,8 +316,10 @@ class _Matcher:
         )
 
 
-async def _asked(process: Branch, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    reply = await process.ask(json.dumps(request).encode(), seconds=seconds)
+async def _asked(
+    process: Branch, request: Mapping[str, Any], seconds: float, cpu_s: float | None = None
+) -> dict[str, Any]:
+    reply = await process.ask(json.dumps(request).encode(), seconds=seconds, cpu_s=cpu_s)
     answer: dict[str, Any] = json.loads(reply.message)
     return answer
 

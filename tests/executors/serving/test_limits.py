@@ -23,7 +23,7 @@ from paged.executors.command_line.cli import RECALL
 from tests.deadline import HANG_S
 from tests.executors.serving.conftest import Served, serving
 from tests.executors.serving.test_openai import PROMPT, check_idle
-from tests.interop.test_structured import PROCESS
+from tests.interop.test_structured import PROCESS, slow_tag
 from tests.processes import branches_of, is_alive, wait_until
 
 JSON = {"content-type": "application/json"}
@@ -305,9 +305,8 @@ def test_sigterm_ends_beside_grammars_that_compile_for_ever() -> None:
     assert found is not None
     connections = []
     for number in range(4):
-        schema = {"properties": {f"p{index}": {} for index in range(2000 + number)}}
         connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=HANG_S)
-        body = {"prompt": PROMPT, "structured_outputs": {"json": schema}}
+        body = {"prompt": PROMPT, "structured_outputs": {"structural_tag": slow_tag(1900 + number)}}
         connection.request("POST", "/v1/completions", json.dumps(body), JSON)
         connections.append(connection)
     wait_until(lambda: len(branches_of(PROCESS, process.pid)) == 2 + 4)  # the root, the vocabulary

@@ -1,0 +1,102 @@
+"""JSON schemas inside structural tags that only xgrammar reads, as far as it keeps them.
+
+xgrammar leaves out many keywords without a word, so a schema may only have the few combinations that it keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_ANNOTATIONS = frozenset("$schema $defs definitions $comment title description default examples".split())
+_KEYWORDS_BY_TYPE = {
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+    "number": frozenset[str](),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "array": frozenset({"items", "minItems", "maxItems"}),
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+}
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([A-Za-z0-9_.-]+)", re.ASCII)
+_PATTERN = re.compile(r"\^[^\\.$|^(?]*\$", re.ASCII)
+
+
+def check_tag(tag: Any) -> None:
+    """Check all schemas in a structural tag.
+
+    Raises:
+        ValueError: one has a keyword that xgrammar may not keep.
+    """
+    for schema in _schemas(tag):
+        _check(schema, schema)
+
+
+def _schemas(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in ("json_schema", "schema"):
+                yield inner
+            else:
+                yield from _schemas(inner)
+    if isinstance(value, list):
+        for inner in value:
+            yield from _schemas(inner)
+
+
+def _check(schema: Any, root: Any) -> None:
+    if schema is True:
+        return
+    if not isinstance(schema, dict):
+        raise ValueError("structural_tag: a schema that is no object is not supported beside tags of this kind")
+    for name in ("$defs", "definitions"):
+        for inner in schema.get(name, {}).values():
+            _check(inner, root)
+    keywords = schema.keys() - _ANNOTATIONS
+    kind = schema.get("type")
+    if keywords in ({"const"}, {"enum"}) or not keywords:
+        return
+    if keywords == {"$ref"}:
+        match = _REFERENCE.fullmatch(schema["$ref"])
+        if match is None or match[2] not in root.get(match[1], {}):
+            raise _unsupported("$ref")
+        return
+    if keywords == {"anyOf"} and isinstance(schema["anyOf"], list):
+        for inner in schema["anyOf"]:
+            _check(inner, root)
+        return
+    if kind == "string":
+        _check_string(schema, keywords - {"type"})
+        return
+    allowed = _KEYWORDS_BY_TYPE.get(kind) if isinstance(kind, str) else None
+    if allowed is None:
+        raise _unsupported(next(iter(keywords - {"type"}), "type"))
+    for name in sorted(keywords - {"type"} - allowed):
+        raise _unsupported(name)
+    for name in sorted(keywords & _KEYWORDS_BY_TYPE["integer"]):
+        if type(schema[name]) is not int:
+            raise _unsupported(name)
+    properties = schema.get("properties", {})
+    for inner in (*properties.values(), *(schema[name] for name in ("items",) if name in schema)):
+        _check(inner, root)
+    others = schema.get("additionalProperties", False)
+    if others is not False:
+        _check(others, root)
+    if not set(schema.get("required", ())) <= properties.keys():
+        raise ValueError("structural_tag: required: names that are no properties are not supported here")
+
+
+def _check_string(schema: dict[str, Any], keywords: set[str]) -> None:
+    if keywords in ({"enum"}, {"const"}):
+        values = schema.get("enum", [schema.get("const")])
+        if not all(isinstance(value, str) for value in values):
+            raise _unsupported("enum")
+    elif keywords == {"pattern"}:
+        if _PATTERN.fullmatch(schema["pattern"]) is None:
+            raise _unsupported("pattern")
+    elif keywords - {"minLength", "maxLength"}:
+        raise _unsupported(min(keywords - {"minLength", "maxLength"}))
+
+
+def _unsupported(name: str) -> ValueError:
+    return ValueError(f"structural_tag: {name}: not supported, or not beside the others, in a schema among these tags")
