@@ -15,12 +15,20 @@ from paged.models.loading.weights import FLOATING, StoredTensor, StoredTensors, 
 
 _LOG = logging.getLogger("paged")
 
-# Scales stand beside the attention module (compressed-tensors, AutoFP8), in vLLM's module inside of it, or beside the
+# Last words of names -> caches that they scale. Zero points belong to asymmetric integers.
+_CACHES = {
+    "k_scale": "k",
+    "v_scale": "v",
+    "kv_scale": "kv",
+    "k_zero_point": "k",
+    "v_zero_point": "v",
+    # of queries and probabilities, which are in no cache
+    **dict.fromkeys(("q_scale", "p_scale", "prob_scale", "prob_output_scale", "q_zero_point"), ""),
+}
+_OUTPUT = "output_scale"
+# They stand beside the attention module (compressed-tensors, AutoFP8), in vLLM's module inside of it, or beside the
 # projection whose output they scale (ModelOpt, Quark).
-_PLACE = r"(?P<module>.+?)\.(?:(?:mla_)?attn\.)*(?:(?P<projection>q|k|v|kv|qkv|qkqkv|kv_b)_proj\.)?"
-# `kv_scale` is of both caches. Zero points belong to asymmetric integers, the last names to queries and probabilities.
-_NAME = r"(?P<name>(?:[kv]|kv|output)_scale|[kv]_zero_point|(?:[qp]|prob|prob_output)_scale|q_zero_point)"
-_SCALE = re.compile(_PLACE + _NAME)
+_PLACE = re.compile(r"(?P<module>.+?)(?:\.(?:mla_)?attn)*(?:\.(?P<projection>q|k|v|kv|qkv|qkqkv|kv_b)_proj)?")
 _ATTENTION = re.compile(r"model\.layers\.(\d{1,9})\.self_attn")
 # Caches that hold the output of a projection. Queries and what a latent expands to are in none.
 _OUTPUTS = {"k": "k", "v": "v", "kv": "kv", "qkv": "kv", "qkqkv": "kv", "q": "", "kv_b": ""}
@@ -81,7 +89,8 @@ def load_kv_scales(
         if layer >= len(scales):
             raise CheckpointError(f"{name}: unexpected tensor in {tensor.file}")
         if parsed.is_offset:
-            _check_zero(stored, name)
+            if parsed.kinds:
+                _check_zero(stored, name)
             continue
         for kind in parsed.kinds:
             if f"{kind}_scale" in scales[layer]:
@@ -95,19 +104,21 @@ def load_kv_scales(
 
 def _parse(name: str) -> _KvScale | None:
     """Return what a name says; None for another tensor, or if the projection contradicts the name."""
-    match = _SCALE.fullmatch(name)
+    place, _, scale = name.rpartition(".")
+    if scale not in _CACHES and scale != _OUTPUT:
+        return None
+    match = _PLACE.fullmatch(place)
     if match is None:
         return None
-    projection, scale = match["projection"], match["name"]
-    kinds: str | None = scale.partition("_")[0]
-    if scale == "output_scale":
+    projection = match["projection"]
+    if scale == _OUTPUT:
         kinds = _OUTPUTS.get(projection)
-    elif kinds not in ("k", "v", "kv"):
-        kinds = ""
-    elif projection is not None and not set(kinds) <= set(projection):
-        kinds = None
-    if kinds is None:
-        return None
+        if kinds is None:
+            return None
+    else:
+        kinds = _CACHES[scale]
+        if projection is not None and kinds and not set(kinds) <= set(projection):
+            return None
     return _KvScale(match["module"], kinds, scale.endswith("zero_point"))
 
 

@@ -95,6 +95,8 @@ def test_scales_of_other_operands_are_skipped(folder: Path) -> None:
     add(folder, 2, **dict.fromkeys(OTHER_NAMES, torch.zeros(1)))
     layer = attention(load_model(folder, kv_cache_dtype=FP8))
     assert layer.k_scale is layer.v_scale is None
+    add(folder, q_zero_point=torch.tensor([3], dtype=torch.int8))
+    load_model(folder, kv_cache_dtype=FP8)
     add(folder, k_zero_point=torch.tensor([3], dtype=torch.int8))
     load_model(folder)
     assert_refused(folder, "self_attn.k_zero_point: a zero point other than 0", UnsupportedError, kv_cache_dtype=FP8)
