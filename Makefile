@@ -9,7 +9,7 @@ TYPES := $(BIN)/mypy -p paged
 IN_TWO := -m pytest -p no:benchmark -n 2 --dist worksteal --durations=20
 PYTEST := $(BIN)/python $(IN_TWO)
 HEADROOM := --headroom=build/headroom
-CHECKED := bench docs examples executors kernels models paged tests
+CHECKED := bench docs examples executors kernels models paged serving tests
 
 NEWEST := .newest
 OUT ?= bench/results/gpu
@@ -98,7 +98,7 @@ record: $(VENV)/installed-dev
 # hostile answers in each form of calls, 500 prompts to draft, 10,000 schedules of the engine, and 100,000 calls of the
 # cache's tiers.
 soak: $(VENV)/installed-dev
-	SOAK=1 $(BIN)/python -m pytest -q tests/executors/serving/test_load.py tests/executors/serving/test_answer_reader.py \
+	SOAK=1 $(BIN)/python -m pytest -q tests/serving/http/test_load.py tests/serving/formats/test_answer_reader.py \
 		tests/executors/speculation/test_head_proposer.py tests/fuzz/engine/test_chaos.py \
 		tests/cache/stress/test_state_machine.py tests/cache/recurrent/test_recurrent_states.py \
 		tests/cache/tiers/test_random_calls.py

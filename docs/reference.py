@@ -21,7 +21,7 @@ AREAS = {
     "paged.executors": "Executors and engine",
     "paged.models": "Models",
     "paged.cache": "Cache",
-    "paged.picture": "Cache",
+    "paged.tools.picture": "Cache",
     "paged.errors": "Errors",
     "paged": "Batches and metadata",
 }

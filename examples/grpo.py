@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
-from paged.executors.command_line.cli import RECALL
 from paged.interop.trl import RolloutFunction
 from paged.models.recall.task import _IDS, KEYS, NOUNS, TERMINATOR, sample_pairs
+from paged.serving.command_line.cli import RECALL
 
 STEPS, PROMPTS, GROUP, LENGTH, RATE = 50, 8, 8, 24, 2e-3
 NOUN_IDS = {_IDS[noun] for noun in NOUNS}

@@ -16,9 +16,9 @@ import ray
 from ray import serve
 
 from paged import AsyncEngine, ChatTokenizer, Engine, LlmExecutor
-from paged.executors.serving.app import make_app
-from paged.executors.serving.config import ServeConfig
-from paged.executors.serving.service import Service
+from paged.serving.http.app import make_app
+from paged.serving.http.config import ServeConfig
+from paged.serving.http.service import Service
 
 FOLDER = str(Path(sys.argv[1] if len(sys.argv) > 1 else "models/recall").resolve())
 ADDRESS = "http://127.0.0.1:8123"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from paged.executors.command_line.cli import RECALL
 from paged.models.recall.task import _IDS, sample_pairs
+from paged.serving.command_line.cli import RECALL
 
 ROWS, UNROLLED, RATE = 8, 2, 4e-3
 Weights = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from paged.models.generic.network import ModuleNetwork
 from paged.models.generic.split import plan_of
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import Ranks
-from paged.printable import one_line
+from paged.tools.printable import one_line
 
 # Two prompts in one batch, whole and in chunks of unequal sizes, the last of one token: a decode step.
 _LENGTHS = (23, 14)

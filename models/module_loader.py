@@ -22,7 +22,7 @@ from paged.models.loading.read_record import record_file, stamp_of
 from paged.models.loading.weights import StoredTensors, read_headers
 from paged.models.module_check import check_module
 from paged.models.parallel.ranks import Ranks
-from paged.printable import one_line
+from paged.tools.printable import one_line
 
 _LOG = logging.getLogger("paged")
 

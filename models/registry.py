@@ -51,7 +51,7 @@ from paged.models.parallel.fingerprint import (
 from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
 from paged.models.wrappers import WRAPPERS, UnknownArchitectureError, text_part, wrapped, wrapper_of
-from paged.printable import one_line
+from paged.tools.printable import one_line
 
 _LOG = logging.getLogger("paged")
 

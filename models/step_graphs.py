@@ -27,8 +27,8 @@ from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
-from paged.printable import one_line
 from paged.staging import FixedCopy, Staging, to_device
+from paged.tools.printable import one_line
 
 Begin = Callable[[], Callable[[], None]]
 """Plans a step over tensors at fixed addresses, and returns a function that runs it."""

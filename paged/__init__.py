@@ -48,7 +48,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "paged.executors.engine.async_engine": ("AsyncEngine", "EngineStoppedError"),
     "paged.executors.async_executor": ("AsyncModelExecutor",),
-    "paged.executors.text.chat_tokenizer": ("ChatTokenizer",),
+    "paged.serving.text.chat_tokenizer": ("ChatTokenizer",),
     "paged.executors.speculation.draft_model": ("DraftModel",),
     "paged.executors.engine.beam_search": ("BeamOutput",),
     "paged.executors.engine.engine": ("Engine",),
@@ -108,9 +108,9 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),
     "paged.models.parallel.ranks": ("ParallelConfig",),
-    "paged.recorder": ("record",),
+    "paged.tools.recorder": ("record",),
     "paged.prompt_embeds": ("EmbedsLimits", "PromptEmbeds", "mrope_positions"),
-    "paged.picture": ("CachePicture", "cache_picture"),
+    "paged.tools.picture": ("CachePicture", "cache_picture"),
 }
 
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -134,4 +134,4 @@ def __dir__() -> list[str]:
 if "torch" not in sys.modules:  # later, torch has read how its threads wait
     importlib.import_module("paged.executors.thread_waits").set_spin_count()
 if "PAGED_RECORD" in os.environ:
-    importlib.import_module("paged.recorder").record_as_environment_says()
+    importlib.import_module("paged.tools.recorder").record_as_environment_says()

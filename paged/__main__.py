@@ -7,7 +7,7 @@ import signal
 def main() -> int:
     """Run the command line. An interrupt during the first imports just ends it: there is nothing to clean up yet."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from paged.executors.command_line.cli import start
+    from paged.serving.command_line.cli import start
 
     return start()
 

@@ -16,7 +16,6 @@ from paged import LlmExecutor
 from paged.bench.benchmark import benchmark_dtype
 from paged.bench.watchdog import WATCHDOG
 from paged.executors import llm_executor
-from paged.executors.command_line.checkpoint_summary import summarize
 from paged.executors.progress import tracked
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
@@ -24,6 +23,7 @@ from paged.models import registry
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.network_loader import meta_network
+from paged.serving.command_line.checkpoint_summary import summarize
 
 # Fraction of free memory for weights and cache; the rest is for graphs and the allocator.
 _MEMORY_SHARE = 0.95

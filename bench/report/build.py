@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from paged.bench.benchmark import option_parser
 from paged.bench.limits import is_fault
 from paged.bench.report.results import TITLES, Json, ResultsError, Run, read
-from paged.printable import one_line
+from paged.tools.printable import one_line
 
 
 class Cell(NamedTuple):

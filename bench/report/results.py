@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paged.bench.limits import is_fault
-from paged.printable import xml_text
+from paged.tools.printable import xml_text
 
 Json = dict[str, Any]
 

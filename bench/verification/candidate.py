@@ -20,8 +20,8 @@ from paged.bench.operations import DEFINITIONS, HOW, Arguments, Definition, Tens
 from paged.bench.verification.judged_process import JudgedProcess
 from paged.bench.writes import Masks
 from paged.errors import CheckpointError, InvalidInputError, PagedError
-from paged.recorder import read_call, write_call
-from paged.recordings.encoder import is_in_blocks, reached_blocks, tensors_in
+from paged.tools.recorder import read_call, write_call
+from paged.tools.recordings.encoder import is_in_blocks, reached_blocks, tensors_in
 
 # Arguments of more bytes are sent without the blocks of caches that the call does not reach.
 _MAX_SENT = 256 << 20

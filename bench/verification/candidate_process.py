@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from paged.recorder import RecordedCall, read_call, write_call
-from paged.recordings.encoder import tensors_in
+from paged.tools.recorder import RecordedCall, read_call, write_call
+from paged.tools.recordings.encoder import tensors_in
 
 COMMAND = "import sys; sys.path[:] = sys.argv[3:]; from paged.bench.verification.candidate_process import main; main()"
 """Arguments: the descriptor of a socket, MODULE:FUNCTION, and where to look for modules."""

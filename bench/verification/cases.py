@@ -28,7 +28,7 @@ from paged.bench.operations import DEFINITIONS, Judgement
 from paged.bench.verification.candidate import NotTakenError
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from paged.executors.command_line.closed_form import expected_logits
+from paged.executors.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
 from paged.kernels.common.device import use_triton
 from paged.kernels.quantization import reference

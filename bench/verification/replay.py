@@ -17,8 +17,8 @@ from paged.bench.verification.candidate import NotTakenError, definition_of
 from paged.errors import CheckpointError
 from paged.kernels.common.compat import HAS_TRITON, interpreting
 from paged.kernels.common.device import has_numba
-from paged.printable import one_line
-from paged.recorder import RecordedCall, read_call
+from paged.tools.printable import one_line
+from paged.tools.recorder import RecordedCall, read_call
 
 
 @dataclass

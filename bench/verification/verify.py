@@ -29,7 +29,7 @@ from paged.bench.verification.replay import Replay, about, backends
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common import compat
 from paged.kernels.common import device as devices
-from paged.recorder import read_call
+from paged.tools.recorder import read_call
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from paged.executors.speculation.drafting import Proposer
 from paged.executors.text.detokenizer import Tokenizer
 from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
-from paged.picture import CachePicture, cache_picture
 from paged.prompt_embeds import PromptEmbeds
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import as_token_ids
+from paged.tools.picture import CachePicture, cache_picture
 
 R = TypeVar("R")
 

@@ -10,8 +10,7 @@ from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.executors.engine.config import EngineConfig
 from paged.executors.model_executor import ModelExecutor, check_adapter, check_metadata
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.executors.text.chat_template import Message
-from paged.executors.text.detokenizer import PromptTokenizer, Tokenizer
+from paged.executors.text.detokenizer import Message, PromptTokenizer, Tokenizer
 from paged.kernels.common.scalars import shown
 from paged.prompt_embeds import PromptEmbeds
 from paged.token_ids import as_token_ids

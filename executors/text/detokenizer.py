@@ -13,6 +13,9 @@ _MAX_PENDING = 16
 _CHARACTER_BYTES = 4
 
 
+Message = Mapping[str, Any]  # of a chat: "role", "content" and what a template reads besides
+
+
 class Tokenizer(Protocol):
     """The tokenizer interface of the engine; tokenizers of `tokenizers` and transformers have it."""
 

@@ -31,7 +31,7 @@ from paged.models.generic.split import plan_of
 from paged.models.layers.config import AttentionConfig, NormConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
-from paged.printable import one_line
+from paged.tools.printable import one_line
 
 # Names of the longest sequence in config.json, beside those that transformers maps to the first.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")

@@ -11,7 +11,7 @@ from typing import Any
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there, other_kind, read_json
-from paged.printable import one_line
+from paged.tools.printable import one_line
 
 _REQUIRED: Any = object()
 # Above any model's sizes; products of two still fit into 64 bits.

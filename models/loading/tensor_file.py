@@ -17,7 +17,7 @@ import torch
 from paged.errors import CheckpointError
 from paged.models.loading.checkpoint_files import regular_size
 from paged.models.loading.read_record import record_file, stamp_of
-from paged.printable import one_line
+from paged.tools.printable import one_line
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from paged.errors import CheckpointError
-from paged.printable import one_line
+from paged.tools.printable import one_line
 
 # One layer shows the prefix; the others only cost time, as files hold up to 200,000 tensors.
 _LATER_LAYER = re.compile(r"(?:^|\.)layers\.[1-9]\d*\.")

@@ -15,7 +15,7 @@ from paged.bench.check import Result
 from paged.bench.verification import verify
 from paged.bench.verification.candidate import Candidate
 from paged.bench.verification.cases import Check
-from paged.executors.command_line import cli
+from paged.serving.command_line import cli
 from tests.deadline import HANG_S
 
 NORM = ["verify", "--device", "cpu", "--backend", "torch", "--quick", "--op", "rms_norm", "--only", "odd size"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paged.bench.compare import ratio, run_of
-from paged.executors.command_line import cli
+from paged.serving.command_line import cli
 
 ROUNDS, SAMPLES = 200, 50
 

@@ -15,8 +15,8 @@ import paged
 from paged.bench.check import WrongResultError, error_shares
 from paged.bench.verification.cases import CHECKS
 from paged.executors import paged_attention_executor
-from paged.executors.command_line import cli
 from paged.kernels.common import compat, device
+from paged.serving.command_line import cli
 from tests.backends import BACKENDS
 from tests.operations import OPERATIONS
 

@@ -7,7 +7,7 @@ import torch
 
 from paged.bench.operations import DEFINITIONS
 from paged.kernels.common.operation import Call, watch_calls
-from paged.recordings.encoder import tensors_in
+from paged.tools.recordings.encoder import tensors_in
 from tests.fuzz.kernels.kernel_calls import CALLS
 
 

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         noted(file.write) as machine,
         planted(machine, faults),
     ):
-        module = importlib.import_module("paged.executors.command_line.cli" if name == "paged" else name)
+        module = importlib.import_module("paged.serving.command_line.cli" if name == "paged" else name)
         if name == "paged.bench.engine.run":  # models of transformers cannot be saved from here
             module.CASES[:] = [case for case in module.CASES if not case.name.startswith("throughput")]
         return int(module.main(arguments) or 0)

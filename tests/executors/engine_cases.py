@@ -10,11 +10,11 @@ import torch
 from tokenizers import Tokenizer
 
 from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams, UnifiedBatch
-from paged.executors.command_line.cli import RECALL
-from paged.executors.command_line.closed_form import expected_logits
+from paged.executors.closed_form import expected_logits
 from paged.executors.model_executor import ModelExecutor
 from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.recall.task import RecallPrompt, sample_prompts
+from paged.serving.command_line.cli import RECALL
 from tests.deadline import HANG_S
 from tests.executors.oracle import make_executor
 

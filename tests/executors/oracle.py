@@ -8,7 +8,7 @@ import torch
 from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from paged.executors.command_line.closed_form import expected_logits
+from paged.executors.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
 from paged.forward_step import ForwardStep
 from tests.tolerance import assert_close

@@ -11,7 +11,7 @@ from paged.batch import FullLogits, GreedyArgmax, PrefillInput, VerifyLogits
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
-from paged.executors.command_line.closed_form import expected_logits
+from paged.executors.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
 from tests.executors.oracle import check_logits, chunk, forward, item, make_executor, prompt, step
 from tests.tolerance import assert_within

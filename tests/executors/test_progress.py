@@ -13,8 +13,8 @@ import pytest
 
 from paged import Engine, LlmExecutor, SamplingParams
 from paged.executors import progress
-from paged.executors.command_line.cli import RECALL
-from paged.executors.command_line.safe_output import safe_output
+from paged.serving.command_line.cli import RECALL
+from paged.serving.command_line.safe_output import safe_output
 
 ROOT = Path(progress.__file__).resolve().parents[1]
 

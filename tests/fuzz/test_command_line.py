@@ -11,8 +11,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from paged.executors.command_line.cli import main
-from paged.printable import one_line, printable, xml_text
+from paged.serving.command_line.cli import main
+from paged.tools.printable import one_line, printable, xml_text
 from tests.fuzz.children import MOST_LOOPS, call_in_child
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import STEERING

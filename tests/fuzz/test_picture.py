@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from paged import CachePicture, InvalidInputError
-from paged.picture import BlockCell, SequenceLine
+from paged.tools.picture import BlockCell, SequenceLine
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import STEERING
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
-from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.families.defaults import DEFAULTS
 from paged.models.loading.checkpoint_folder import checkpoint_folder
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, TEXT_PARTS, WRAPPERS, load_model, model_config
 from paged.models.wrappers import TYPES
+from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import (
     FAMILIES,

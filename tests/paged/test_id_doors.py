@@ -21,7 +21,7 @@ from paged import (
     SpeculativeDecoder,
     UnifiedBatchItem,
 )
-from paged.executors.command_line.cli import RECALL
+from paged.serving.command_line.cli import RECALL
 from tests.executors.oracle import make_executor
 
 IDS = [3, 1, 4, 1, 5, 9]

@@ -13,10 +13,16 @@ MAY_IMPORT = {
     "paged": {"kernels"},
     "models": {"kernels", "paged"},
     "executors": {"kernels", "paged", "models"},
-    "bench": {"kernels", "paged", "models", "executors"},
+    "serving": {"kernels", "paged", "models", "executors"},
+    "bench": {"kernels", "paged", "models", "executors", "serving"},
 }
-# These two only forward to the public names and to the command line.
-FORWARDERS = {ROOT / "paged" / "__init__.py", ROOT / "paged" / "__main__.py"}
+# These only forward to the public names, to the command line, and to names that pages give.
+FORWARDERS = {
+    ROOT / "paged" / "__init__.py",
+    ROOT / "paged" / "__main__.py",
+    ROOT / "paged" / "interop" / "kv_events.py",
+    ROOT / "paged" / "interop" / "structured.py",
+}
 SOURCES = [(package, path) for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 Graph = dict[str, set[str]]
 
@@ -65,7 +71,7 @@ def module_of(path: Path) -> str:
 
 @cache
 def file_imports(*, when_run: bool = False) -> Graph:
-    """module -> the modules of ours that it imports; the two forwarders are left out."""
+    """module -> the modules of ours that it imports; the forwarders are left out."""
     names = {module_of(path): names_imported(path, when_run=when_run) for _, path in SOURCES if path not in FORWARDERS}
     return {
         module: {each if each in names else each.rpartition(".")[0] for each in imports} & names.keys() - {module}

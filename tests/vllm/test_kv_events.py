@@ -8,7 +8,7 @@ import msgspec
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from paged import BlocksStored, CacheCleared
-from tests.interop.test_kv_events import make_manager, replayed
+from tests.serving.http.test_kv_events import make_manager, replayed
 
 
 def test_vllm_reads_what_is_published() -> None:

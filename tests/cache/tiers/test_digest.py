@@ -17,12 +17,12 @@ import torch
 from paged import LlmExecutor, PagedError, PagedKvCacheManager
 from paged.cache.tiers.folder import CacheFolder
 from paged.errors import CheckpointError
-from paged.executors.command_line.cli import RECALL
 from paged.models.loading.load_options import LoadOptions
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel import fingerprint
 from paged.models.parallel.fingerprint import LEFT_OUT
 from paged.models.registry import load_model
+from paged.serving.command_line.cli import RECALL
 from tests.models.drafts.heads import save_head
 from tests.models.edits import WEIGHTS, edit_config
 from tests.models.families import FAMILIES, save_checkpoint, tokens

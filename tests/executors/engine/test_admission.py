@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig, InvalidInputError, LlmExecutor, SequenceTooLongError, UnsupportedError
-from paged.executors.command_line.cli import RECALL
+from paged.serving.command_line.cli import RECALL
 from tests.executors.engine_cases import EOS, FIVE, GREEDY, TEN, encode, recall_prompts, run_to_end
 from tests.executors.oracle import make_executor
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from paged import AsyncEngine, ChatTokenizer, Engine, InvalidInputError, LlmExecutor, SamplingParams
-from paged.executors.command_line.cli import RECALL
-from paged.executors.text.chat_template import ChatTemplate
+from paged.serving.command_line.cli import RECALL
+from paged.serving.text.chat_template import ChatTemplate
 from tests.deadline import HANG_S
 from tests.executors.engine_cases import TOKENIZER, check_empty, recall_prompts, tokens_of
-from tests.executors.text.checkpoints import tokenizer_of_bytes
+from tests.serving.text.checkpoints import tokenizer_of_bytes
 
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 FIVE = SamplingParams(temperature=0, max_tokens=5)

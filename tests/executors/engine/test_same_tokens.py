@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, SpeculativeDecoder
-from paged.executors.command_line.cli import RECALL
+from paged.serving.command_line.cli import RECALL
 from tests.executors.engine_cases import EOS, TOKENIZER, check_pool_empty, encode, recall_prompts, run
 from tests.models.drafts.heads import save_head
 from tests.models.families import FAMILIES, VOCAB_SIZE, save_checkpoint, tokens

@@ -7,7 +7,7 @@ import torch
 
 from paged import Engine, EngineConfig, InvalidInputError, PromptLookup, SamplingParams, SpeculativeDecoder
 from paged.errors import UnsupportedError
-from paged.executors.command_line.closed_form import expected_logits
+from paged.executors.closed_form import expected_logits
 from paged.executors.sampling.noise import uniform
 from tests.executors.engine.answers import parrot_tokens
 from tests.executors.engine_cases import check_pool_empty, recall_engine, run, run_to_end, tokens_of

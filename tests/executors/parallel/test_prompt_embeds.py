@@ -6,8 +6,8 @@ import pytest
 
 from paged import Engine
 from tests.executors.parallel.followers import Followers
-from tests.executors.vision.test_prompt_embeds import SIZES, generate, two_images
-from tests.executors.vision.towers import Tower
+from tests.serving.vision.test_prompt_embeds import SIZES, generate, two_images
+from tests.serving.vision.towers import Tower
 
 
 @pytest.mark.thorough

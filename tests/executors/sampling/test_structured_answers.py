@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig, SamplingParams, SpeculativeDecoder
-from paged.interop.structured import GrammarCompiler
+from paged.serving.grammar.structured import GrammarCompiler
 from tests.executors.engine_cases import check_empty, run_to_end
 from tests.executors.oracle import make_executor
-from tests.interop.test_structured import END, PROCESS, VOCABULARY, ambiguous, byte_tokenizer
 from tests.processes import branches_of, wait_until
+from tests.serving.grammar.test_structured import END, PROCESS, VOCABULARY, ambiguous, byte_tokenizer
 
 pytest.importorskip("xgrammar", reason="needs the extra serve")
 jsonschema = pytest.importorskip("jsonschema", reason="needs the extra test")

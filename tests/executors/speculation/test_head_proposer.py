@@ -22,9 +22,9 @@ from paged import (
     UnifiedBatchItem,
     UnsupportedError,
 )
-from paged.executors.command_line.cli import RECALL
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts
+from paged.serving.command_line.cli import RECALL
 from tests.executors.engine_cases import EOS, check_pool_empty, encode, recall_prompts, run, run_to_end, tokens_of
 from tests.executors.sampling.completions import chi_square_p
 from tests.models.drafts.heads import save_head, save_published

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from paged import ChatTokenizer, CheckpointError, InvalidInputError
-from paged.executors.text.chat_template import ChatTemplate
+from paged.serving.text.chat_template import ChatTemplate
 from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import VALUES, expressions, value
@@ -127,7 +127,7 @@ CHATS = st.fixed_dictionaries({
 @fuzz(CHATS, examples=25, thorough=120)
 def test_special_tokens_of_users(case: Any) -> None:
     """As many of them as for a plain text; and where the user's text holds none, the ids of the whole text."""
-    from tests.executors.text import checkpoints  # imports transformers, which children need not
+    from tests.serving.text import checkpoints  # imports transformers, which children need not
 
     tokenizer = checkpoints.tokenizer_of_bytes()
     template = PARTS if case["template"] == "parts" else getattr(checkpoints, case["template"].upper())

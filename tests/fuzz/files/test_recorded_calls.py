@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 import paged
 from paged import CheckpointError
-from paged.recorder import read_call
+from paged.tools.recorder import read_call
 from tests.fuzz.children import MOST_LOOPS, call_in_child
 from tests.fuzz.kernels.kernel_calls import CALLS
 from tests.fuzz.values import changed
@@ -27,9 +27,24 @@ NAMES = ("copy_blocks", "gated_delta_rule", "moe_align_block_size", "paged_atten
 # What a place of the JSON is replaced with.
 HOSTILE: list[Any] = [
     *(None, True, False, 0, 1, -1, 7, 2**31, 2**40, 2**63, 2**64, 10**400, 1.5, -0.0, float("nan"), float("inf")),
-    *("", "x", "\x1b[2J", "../../etc/passwd", "/proc/self/mem", "serve", "paged.bounded_process:serve", "a" * 10_000),
+    *(
+        "",
+        "x",
+        "\x1b[2J",
+        "../../etc/passwd",
+        "/proc/self/mem",
+        "serve",
+        "paged.tools.bounded_process:serve",
+        "a" * 10_000,
+    ),
     *([], {}, [[]], [0], [-1], [1] * 5000, {"list": [None] * 5000}, {"tuple": []}, {"dict": {}}, {"unknown": "x"}),
-    *({"tensor": "0"}, {"tensor": "9999"}, {"object": "paged.bounded_process:serve", "fields": {}}, "float64", "str"),
+    *(
+        {"tensor": "0"},
+        {"tensor": "9999"},
+        {"object": "paged.tools.bounded_process:serve", "fields": {}},
+        "float64",
+        "str",
+    ),
     {"object": "paged.kernels.moe.routing:Routing", "fields": {"top_k": 1}},
 ]
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -79,7 +94,7 @@ def _mutated(content: bytes, draw: random.Random) -> bytes:
 
 def _replay_all(contents: list[bytes]) -> list[int]:
     """Exit codes. The first file is sound; with it, everything is imported that a replay needs."""
-    from paged.executors.command_line.cli import main
+    from paged.serving.command_line.cli import main
 
     os.environ["TRITON_INTERPRET"] = "0"
     events: list[str] = []
@@ -139,10 +154,10 @@ def test_no_name_of_a_file_becomes_code(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "calls" / "changed.safetensors"
     about, tensors = _parts(content)
     objects = {
-        "paged.bounded_process:import_module": {"name": "canary"},
-        "paged.bounded_process:serve": {"module": "canary", "niceness": 0},
+        "paged.tools.bounded_process:import_module": {"name": "canary"},
+        "paged.tools.bounded_process:serve": {"module": "canary", "niceness": 0},
         "paged.models.registry:load_model": {"folder": str(tmp_path), "trust_remote_code": True},
-        "paged.recorder:os.system": {"command": f"touch {tmp_path / 'written'}"},
+        "paged.tools.recorder:os.system": {"command": f"touch {tmp_path / 'written'}"},
         "canary:anything": {},
         "paged.kernels.moe.routing:Routing": {"top_k": 1},
     }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from examples.train_draft_head import new_weights, save
-from paged.executors.command_line.cli import RECALL
+from paged.serving.command_line.cli import RECALL
 from tests.models.edits import edit_config, edit_tensors
 from tests.models.families import FAMILIES, save_checkpoint
 

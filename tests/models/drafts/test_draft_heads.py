@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from examples.train_draft_head import run_head, target_states
 from paged import CheckpointError, LlmExecutor, UnifiedBatch, UnifiedBatchItem, UnsupportedError
-from paged.executors.command_line.cli import RECALL
 from paged.models.paged_lm import PagedCausalLM
+from paged.serving.command_line.cli import RECALL
 from tests.models.drafts.heads import CONFIG, save_head, save_published
 from tests.models.edits import assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, save_checkpoint, tokens

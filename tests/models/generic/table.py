@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paged.models.registry import ARCHITECTURES
-from paged.printable import one_line
+from paged.tools.printable import one_line
 from tests.models.generic.every_decoder import decoders, multimodal_models, result_of
 from tests.models.published_settings.others import OTHERS
 from tests.models.published_settings.settings import PUBLISHED, published

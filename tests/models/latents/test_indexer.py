@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from paged.errors import PagedError, UnsupportedError
-from paged.executors.command_line.checkpoint_summary import summarize
 from paged.kernels.common.attention.latent_cache import index_keys
 from paged.models.cache_sizes import cache_config
 from paged.models.layers.indexer import Indexer
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, load_model, model_config
+from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.edits import assert_refused, edit_config
 from tests.models.families import FAMILIES, assert_same_logits, forward, logits_of, save_checkpoint, tokens
 from tests.models.published_settings.settings import published

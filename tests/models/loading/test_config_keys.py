@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from paged.errors import UnsupportedError
-from paged.executors.command_line import cli
 from paged.models.families.config_keys import COMPUTATION_KEYS, refuse_unread
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, load_model, model_config
+from paged.serving.command_line import cli
 from tests.models.edits import assert_refused, edit_config
 from tests.models.families import FAMILIES, assert_same_logits, logits_of, save_checkpoint, tokens
 

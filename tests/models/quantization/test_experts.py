@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from paged.errors import UnsupportedError
-from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.layers import sparse_moe
+from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.edits import assert_refused
 from tests.models.families import PACKABLE, save_checkpoint
 from tests.models.quantization.checkpoints import PROMPT, WEIGHTS, Folders, assert_as_unpacked, load, write

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from paged.errors import UnsupportedError
-from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.parallel.share import Share
+from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.edits import WEIGHTS, Tensors, edit_config, edit_tensors
 from tests.models.families import PACKABLE, Families, logits_of, save_checkpoint
 from tests.models.parallel.parts import load_part

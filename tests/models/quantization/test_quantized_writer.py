@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
-from paged.executors.command_line import cli
-from paged.executors.command_line.checkpoint_summary import summarize
 from paged.kernels.quantization import cpu_product
 from paged.kernels.quantization.cpu_product import CpuProduct
 from paged.models import quantized_writer
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
 from paged.models.quantized_writer import quantize_checkpoint, round_weight
+from paged.serving.command_line import cli
+from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.edits import WEIGHTS
 from tests.models.families import FAMILIES, PACKABLE, assert_same_logits, save_checkpoint
 from tests.models.quantization.checkpoints import PROMPT, Folders, assert_as_unpacked, load, packed_weights

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models import network_loader
 from paged.models.loading.hf_config import HfConfig
 from paged.models.quantization.read import read_quantization
+from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.edits import assert_refused
 from tests.models.quantization.checkpoints import Folders, load
 from tests.models.quantization.packers import FORMATS, compressed

@@ -1,0 +1,359 @@
+"""Processes for work that cannot be interrupted: the system ends them at a limit of time or memory.
+
+A root process is started once and loads its modules. Every piece of work runs in a branch, a fork of it, which takes
+milliseconds and has the root's state. A branch can branch again. A branch ends with its work's limit, when its `Branch`
+is closed or dropped, and with the process that holds that, however it ends and whatever the branch does.
+
+A branch that ends at a limit, or by a crash of its work, says so before it ends. One that ends in silence was ended by
+the system or never made, as where there are no more processes, descriptors or memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from functools import lru_cache
+from importlib import import_module
+from typing import NamedTuple
+
+from paged.errors import PagedError, UnsupportedError
+
+_REQUEST = struct.Struct("<Idd")  # bytes that follow, 0 to branch; limits of CPU time and time in seconds
+_REPLY = struct.Struct("<Id")  # bytes that follow, CPU time taken
+# Isolated mode: neither the environment nor the working folder changes the modules.
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[3:]; from paged.tools.bounded_process import serve; "
+    "serve(sys.argv[1], int(sys.argv[2]))"
+)
+_PIECE = 1 << 16
+
+
+class ProcessEndedError(PagedError):
+    """The process of a `Branch` has ended, at a limit or by a crash, before it answered."""
+
+
+class ProcessLostError(ProcessEndedError):
+    """The system has ended a process or gave none; the same work may succeed later."""
+
+
+class Reply(NamedTuple):
+    """What a branch answers, and the CPU time that it took in seconds."""
+
+    message: bytes
+    cpu_s: float
+
+
+class Branch:
+    """The caller's end of a process, which answers one request at a time."""
+
+    def __init__(self, connection: socket.socket, life: socket.socket | None = None) -> None:
+        """life: ends the process when it is closed; the process writes there why it ends."""
+        self._socket, self._life = connection, life
+        self._is_closed = False
+        self._last_words = b""
+
+    def branch(self) -> Branch:
+        """Return a copy of the process in its state of now, if no request is under way.
+
+        Raises:
+            ProcessEndedError: it has ended. If the copy cannot be made, this comes at its first reply.
+        """
+        with contextlib.ExitStack() as opened:
+            try:
+                parent_end, child_end = map(opened.enter_context, socket.socketpair())
+                parent_life, child_life = map(opened.enter_context, socket.socketpair())
+            except OSError as error:
+                raise ProcessLostError(f"no process could be asked for: {error}") from error
+            try:
+                socket.send_fds(self._socket, [_REQUEST.pack(0, 0, 0)], [child_end.fileno(), child_life.fileno()])
+            except OSError as error:
+                raise self._ended() from error
+            child_end.close()
+            child_life.close()
+            opened.pop_all()
+        return Branch(parent_end, parent_life)
+
+    def send(self, message: bytes, *, cpu_s: float, seconds: float) -> None:
+        """Send a request. The process ends if it takes more CPU time than `cpu_s`, or more time than `seconds`.
+
+        A process that has ended shows when the reply is received.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.sendall(_REQUEST.pack(len(message), cpu_s, seconds) + message)
+
+    def is_ready(self, timeout: float = 0.0) -> bool:
+        """Wait until a reply is there, or the process has ended; return whether that came within `timeout` seconds."""
+        return _is_readable(self._socket, timeout)
+
+    def receive(self) -> Reply:
+        """Wait for the reply to the request.
+
+        Raises:
+            ProcessEndedError: the process has ended.
+        """
+        header = _receive(self._socket, _REPLY.size)
+        if len(header) == _REPLY.size:
+            size, cpu_s = _REPLY.unpack(header)
+            message = _receive(self._socket, size)
+            if len(message) == size:
+                return Reply(message, cpu_s)
+        raise self._ended()
+
+    async def ask(self, message: bytes, *, seconds: float, cpu_s: float | None = None) -> Reply:
+        """Send a request and wait for the reply without blocking the event loop; cpu_s: as much as `seconds` if None.
+
+        Raises:
+            ProcessEndedError: the process has ended.
+        """
+        import asyncio  # not in the process itself, whose start it would double
+
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.to_thread(self.send, message, cpu_s=cpu_s or seconds, seconds=seconds)
+        except RuntimeError as error:
+            raise ProcessLostError(f"no thread to ask a process: {error}") from error
+        is_here = loop.create_future()
+
+        def wake() -> None:
+            loop.remove_reader(self._socket)
+            is_here.set_result(None)
+
+        loop.add_reader(self._socket, wake)
+        try:
+            await is_here
+        finally:
+            loop.remove_reader(self._socket)
+        return self.receive()
+
+    def close(self) -> None:
+        """End the process, whatever it does. What waits for a reply gets `ProcessEndedError`."""
+        self._is_closed = True
+        for connection in (self._life, self._socket):
+            if connection is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _ended(self) -> ProcessEndedError:
+        """Return the error of a process that has ended."""
+        if self._life is not None and not self._last_words:
+            # Only now: while a process lives, reading here may signal it.
+            with contextlib.suppress(OSError):
+                self._last_words = self._life.recv(_PIECE, socket.MSG_DONTWAIT)
+        if self._is_closed or self._last_words:
+            return ProcessEndedError("the process has ended")
+        return ProcessLostError("the system ended a process, or had none to give")
+
+
+class Root:
+    """A process that has loaded a module, for branches. It starts when the first is asked for, and after it has ended.
+
+    Args:
+        module: its `handler()` returns the function that answers requests, from bytes to bytes.
+        niceness: how much the caller's own work goes first.
+    """
+
+    def __init__(self, module: str, *, niceness: int = 0) -> None:
+        self._arguments = [module, str(niceness)]
+        self._forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)  # the process belongs to the parent
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Branch | None = None
+
+    def branch(self) -> Branch:
+        """Return a copy of the process.
+
+        Raises:
+            ProcessLostError: a process cannot be started.
+            UnsupportedError: this system has no fork.
+        """
+        with self._lock:
+            if self._process is None or self._process.is_ready():  # it answers nothing, so it has ended
+                self._process = None  # first, so that nothing is left of it if there are no more processes
+                self._process = self._start()
+            return self._process.branch()
+
+    def _start(self) -> Branch:
+        if not hasattr(os, "fork"):
+            raise UnsupportedError("processes with limits of time and memory need a system with fork")
+        try:
+            parent_end, child_end = socket.socketpair()
+        except OSError as error:
+            raise ProcessLostError(f"a process with limits of time and memory cannot start: {error}") from error
+        paths = [os.path.abspath(path) for path in sys.path]
+        # One thread: a fork copies no other.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _BOOT, *self._arguments, *paths],
+                stdin=child_end.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                # Only the caller handles the terminal's interrupts. A session of its own would take half of a busy CPU,
+                # however nice: Linux shares it out among sessions first (sched_autogroup).
+                process_group=0,
+            )
+        except (OSError, ValueError) as error:
+            parent_end.close()
+            raise ProcessLostError(f"a process with limits of time and memory cannot start: {error}") from error
+        finally:
+            child_end.close()
+        branch = Branch(parent_end)
+        weakref.finalize(branch, _end, process, os.getpid())
+        return branch
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End a root."""
+    if owner == os.getpid():  # not in a fork of the owner
+        process.kill()
+        process.wait()
+
+
+def serve(module: str, niceness: int) -> None:
+    """Answer the requests at stdin in this process and its branches until the other end is closed."""
+    life: socket.socket | None = None
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a branch that has ended leaves nothing
+    os.nice(niceness)
+    handle = import_module(module).handler()
+    while True:
+        try:
+            header, descriptors, _, _ = socket.recv_fds(connection, _REQUEST.size, 2)
+        except OSError:
+            header, descriptors = b"", []
+        if len(header) < _REQUEST.size:
+            os._exit(0)
+        size, cpu_s, seconds = _REQUEST.unpack(header)
+        if size == 0:
+            if len(descriptors) == 2 and _is_child():
+                connection.close()
+                if life is not None:
+                    life.close()
+                connection = socket.socket(fileno=descriptors[0])
+                life = socket.socket(fileno=descriptors[1])
+                _end_with(life)
+            else:  # without a copy, the asker sees that the other ends are closed
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            continue
+        message = _receive(connection, size)
+        before = time.process_time()
+        # No code in Python handles these signals, so the system ends the process, even within a function in C++.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            answer = handle(message)
+        except BaseException as error:
+            if life is not None and not isinstance(error, MemoryError):
+                life.sendall(f"{type(error).__name__}\n".encode())
+            os._exit(1)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with contextlib.suppress(OSError):  # nobody waits any more
+            connection.sendall(_REPLY.pack(len(answer), time.process_time() - before) + answer)
+
+
+def _is_child() -> bool:
+    """Fork; return whether this is the copy. Without memory or processes for one there is none."""
+    try:
+        return os.fork() == 0
+    except OSError:
+        return False
+
+
+def _end_with(life: socket.socket) -> None:
+    """Let SIGIO end this process when the other end is closed, even within a function in C++.
+
+    On a connection with data, the signal of bytes that have been read may come late, and would end it too. Signals of
+    limits and crashes end it as well, and are written there first.
+    """
+    import fcntl  # which systems without fork lack
+
+    faulthandler.enable(life, all_threads=False)
+    for limit in (signal.SIGPROF, signal.SIGALRM):
+        faulthandler.register(limit, life, all_threads=False, chain=True)
+
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    if _is_readable(life):  # it was closed before
+        os._exit(0)
+
+
+def _is_readable(connection: socket.socket, timeout: float = 0.0) -> bool:
+    """Wait for bytes or the end; return whether that came within `timeout` seconds."""
+    waiter = select.poll()
+    waiter.register(connection, select.POLLIN)
+    return bool(waiter.poll(max(timeout, 0.0) * 1000))
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Return `size` bytes, or fewer if the other end is closed."""
+    parts = bytearray()
+    while len(parts) < size:
+        try:
+            data = connection.recv(min(size - len(parts), _PIECE))
+        except OSError:
+            break
+        if not data:
+            break
+        parts += data
+    return bytes(parts)
+
+
+def _data_bytes() -> int:
+    """Return the bytes of data of this process."""
+    import resource
+
+    with open("/proc/self/statm") as counts:
+        pages = int(counts.read().split()[5])
+    return pages * resource.getpagesize()
+
+
+@lru_cache(maxsize=1)
+def _own_memory() -> int:
+    """Return the bytes of data of this process when it is first asked."""
+    return _data_bytes()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limit the memory of this process to what it had at the first call and as much more."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such limits
+        import resource
+
+        # Without this, a signal that ends a process would write a core dump.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit = _own_memory() + num_bytes
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def may_have_memory(num_bytes: int) -> bool:
+    """Return whether the system would give this process as much as `limit_memory` of `num_bytes` allows.
+
+    After a MemoryError, False says that the system is short of memory, and that the work is not to blame.
+    """
+    try:
+        spare = _own_memory() + num_bytes - _data_bytes()
+        # Half of it: the allocator rounds up, and keeps some of what was freed.
+        mmap.mmap(-1, max(spare // 2, mmap.PAGESIZE)).close()
+    except (OSError, MemoryError):
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""Arguments of a tool's call, in forms other than a JSON object, as elements of structural tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from paged.serving.grammar.json_schemas import SAYING_NOTHING, behind_references
+
+Element = dict[str, Any]
+_OF_ARGUMENTS = frozenset({"type", "properties", "required", "additionalProperties"})
+_ITEM = "item"
+_FREE_NAME = "[A-Za-z_][A-Za-z0-9_-]{0,40}"  # of an argument that the schema does not list
+
+
+class Layout(NamedTuple):
+    """How an argument is written.
+
+    Attributes:
+        begin: before its name.
+        middle: between name and value. {is_text} is true for a text, and false for JSON.
+        end: after the value, with {name} in it.
+        separator: between arguments.
+        quote: around texts; None if they are written as JSON.
+        end_of_text: what a text may not hold; the quote if it is empty.
+        is_nested: whether objects and lists in arguments are written in the same way, items of lists as `item`.
+    """
+
+    begin: str
+    middle: str
+    end: str = ""
+    separator: str = ""
+    quote: str | None = ""
+    end_of_text: str = ""
+    is_nested: bool = False
+
+
+def text_element(value: str) -> Element:
+    return {"type": "const_string", "value": value}
+
+
+def sequence(elements: list[Element]) -> Element:
+    """Return elements, one after the other; empty texts are left out."""
+    elements = [element for element in elements if element.get("value") != ""]
+    if not elements:
+        return text_element("")
+    if len(elements) == 1:
+        return elements[0]
+    return {"type": "sequence", "elements": elements}
+
+
+def json_value(schema: Any) -> Element:
+    # Without the limit, a weak model writes nothing but white space.
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+
+
+def arguments(schema: Any, layout: Layout, is_text: Callable[[Any], bool]) -> Element:
+    """Return the arguments of a tool.
+
+    Args:
+        is_text: whether the reader of answers takes a value of a schema for a text.
+
+    Raises:
+        ValueError: the schema has a keyword that these forms do not keep.
+    """
+    return _Arguments(schema, layout, is_text).of(behind_references(schema, schema))
+
+
+class _Arguments:
+    def __init__(self, root: Any, layout: Layout, is_text: Callable[[Any], bool]) -> None:
+        self._layout, self._is_text = layout, is_text
+        self._definitions = {}
+        if isinstance(root, dict):
+            self._definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+
+    def of(self, schema: Any) -> Element:
+        """Return the properties of an object, the required ones first."""
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise ValueError("the arguments of a tool are an object")
+        kind = schema.get("type", "object")
+        if kind != "object" and kind != ["object"]:
+            raise ValueError(f"type: {kind!r}, expected object for the arguments of a tool")
+        for name in sorted(schema.keys() - _OF_ARGUMENTS - SAYING_NOTHING):
+            raise ValueError(f"{name}: not supported for arguments in this model's form of calls")
+        required = list(schema.get("required", ()))
+        properties = dict.fromkeys(required, True) | schema.get("properties", {})
+        others = schema.get("additionalProperties", True)
+        if not properties and others is not False:
+            return self._free(others)
+        later: list[Element] = []  # the properties behind the current one, a separator before each
+        first = text_element("")  # the current and later ones
+        separator = self._layout.separator
+        for name, value in sorted(properties.items(), key=lambda item: item[0] in required):
+            if value is False:
+                if name in required:
+                    raise ValueError(f"required: {name!r} may have no value")
+                continue
+            argument = self._argument(name, value)
+            alone = sequence([*argument, *later])
+            if name in required:
+                first = alone
+                later = [text_element(separator), *argument, *later]
+                continue
+            first = {"type": "or", "elements": [alone, first]}
+            behind = sequence([text_element(separator), *argument])
+            later = [{"type": "optional", "content": behind}, *later]
+        return first
+
+    def _argument(self, name: str, schema: Any) -> list[Element]:
+        layout = self._layout
+        if layout.middle[:1] in name or "\n" in name:
+            raise ValueError(f"properties: the name {name!r} cannot be written in this model's form of calls")
+        middle = layout.middle.replace("{is_text}", str(self._is_text(schema)).lower())
+        before, after = layout.begin + name + middle, layout.end.replace("{name}", name)
+        return [text_element(before), self._value(schema), text_element(after)]
+
+    def _free(self, schema: Any) -> Element:
+        """Return any number of arguments with names that no schema lists."""
+        layout = self._layout
+        middle = layout.middle.replace("{is_text}", "false")
+        argument = [text_element(layout.begin), {"type": "regex", "pattern": _FREE_NAME}, text_element(middle)]
+        argument += [self._json(schema), text_element(layout.end)]
+        if "{name}" in layout.end:
+            return text_element("")
+        more = {"type": "star", "content": sequence([text_element(layout.separator), *argument])}
+        return {"type": "optional", "content": sequence([*argument, more])}
+
+    def _value(self, schema: Any) -> Element:
+        """Return one value, which is JSON unless the form has texts of its own."""
+        layout = self._layout
+        if layout.quote is not None and self._is_text(schema):
+            content = self._json(schema) | {"style": "text", "excludes": [layout.end_of_text or layout.quote]}
+            return sequence([text_element(layout.quote), content, text_element(layout.quote)])
+        if layout.is_nested and isinstance(schema, dict):
+            if schema.get("type") == "object" and schema.get("properties"):
+                return self.of(schema)
+            keywords = schema.keys() - SAYING_NOTHING
+            if schema.get("type") == "array" and keywords == {"type", "items"}:
+                return {"type": "star", "content": sequence(self._argument(_ITEM, schema["items"]))}
+        return self._json(schema)
+
+    def _json(self, schema: Any) -> Element:
+        if isinstance(schema, Mapping):
+            schema = self._definitions | dict(schema)
+        return json_value(schema)

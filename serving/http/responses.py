@@ -1,0 +1,243 @@
+"""/v1/responses: text, reasoning and calls of functions as items, whole or as events."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paged.serving.http.answers import Event
+from paged.serving.http.chat import NO_CHOICE, Conversation, Tools, as_template
+from paged.serving.http.errors import ApiError
+from paged.serving.http.schemas import Image, InputImage, ResponsesBody, ResponsesChoice, ResponsesItem
+from paged.serving.http.service import Piece, service_of
+
+# By kind of a delta: the type of its item, of the events for its text, and of a part that the text is in.
+_TYPES = {
+    "content": ("message", "output_text", "output_text"),
+    "reasoning": ("reasoning", "reasoning_text", "reasoning_text"),
+    "call": ("function_call", "function_call_arguments", ""),
+}
+
+
+async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
+    """Answer an input. Nothing is stored, so there is no previous_response_id."""
+    service = service_of(request)
+    params = service.params(body, body.max_output_tokens)
+    if body.tool_choice not in NO_CHOICE and not body.tools:
+        raise ApiError(400, "tool_choice: only with tools", "tool_choice")
+    variables: dict[str, Any] = {}
+    if body.reasoning is not None:
+        variables |= service.tongue.wishes.effort(body.reasoning.effort, "reasoning.effort")
+    if body.text is not None:
+        variables |= service.tongue.wishes.verbosity(body.text.verbosity, "text.verbosity")
+    messages = await service.in_thread(lambda: _messages(body), len(await request.body()))
+    functions: list[dict[str, Any]] = []
+    for tool in body.tools or ():
+        function: dict[str, Any] = {"name": tool.name, "parameters": tool.parameters or {"type": "object"}}
+        if tool.description is not None:
+            function["description"] = tool.description
+        functions.append(function)
+    tools = Tools(functions, is_one=body.parallel_tool_calls is False)
+    if isinstance(body.tool_choice, ResponsesChoice):
+        tools = Tools(functions, "required", body.tool_choice.name, is_one=True)
+    elif body.tool_choice is not None:
+        tools = tools._replace(choice=body.tool_choice)
+    return await _Response(request, body).converse(body, messages, params, tools, variables)
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    """Return the input as templates read it: calls and reasoning belong to the message of the assistant."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    turn: dict[str, Any] | None = None  # the message of the assistant that goes on
+    for index, item in enumerate(body.input):
+        if item.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+            turn = None
+            continue
+        if item.type == "message" and item.role != "assistant":
+            if item.role is None:
+                raise ApiError(400, f"input.{index}.role: Field required", f"input.{index}.role")
+            messages.append({"role": item.role, "content": _content(item.content)})
+            turn = None
+            continue
+        if item.type == "function_call" and item.name is None:
+            raise ApiError(400, f"input.{index}.name: Field required", f"input.{index}.name")
+        has_text = turn is not None and turn["content"] != ""
+        has_more = turn is not None and len(turn) > 2
+        is_next = (item.type == "message" and has_text) or (item.type == "reasoning" and (has_text or has_more))
+        if turn is None or is_next:
+            turn = {"role": "assistant", "content": ""}
+            messages.append(turn)
+        if item.type == "message":
+            turn["content"] = _content(item.content)
+        elif item.type == "reasoning":
+            turn["reasoning"] = _reasoning(item)
+        else:
+            function = {"name": item.name, "arguments": item.arguments}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    return as_template(messages)
+
+
+def _reasoning(item: ResponsesItem) -> str:
+    """Return the text of reasoning; that of another server's `encrypted_content` cannot be read."""
+    if item.encrypted_content is not None and not item.content:
+        with suppress(ValueError):
+            return base64.b64decode(item.encrypted_content, validate=True).decode()
+    if item.content is None or isinstance(item.content, str):
+        return item.content or ""
+    return "".join(getattr(part, "text", "") for part in item.content)
+
+
+def _content(content: str | Sequence[Struct] | None) -> str | list[dict[str, Any]]:
+    """Return the content of a message, or the output of a tool, as a chat has it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, Image):
+            parts.append({"type": "image_url", "image_url": {"url": part.image_url.url}})
+        elif isinstance(part, InputImage):
+            parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
+        else:
+            parts.append({"type": "text", "text": getattr(part, "text", "")})
+    return parts
+
+
+class _Response(Conversation):
+    """Every event has its number; all but those of the whole response name their item."""
+
+    prefix, kind, is_named = "resp", "response", True
+
+    def __init__(self, request: Request, body: ResponsesBody) -> None:
+        super().__init__(request, body)
+        self._choice = "auto" if body.tools else "none"
+        self._is_encrypted = bool(body.include)
+        self._is_parallel = bool(body.tools) and body.parallel_tool_calls is not False
+        self._status, self._number = "in_progress", 0
+        self._items: list[Event] = []
+        self._kind, self._text = "", ""  # of the last item, whose text is not in it before it is done
+
+    def events(self, piece: Piece) -> Iterator[Event]:
+        if not self._number:
+            yield self._event("created", response=self._response())
+            yield self._event("in_progress", response=self._response())
+        deltas, reason = self.read(piece)
+        for kind, text in deltas:
+            if kind == "call" or kind not in (self._kind, "arguments"):
+                yield from self._close()
+                yield from self._open(kind, text)
+            if kind == "call":
+                continue
+            self._text += text
+            fields: Event = {"delta": text}
+            if kind == "content":
+                fields["logprobs"] = []
+            yield self._event(f"{_TYPES[self._kind][1]}.delta", **self._place(), **fields)
+        if reason is not None:
+            self._status = "incomplete" if reason == "length" else "completed"
+
+    def end(self) -> Iterator[Event]:
+        if not self._items:
+            yield from self._open("content", "")
+        yield from self._close()
+        yield self._event(self._status, response=self._response())
+
+    def whole(self, pieces: Sequence[Piece]) -> Event:
+        for _ in (*self.events(pieces[0]), *self.end()):
+            pass
+        return self._response()
+
+    def _open(self, kind: str, name: str) -> Iterator[Event]:
+        self._kind, self._text = kind, ""
+        item_type = _TYPES[kind][0]
+        item: Event = {"id": f"{item_type[:3]}_{secrets.token_hex(12)}", "type": item_type, "status": "in_progress"}
+        if kind == "call":
+            item |= {"call_id": f"call_{secrets.token_hex(12)}", "name": name, "arguments": ""}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": [], "encrypted_content": None}
+        else:
+            item |= {"role": "assistant", "content": []}
+        self._items.append(item)
+        yield self._event("output_item.added", output_index=len(self._items) - 1, item=dict(item))
+        if kind == "content":
+            yield self._event("content_part.added", **self._place(), part=self._part())
+
+    def _close(self) -> Iterator[Event]:
+        """End the last item."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item, kind = self._items[-1], self._kind
+        item["status"] = "completed"
+        if self._status == "incomplete":
+            item["status"] = "incomplete"
+        if kind == "call":
+            item["arguments"] = self._text
+            done: Event = {"arguments": self._text, "name": item["name"]}
+        else:
+            item["content"] = [self._part()]
+            if kind == "reasoning" and self._is_encrypted:  # so that a client that drops the content can return it
+                item["encrypted_content"] = base64.b64encode(self._text.encode()).decode()
+            done = {"text": self._text}
+            if kind == "content":
+                done["logprobs"] = []
+        yield self._event(f"{_TYPES[kind][1]}.done", **self._place(), **done)
+        if kind == "content":
+            yield self._event("content_part.done", **self._place(), part=self._part())
+        yield self._event("output_item.done", output_index=len(self._items) - 1, item=dict(item))
+
+    def _place(self) -> Event:
+        place: Event = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        if self._kind != "call":
+            place["content_index"] = 0
+        return place
+
+    def _part(self) -> Event:
+        part: Event = {"type": _TYPES[self._kind][2], "text": self._text}
+        if self._kind == "content":
+            part |= {"annotations": [], "logprobs": []}
+        return part
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
+
+    def _response(self) -> Event:
+        response: Event = {
+            "error": None,
+            "parallel_tool_calls": self._is_parallel,
+            "tool_choice": self._choice,
+            "tools": [],
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": self._status,
+            "output": [],
+            "incomplete_details": None,
+            "usage": None,
+        }
+        if self._status == "in_progress":
+            return response
+        response["output"] = list(self._items)
+        if self._status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        record = self.record
+        response["usage"] = {
+            "input_tokens": record.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": record.cached_tokens},
+            "output_tokens": record.new_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "total_tokens": record.prompt_tokens + record.new_tokens,
+        }
+        return response

@@ -1,0 +1,606 @@
+"""Bodies of requests, as the server reads them and lists them in /openapi.json.
+
+A body is read in one pass that stops at the first error. Before it, the values in the body are counted, so that no body
+takes longer to read than one that means something.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from paged.serving.grammar.structured import Kind
+from paged.serving.http.errors import ApiError
+
+_MAX_LISTS = 1 << 15  # lists and objects of a body; 2^20 of them take 2 s, most of it in Python's garbage collector
+_MAX_KEYS = 1 << 17
+_MAX_DIGITS = 400  # of a number; the largest float has 309, and time grows with the square
+_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONGEST_MESSAGE = 2000
+_LONGEST_VALUE = 200
+_PATH = re.compile(r"`\$(\S*)`$")
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_MISSING = re.compile(r"missing required field `(.*?)`")
+_UNUSED = re.compile(r"^unused field `(\w+)`: ")
+
+# Values that ask for nothing: OpenAI's prompt_cache_options, Anthropic's context_management.
+_IMPLICIT_CACHE: tuple[Any, ...] = ({}, {"mode": "implicit"})
+_NO_EDITS: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Tokens = list[Token]
+Prompts = str | list[str | Token | Tokens]
+Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]+$(?!\n)", max_length=256)]
+# The client's arguments, by those of the engine that are made of them.
+_OF_PROMPT = {"prompt_token_ids": "prompt", "text": "prompt", "prompt_logprobs": "echo", "lora_adapter": "model"}
+_OF_MESSAGES = _OF_PROMPT | dict.fromkeys(("prompt", "prompt_token_ids", "text", "images", "image"), "messages")
+_OF_INPUT = _OF_PROMPT | dict.fromkeys(("prompt", "prompts", "prompt_token_ids", "text", "messages"), "input")
+
+
+class Grammar(NamedTuple):
+    """The form that an answer must have, and the argument that asks for it."""
+
+    param: str
+    kind: Kind
+    text: Any
+
+
+def only(*values: Any) -> Meta:
+    """Mark a field that the server does not act on: its value may be null or one of `values`, which ask for nothing.
+
+    Clients write such values out. Any other is an error that names the field, as it would be without effect.
+    """
+    return Meta(extra_json_schema={"enum": [None, *values]})
+
+
+Null = Annotated[Any, only()]
+
+
+@lru_cache(maxsize=64)
+def _unused_fields(kind: type[Struct]) -> dict[str, list[Any]]:
+    """Return the fields of a struct that `only` marks, with the values that each may have."""
+    fields: dict[str, list[Any]] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Meta) and mark.extra_json_schema is not None:
+                fields[name] = mark.extra_json_schema["enum"]
+    return fields
+
+
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Unknown arguments are errors: one that is misspelt would otherwise be silently without effect.
+
+    Attributes:
+        max_values: most JSON values of such a body.
+        names: the client's arguments that have another name in the engine, by that name.
+    """
+
+    max_values: ClassVar[int] = 1 << 20
+    names: ClassVar[Mapping[str, str]] = _OF_PROMPT
+
+    def __post_init__(self) -> None:
+        """Check that fields without effect ask for nothing; msgspec adds the place of this struct to the error."""
+        for name, values in _unused_fields(type(self)).items():
+            value = getattr(self, name)
+            if value not in values:
+                accepted = " or ".join(map(json.dumps, values))
+                raise ValueError(f"unused field `{name}`: {json.dumps(value)[:_LONGEST_VALUE]}, expected {accepted}")
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Text(Struct, tag="text"):
+    """Part of a message's content."""
+
+    text: str
+
+
+class InputText(Text, tag="input_text"):
+    pass
+
+
+class OutputText(Text, tag="output_text"):
+    pass
+
+
+class ImageUrl(Struct):
+    url: str
+
+
+class Image(Struct, tag="image_url"):
+    image_url: ImageUrl
+
+
+class Function(Struct):
+    name: FunctionName
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ToolCall(Struct):
+    function: Function
+
+
+class Message(Struct, kw_only=True):
+    """Other entries go to the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Text | InputText | OutputText | Image] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class JsonSchema(Struct):
+    schema: dict[str, Any]
+
+
+class ResponseFormat(Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(Body):
+    """Arguments that all text endpoints share, with the meaning of `SamplingParams`; the second part has no effect."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Return the form that the answer must have, or None."""
+        return None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, only(False)] = None
+    continuous_usage_stats: Annotated[Any, only(False)] = None
+
+
+class OpenAiSampling(Sampling):
+    """structured_outputs: vLLM's, one of json, regex, choice, grammar and structural_tag."""
+
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=256)] | None = None
+    stop_token_ids: Tokens | None = None
+    allowed_token_ids: Annotated[Tokens, Meta(max_length=1 << 18)] | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=4096)] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[dict[Kind, Any], Meta(min_length=1, max_length=1)] | None = None
+
+    def grammar(self) -> Grammar | None:
+        form, schema = self.response_format, None
+        if form is not None:
+            inner = None if form.json_schema is None else form.json_schema.schema
+            schema = _schema("response_format", form.type, inner)
+        if self.structured_outputs is None:
+            return schema
+        if schema is not None:
+            raise ApiError(400, "response_format: not beside structured_outputs", "response_format")
+        return Grammar("structured_outputs", *next(iter(self.structured_outputs.items())))
+
+
+class CompletionBody(OpenAiSampling, kw_only=True):
+    prompt: Prompts
+    max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    suffix: Annotated[Any, only("")] = None
+
+
+class EmbeddingsBody(Body, kw_only=True):
+    names = _OF_INPUT
+
+    input: Prompts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Null = None
+    user: str | None = None
+
+
+class ConversationBody(Sampling):
+    """What a chat template reads of a body is copied several times, so there may be less of it."""
+
+    max_values = 1 << 17
+    names = _OF_MESSAGES
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
+class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    audio: Null = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    functions: Annotated[Any, only([])] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    moderation: Null = None
+    prediction: Null = None
+    prompt_cache_options: Annotated[Any, only(*_IMPLICIT_CACHE)] = None
+    prompt_cache_retention: Annotated[Any, only("in_memory")] = None
+    web_search_options: Null = None
+
+
+class ReasoningText(Struct, tag="reasoning_text"):
+    text: str
+
+
+class InputImage(Struct, tag="input_image"):
+    image_url: str
+
+
+class ResponsesItem(Struct, kw_only=True):
+    """A message, a call of a function, its result, or reasoning; each reads its own entries."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant", "tool"] | None = None
+    content: str | list[Text | InputText | OutputText | Image | InputImage | ReasoningText] | None = None
+    name: FunctionName | None = None
+    arguments: str = ""
+    call_id: str = ""
+    output: str | list[Text | InputText | OutputText | InputImage] = ""
+    encrypted_content: str | None = None
+
+
+class ResponsesTool(Function):
+    type: Literal["function"]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ResponsesChoice(Body):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(Struct):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: dict[str, Any] | None = None
+
+
+class ResponsesText(Body):
+    format: TextFormat | None = None
+    verbosity: Verbosity | None = None
+
+
+class ResponsesReasoning(Body):
+    """What an answer holds of reasoning is its text, not a summary."""
+
+    effort: Effort | None = None
+    context: Annotated[Any, only("auto")] = None
+    generate_summary: Annotated[Any, only("auto")] = None
+    mode: Annotated[Any, only("standard")] = None
+    summary: Annotated[Any, only("auto")] = None
+
+
+class ResponsesBody(ConversationBody, kw_only=True):
+    """text.format: as a chat's response_format, with the entries of json_schema beside the type.
+
+    client_metadata: Codex's, without effect.
+    """
+
+    names = {**_OF_INPUT, "max_tokens": "max_output_tokens"}
+
+    input: str | Annotated[list[ResponsesItem], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    text: ResponsesText | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ResponsesReasoning | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    client_metadata: dict[str, Any] | None = None
+
+    access_programs: Null = None
+    background: Annotated[Any, only(False)] = None
+    background_options: Null = None
+    context_management: Annotated[Any, only([])] = None
+    conversation: Null = None
+    image: Null = None
+    max_tool_calls: Null = None
+    moderation: Null = None
+    previous_response_id: Null = None
+    prompt: Null = None
+    prompt_cache_options: Annotated[Any, only(*_IMPLICIT_CACHE)] = None
+    prompt_cache_retention: Annotated[Any, only("in_memory")] = None
+    stream_options: Annotated[Any, only({}, {"include_obfuscation": False})] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+    truncation: Annotated[Any, only("disabled")] = None
+
+    def grammar(self) -> Grammar | None:
+        if self.text is None or self.text.format is None:
+            return None
+        return _schema("text.format", self.text.format.type, self.text.format.schema)
+
+
+class ToolUse(Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class Base64Source(Struct, tag="base64"):
+    media_type: str
+    data: str
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(ImageUrl, tag="url"):
+    pass
+
+
+class ImageBlock(Struct, tag="image"):
+    source: Base64Source | UrlSource
+
+
+class ToolResult(Struct, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[Text | ImageBlock] | None = None
+
+
+class Thinking(Struct, tag="thinking"):
+    thinking: str
+
+
+class RedactedThinking(Struct, tag="redacted_thinking"):
+    """Another server's reasoning, which nothing here can read."""
+
+
+class MessagesMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Text | ImageBlock | ToolUse | ToolResult | Thinking | RedactedThinking]
+
+
+class MessagesTool(Function):
+    input_schema: dict[str, Any]
+    description: str | None = None
+
+
+class MessagesChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingDisabled(Body, tag="disabled"):
+    """`thinking` in each of its types; is_on: whether it allows reasoning; budget: tokens of it."""
+
+    is_on: ClassVar[bool] = False
+    budget: ClassVar[int] = 0
+
+
+class ThinkingAdaptive(Body, tag="adaptive"):
+    """display: whether reasoning is shown; "summarized" shows it as it is."""
+
+    is_on: ClassVar[bool] = True
+    budget: ClassVar[None] = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingEnabled(Body, tag="enabled", kw_only=True):
+    is_on: ClassVar[bool] = True
+    budget_tokens: Count
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def budget(self) -> int:
+        return self.budget_tokens
+
+
+ThinkingConfig = ThinkingDisabled | ThinkingAdaptive | ThinkingEnabled
+
+
+class OutputFormat(Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesPrompt(ConversationBody, kw_only=True):
+    """What messages and their count have in common. cache_control: without effect, as every prompt is cached."""
+
+    messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
+    system: str | list[Text] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+
+    context_management: Annotated[Any, only(*_NO_EDITS)] = None
+    mcp_servers: Annotated[Any, only([])] = None
+    speed: Annotated[Any, only("standard")] = None
+    user_profile_id: Null = None
+    workspace_id: Null = None
+
+
+class MessagesBody(MessagesPrompt, kw_only=True):
+    names = {**_OF_MESSAGES, "stop": "stop_sequences"}
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[str], Meta(max_length=256)] | None = None
+
+    billing_policy: Null = None
+    compaction: Null = None
+    container: Null = None
+    diagnostics: Null = None
+    fallback_credit_token: Null = None
+    fallbacks: Annotated[Any, only([])] = None
+    inference_geo: Annotated[Any, only("global")] = None
+    thread: Null = None
+
+    def grammar(self) -> Grammar | None:
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        return Grammar("output_config.format", "json", self.output_config.format.schema)
+
+
+class CountTokensBody(MessagesPrompt, kw_only=True):
+    """Without what chooses tokens."""
+
+    temperature: Null = None
+    top_p: Null = None
+    top_k: Null = None
+    stream: Null = None
+
+
+class TokenizeBody(Body):
+    """vLLM's. add_special_tokens: a prompt always has them, and messages those that the template writes."""
+
+    max_values = ConversationBody.max_values
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    names = {"token_ids": "tokens", "prompt": "tokens"}
+
+    model: str | None = None
+    tokens: Tokens
+
+
+class AdapterBody(Body):
+    """vLLM's. load_inplace: an adapter of this name is replaced."""
+
+    lora_name: Name
+    lora_path: str | None = None
+    load_inplace: bool = False
+
+
+class Untyped(Struct):
+    """What chat templates read of a body, with the entries that the types above do not name."""
+
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+    input: Any = None
+
+
+def read_body(kind: type[B], body: bytes) -> B:
+    """Return a body as `kind`.
+
+    Raises:
+        ApiError: it is not, or it would take too long to read.
+    """
+    if (excess := excess_of(body, kind.max_values)) is not None:
+        param = None
+        with suppress(msgspec.DecodeError, RecursionError):
+            values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            param = max(values, key=lambda name: len(bytes(values[name])))
+        raise ApiError(400, f"{param or 'the body'}: {excess}", param)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except RecursionError:
+        raise ApiError(400, "the body: nested too deeply") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _as_api_error(str(error)) from None
+
+
+def excess_of(text: bytes, max_values: int) -> str | None:
+    """Return what makes JSON take too long to read, or None; in 8 ms a MB."""
+    if len(text) < _MAX_LISTS:  # has no room for it
+        return None
+    plain = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    is_outside = ~np.logical_xor.accumulate(plain == ord('"'))
+    outside = (plain * is_outside).tobytes()  # without texts
+    num_lists = outside.count(b"[") + outside.count(b"{")
+    num_values, num_keys = num_lists + outside.count(b","), outside.count(b":")
+    if num_values > max_values or num_lists > _MAX_LISTS or num_keys > _MAX_KEYS:
+        counts = f"{num_values} values, {num_lists} lists and objects, {num_keys} keys"
+        return f"{counts}, expected at most {max_values}, {_MAX_LISTS} and {_MAX_KEYS}"
+    if b"0" * _MAX_DIGITS in outside.translate(_AS_ZEROS):
+        return f"a number of more than {_MAX_DIGITS} digits"
+    return None
+
+
+def _as_api_error(message: str) -> ApiError:
+    """Return msgspec's message with the argument that it is about."""
+    if len(message) > _LONGEST_MESSAGE:  # it quotes the client
+        message = message[: _LONGEST_MESSAGE // 2] + message[-_LONGEST_MESSAGE // 2 :]
+    path = _PATH.search(message)
+    place = path[1] if path else ""
+    reason = message.partition(" - at ")[0]
+    unknown, missing, unused = _UNKNOWN.search(message), _MISSING.search(message), _UNUSED.search(message)
+    if unused is not None:
+        place += f".{unused[1]}"
+        reason = reason[unused.end() :]
+    elif unknown is not None:
+        place += f".{unknown[1]}"
+    elif missing is not None:
+        place += f".{missing[1]}"
+        reason = "Field required"
+    elif reason.startswith("Invalid value "):
+        reason = reason.removeprefix("Invalid value ") + " does not match any of the expected tags"
+    param = re.sub(r"\[(\w+)\]", r".\1", place.replace("[...]", "")).lstrip(".")
+    return ApiError(400, f"{param or 'the body'}: {reason}", param or None)
+
+
+def _schema(param: str, kind: str, schema: dict[str, Any] | None) -> Grammar | None:
+    """Return the grammar of a `response_format` of OpenAI's."""
+    if (schema is not None) != (kind == "json_schema"):
+        raise ApiError(400, f"{param}: a schema belongs to the type json_schema, and to no other", param)
+    if kind == "text":
+        return None
+    if schema is None:
+        schema = {"type": "object"}
+    return Grammar(param, "json", schema)

@@ -1,0 +1,199 @@
+"""Chat templates: a checkpoint's Jinja templates that turn a conversation into the text its model was trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.executors.text.detokenizer import Message
+from paged.kernels.common.scalars import shown
+from paged.models.loading.checkpoint_files import is_there, read_text
+from paged.models.loading.hf_config import HfConfig
+from paged.serving.text.template_process import render_bounded
+from paged.tools.printable import one_line
+
+# The longest known template has 30,000 characters, and no checkpoint has more than a handful.
+_LONGEST, _MOST_TEMPLATES = 1 << 20, 32
+# Limit of a template's output: its own text, and the conversation several times, with indented JSON.
+_OWN_CHARACTERS, _GROWTH = 1 << 19, 16
+_QUOTED = re.compile(r"""(['"])((?:(?!\1)[^\\\n])+)\1""")
+# Statements and expressions of Jinja; in them texts, and names that are no attributes and not assigned.
+_OPENING, _CLOSING = re.compile(r"\{[%{]"), re.compile(r"[%}]\}")
+_STRING = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\"""")
+_READ = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*=[^=])")
+
+
+class ChatTemplate:
+    """A checkpoint's templates by name (`default`, often `tool_use`), and the special tokens they may write.
+
+    Templates come from the makers of checkpoints. They run in Jinja's sandbox, on copies of plain JSON values, in a
+    process with limited time and memory (see `template_sandbox`).
+    """
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str) -> None:
+        self.templates = dict(templates)
+        for name, text in self.templates.items():
+            if len(text) > _LONGEST:
+                raise CheckpointError(f"{source}: chat template {name!r} has more than {_LONGEST} characters")
+        self._special_tokens, self._source = dict(special_tokens), source
+
+    @classmethod
+    def read(cls, folder: Path) -> ChatTemplate:
+        """Read chat_template.jinja and additional_chat_templates, or else tokenizer_config.json.
+
+        Raises:
+            CheckpointError: a file is unreadable, or a template in it is not a str.
+        """
+        file = folder / "tokenizer_config.json"
+        hf = HfConfig({}, str(file))
+        if is_there(file):
+            hf = HfConfig.read(folder, file.name)
+        more = folder / "additional_chat_templates"
+        try:
+            paths = {path.stem: path for path in sorted(more.glob("*.jinja"))}
+        except OSError as error:
+            raise CheckpointError(f"{more}: unreadable ({error})") from error
+        if is_there(folder / "chat_template.jinja"):
+            paths["default"] = folder / "chat_template.jinja"
+        if len(paths) > _MOST_TEMPLATES:
+            raise CheckpointError(f"{folder}: {len(paths)} chat templates, expected {_MOST_TEMPLATES} at most")
+        templates = {}
+        for name, path in paths.items():
+            templates[name] = read_text(path, 4 * _LONGEST)  # a character has up to 4 bytes
+        if not templates:
+            templates = _templates_within(hf)
+        return cls(templates, _special_tokens(hf), str(folder))
+
+    def literals(self) -> set[str]:
+        """Return every quoted string of the templates."""
+        literals = set()
+        for text in self.templates.values():
+            for match in _QUOTED.finditer(text):
+                literals.add(match[2])
+        return literals
+
+    def variables(self) -> frozenset[str]:
+        """Return the names that the templates read; too many if one is also a name of a template's own."""
+        names = set()
+        for text in self.templates.values():
+            for part in _OPENING.split(text)[1:]:
+                code = _CLOSING.split(part, maxsplit=1)[0]
+                names.update(_READ.findall(_STRING.sub("''", code)))
+        return frozenset(names)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the conversation as text, special tokens included.
+
+        Args:
+            messages: mappings with a `role` and the entries that the template reads, such as `content` and
+                `tool_calls`. An entry that is None counts as absent.
+            add_generation_prompt: whether to end with the beginning of an answer.
+            continue_final_message: whether to end behind the text of the last message instead, so that a model goes on
+                with it.
+            tools: JSON schemas of functions; they select the template named `tool_use` if there is one.
+            variables: other variables of the template, such as `enable_thinking`; they may replace special tokens.
+
+        Raises:
+            InvalidInputError: the checkpoint has no template, the template refuses the messages or exceeds its limits,
+                the values are not JSON, or the last message cannot be continued: it is no text of the assistant, or the
+                template does not write the text once and to its end.
+            CheckpointError: the template does not parse.
+            UnsupportedError: jinja2 is not installed, or this system has no fork.
+            ProcessLostError: the system has no process to render in, or has ended it.
+        """
+        name = "default"
+        if tools is not None and "tool_use" in self.templates:
+            name = "tool_use"
+        if name not in self.templates:
+            raise InvalidInputError(f"{self._source}: no chat template (chat_template.jinja, tokenizer_config.json)")
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes) and len(messages)
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidInputError(f"messages: {shown(messages)}, expected at least one, each a mapping")
+        if find_spec("jinja2") is None:
+            raise UnsupportedError("chat templates need the jinja2 package: pip install 'paged[cli]'")
+        values = {**self._special_tokens, "documents": None, **variables, "messages": messages, "tools": tools}
+        values["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        try:
+            # JSON values only: a template must not see objects with methods of their own.
+            written = json.dumps(values)
+            values = json.loads(written)
+        except Exception as error:  # a value's own methods may raise anything
+            raise InvalidInputError(f"messages: {one_line(error, 200)}, expected JSON values") from error
+        mark = ""
+        if continue_final_message:
+            mark = f"Continue{secrets.token_hex(8)}Here"
+            _append(f"{mark} ", values["messages"][-1])
+        rendered = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
+        if rendered.error is None and mark:
+            before, *others = rendered.text.split(mark)
+            if len(others) != 1:
+                raise InvalidInputError("messages: the chat template does not write the last one so that it can go on")
+            if not others[0].startswith(" "):  # the template trims the text
+                before = before.rstrip()
+            return before
+        if rendered.error is None:
+            return rendered.text
+        reason = one_line(rendered.error)
+        if rendered.is_syntax:
+            raise CheckpointError(f"{self._source}: chat template {name!r}, {reason}")
+        raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
+
+
+def _append(more: str, message: dict[str, Any]) -> None:
+    """Put more text behind that of an assistant's message.
+
+    Raises:
+        InvalidInputError: it has another role, or ends with something other than text.
+    """
+    if message.get("role") != "assistant":
+        role = shown(message.get("role"))
+        raise InvalidInputError(f"messages: the last one has the role {role}, expected assistant to go on with it")
+    content = message.get("content")
+    if message.get("tool_calls"):
+        raise InvalidInputError("messages: the last one has calls of tools, which no answer can go on with")
+    if content is None or isinstance(content, str):
+        message["content"] = (content or "") + more
+    elif isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        content[-1]["text"] += more
+    else:
+        raise InvalidInputError("messages: the last one ends with something other than text, expected text to go on")
+
+
+def _templates_within(hf: HfConfig) -> dict[str, str]:
+    """Return the templates of tokenizer_config.json: one, or a list of named ones."""
+    if not isinstance(hf.values.get("chat_template"), list):
+        template = hf.text("chat_template", "")
+        if not template:
+            return {}
+        return {"default": template}
+    templates = {}
+    for entry in hf.items("chat_template", dict):
+        named = HfConfig(entry, hf.source)
+        templates[named.text("name")] = named.text("template")
+    return templates
+
+
+def _special_tokens(hf: HfConfig) -> dict[str, str]:
+    """Return bos_token, eos_token and so on, each stored as a text or as an object with the text as its content."""
+    tokens = {}
+    for key, value in hf.values.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            tokens[key] = value
+    return tokens

@@ -1,0 +1,198 @@
+"""A checkpoint's tokenizer: text to token ids and back, conversations to prompts, and end tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paged.errors import CheckpointError, InvalidInputError, PagedError, SequenceTooLongError, UnsupportedError
+from paged.executors.text.detokenizer import Message
+from paged.folder_path import as_folder
+from paged.models.loading.checkpoint_files import read_text
+from paged.models.loading.hf_config import read_eos_token_ids
+from paged.serving.text.chat_template import ChatTemplate
+from paged.serving.text.special_tokens import SpecialTokens, encoded
+from paged.serving.text.tokenizer_limits import excess
+from paged.tools.printable import one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+T = TypeVar("T")
+# The largest known file, for a vocabulary of 262,144, has 33 MB and 2 million values.
+_MAX_BYTES, _MAX_VALUES = 64 << 20, 8_000_000
+# Texts of so many characters are encoded before their length is judged: a tokenizer may drop spaces.
+_SHORT = 1 << 16
+_LONG_DECODING = 4096  # tokens from which on decoding takes more than a millisecond
+
+
+class ChatTokenizer:
+    """Tokenizer, chat template and end tokens of a checkpoint; pass it to an `Engine` as its tokenizer.
+
+    Attributes:
+        tokenizer: the `tokenizers.Tokenizer`.
+        template: the chat template.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int] = ()) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    @classmethod
+    def from_folder(cls, path: str | os.PathLike[str]) -> ChatTokenizer:
+        """Read a folder in Hugging Face layout; only tokenizer.json is required.
+
+        Raises:
+            CheckpointError: there is no tokenizer.json, or a file is unreadable or malformed.
+            InvalidInputError: `path` is not a path.
+            UnsupportedError: the tokenizers package is not installed.
+        """
+        folder = as_folder("path", path)
+        template = ChatTemplate.read(folder)
+        return cls(_read_tokenizer(folder / "tokenizer.json"), template, read_eos_token_ids(folder))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a template that `render` and `encode_chat` can use without tools."""
+        return "default" in self.template.templates
+
+    def encode(self, text: str, *, parse_special: bool = False, longest: int | None = None) -> list[int]:
+        """Return the token ids of a text, with the special tokens that the tokenizer adds around it.
+
+        Other threads run meanwhile.
+
+        Args:
+            parse_special: whether special tokens written in the text count, such as one that ends a turn. Otherwise
+                they are plain text.
+            longest: most tokens, None for any number.
+
+        Raises:
+            InvalidInputError: it is not a str, holds half of a surrogate pair, or the tokenizer fails.
+            SequenceTooLongError: there are more tokens than `longest`, or more characters than so many tokens have.
+        """
+        encoding = self._encoded(text, add_special_tokens=True, longest=longest)
+        if parse_special or not self._special.found(text, encoding):
+            return list(encoding.ids)
+        ids, mask = encoding.ids, encoding.special_tokens_mask  # 1 for tokens added around the text
+        before, after = mask.index(0), len(mask) - mask[::-1].index(0)
+        return [*ids[:before], *_named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens.
+
+        Raises:
+            InvalidInputError: they are not token ids, or the tokenizer fails.
+        """
+        return _named(lambda: self._decoded(list(token_ids)), "token_ids")
+
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
+        """Return the conversation as text; options and errors are those of `ChatTemplate.render`."""
+        return self.template.render(messages, **options)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        parse_special: bool = False,
+        expand: Callable[[str], str] = str,
+        longest: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Return the token ids of the rendered conversation; options and errors are those of `ChatTemplate.render`.
+
+        The template writes the special tokens, so none are added around the text.
+
+        Args:
+            parse_special: whether special tokens written in messages, tools and documents count. Otherwise only those
+                that the template writes do.
+            expand: changes the rendered text, for example a placeholder of an image to several.
+            longest: as for `encode`.
+        """
+        text = expand(self.render(messages, **options))
+        encoding = self._encoded(text, add_special_tokens=False, longest=longest)
+        if parse_special:
+            return list(encoding.ids)
+        names: list[str] = []
+        texts: list[Any] = [list(messages)]
+        for name in ("tools", "documents"):
+            if options.get(name) is not None:
+                names.append(name)
+                texts.append(options[name])
+        values = json.loads(json.dumps(texts))  # copies, as the template had them
+
+        def render(change: Callable[[Any], Any]) -> str:
+            changed = change(values)
+            changed_options = options | dict(zip(names, changed[1:], strict=True))
+            return expand(self.render(changed[0], **changed_options))
+
+        literals = self.template.literals()
+        return _named(lambda: self._special.encode_rendered(text, encoding, values, render, literals), "messages")
+
+    def _encoded(self, text: str, *, add_special_tokens: bool, longest: int | None) -> Encoding:
+        if not isinstance(text, str):
+            raise InvalidInputError(f"text: {type(text).__name__}, expected str")
+        if not text.isascii() and (half := re.search("[\ud800-\udfff]", text)) is not None:
+            raise InvalidInputError(f"text: {half[0]!r} at {half.start()} is half of a surrogate pair, expected both")
+        if longest is not None and len(text) > max(_SHORT, longest * self._longest_token):
+            raise SequenceTooLongError(f"text: {len(text)} characters, expected at most {longest} tokens")
+        encoding = _named(lambda: encoded(self.tokenizer, text, add_special_tokens=add_special_tokens), "text")
+        if longest is not None and len(encoding) > longest:
+            raise SequenceTooLongError(f"text: {len(encoding)} tokens, expected at most {longest}")
+        return encoding
+
+    def _decoded(self, ids: list[int]) -> str:
+        if len(ids) < _LONG_DECODING:
+            return str(self.tokenizer.decode(ids))
+        return str(self.tokenizer.decode_batch([ids])[0])  # other threads run meanwhile
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters of a token; a character of the vocabulary is a character of a text, or a byte of one."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return _named(lambda: SpecialTokens(self.tokenizer), "text")
+
+
+def _named(call: Callable[[], T], name: str, kind: type[PagedError] = InvalidInputError) -> T:
+    """Call the tokenizer and return the result.
+
+    Raises:
+        `kind`: the tokenizer raises or panics.
+    """
+    try:
+        return call()
+    except PagedError:
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a Rust panic is no Exception
+        raise kind(f"{name}: the tokenizer fails ({type(error).__name__}: {one_line(error, 500)})") from error
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise UnsupportedError("texts need the tokenizers package: pip install 'paged[cli]'") from error
+    text = read_text(file, _MAX_BYTES, _MAX_VALUES)
+
+    def load() -> Tokenizer:
+        # Checked before loading, because loading runs the normalizer on the added tokens.
+        if (reason := excess(json.loads(text))) is not None:
+            raise CheckpointError(f"{file}: {reason}")
+        tokenizer = Tokenizer.from_str(text)
+        # As transformers does: both serve batches in training, and a file may ask to pad texts to 10**12 tokens.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    return _named(load, str(file), CheckpointError)
