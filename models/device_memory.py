@@ -7,7 +7,7 @@ from torch import nn
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import ModelAsleepError
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.loading.huge_pages import move_to_huge_pages
 from paged.models.step_graphs import StepGraphs
 
@@ -20,7 +20,9 @@ class DeviceMemory:
     level: 0 while the model can run; asleep, 1 if the weights are in host memory, 2 if they are dropped.
     """
 
-    def __init__(self, network: Llama, kv_manager: PagedKvCacheManager, graphs: StepGraphs, num_positions: int) -> None:
+    def __init__(
+        self, network: Network, kv_manager: PagedKvCacheManager, graphs: StepGraphs, num_positions: int
+    ) -> None:
         self.level = 0
         self._network, self._kv_manager, self._graphs, self._num_positions = network, kv_manager, graphs, num_positions
         self._was_captured = False
@@ -91,7 +93,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _drop_packed(network: Llama) -> None:
+def _drop_packed(network: Network) -> None:
     """Replace weights in a CPU's order, which have no storage, by empty ones of that kind."""
     for module in network.modules():
         for name, weight in list(module.named_parameters(recurse=False)):

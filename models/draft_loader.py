@@ -12,7 +12,8 @@ from paged.kernels.common.scalars import shown
 from paged.models.families.config_keys import refuse_unread
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, MultiTokenHead
-from paged.models.families.llama import Llama, set_dtype
+from paged.models.families.llama import Llama
+from paged.models.families.network import Network, set_dtype
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.draft_head import DraftHead
 from paged.models.loading.hf_config import HfConfig
@@ -49,7 +50,7 @@ def multi_token_prefix(config: DecoderConfig) -> str:
 
 
 def load_draft_head(
-    draft: Path, target: Llama, folder: Path, dtype: torch.dtype, device: torch.device, track: Track = untracked
+    draft: Path, target: Network, folder: Path, dtype: torch.dtype, device: torch.device, track: Track = untracked
 ) -> DraftHead:
     """Load a draft head: "mtp" for that of the target's own `folder`, or the folder of an EAGLE-3 head.
 
@@ -77,7 +78,7 @@ def load_draft_head(
     return head
 
 
-def _multi_token_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]:
+def _multi_token_head(target: Network, folder: Path) -> tuple[DraftHead, StoredTensors]:
     config, prefix = target.config, multi_token_prefix(target.config)
     names = MULTI_TOKEN_HEADS[config.model_type]
     named = text_tensors(type(target), target.config, read_headers(folder))
@@ -102,7 +103,7 @@ def _multi_token_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTen
     return head, stored
 
 
-def _eagle3_head(target: Llama, folder: Path) -> tuple[DraftHead, StoredTensors]:
+def _eagle3_head(target: Network, folder: Path) -> tuple[DraftHead, StoredTensors]:
     hf = HfConfig.read(folder)
     hf.defaults = DEFAULTS[Llama.model_type]
     names = hf.items("architectures", str)

@@ -44,7 +44,7 @@ class DraftSteps:
     def __init__(
         self, head: DraftHead, manager: PagedKvCacheManager, computing: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """computing: the context in which the target computes, see `Llama.computing`."""
+        """computing: the context in which the target computes, see `Network.computing`."""
         self._head, self._manager, self._computing = head, manager, computing
         self._kept: WeakKeyDictionary[KvCacheHandle, _Kept] = WeakKeyDictionary()
         manager.on_fork = self._fork

@@ -14,7 +14,7 @@ import torch
 
 from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.kernels.common.packed.packing import FP8_BLOCK
-from paged.models.families.llama import Llama, set_dtype
+from paged.models.families.network import Network, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.recurrent_config import GatedDeltaConfig, RecurrentConfig
 from paged.models.loading.given_tensors import GivenTensors
@@ -48,7 +48,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_network(
-    network_class: type[Llama],
+    network_class: type[Network],
     config: DecoderConfig,
     folder: Path | GivenTensors,
     *,
@@ -58,7 +58,7 @@ def load_network(
     ranks: Ranks,
     track: Track = untracked,
     draft_prefix: str | None = None,
-) -> Llama:
+) -> Network:
     """Load a network with the weights of a folder, or of given tensors; with several ranks, this rank's part.
 
     Headers are compared with the configuration first, so that wrong sizes allocate no memory. Tensors whose names begin
@@ -137,7 +137,7 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     return replace(config, moe=tuple(moes), recurrent=tuple(recurrent))
 
 
-def text_prefix(network_class: type[Llama], config: DecoderConfig, stored: Iterable[str]) -> TextPrefix:
+def text_prefix(network_class: type[Network], config: DecoderConfig, stored: Iterable[str]) -> TextPrefix:
     """Return where a checkpoint with tensors of these names keeps the text model.
 
     Raises:
@@ -159,7 +159,7 @@ def text_prefix(network_class: type[Llama], config: DecoderConfig, stored: Itera
     return find_text_prefix(stored, meta_network(network_class, first_layer, config.dtype).weight_slots(), rename)
 
 
-def text_name(network_class: type[Llama], config: DecoderConfig, prefix: TextPrefix, name: str) -> str | None:
+def text_name(network_class: type[Network], config: DecoderConfig, prefix: TextPrefix, name: str) -> str | None:
     """Return the family's name of a checkpoint's tensor; None if it belongs to another part of a multimodal model."""
     inner_name = prefix.strip(name)
     if inner_name is None:
@@ -178,7 +178,7 @@ def _is_beside_layers(name: str) -> bool:
     return not name.startswith(("model.layers.", *BESIDE_BODY)) and not _BODY_MODULE.fullmatch(name)
 
 
-def text_tensors(network_class: type[Llama], config: DecoderConfig, stored: StoredTensors) -> StoredTensors:
+def text_tensors(network_class: type[Network], config: DecoderConfig, stored: StoredTensors) -> StoredTensors:
     """Return the tensors of a checkpoint's text model by the family's names."""
     prefix = text_prefix(network_class, config, stored)
     tensors: StoredTensors = {}
@@ -189,15 +189,15 @@ def text_tensors(network_class: type[Llama], config: DecoderConfig, stored: Stor
     return tensors
 
 
-def _rename(network_class: type[Llama], name: str) -> str:
+def _rename(network_class: type[Network], name: str) -> str:
     for theirs, ours in network_class.renames.items():
         name = re.sub(theirs, ours, name)
     return name
 
 
 def meta_network(
-    network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share | None = None
-) -> Llama:
+    network_class: type[Network], config: DecoderConfig, dtype: torch.dtype, share: Share | None = None
+) -> Network:
     """Return a network without memory; with a share, one rank's part.
 
     Raises:
@@ -216,8 +216,8 @@ def meta_network(
 
 
 def rank_network(
-    full_network: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share
-) -> tuple[Llama, dict[str, Read]]:
+    full_network: Network, config: DecoderConfig, dtype: torch.dtype, share: Share
+) -> tuple[Network, dict[str, Read]]:
     """Return a rank's network without memory, and the parts of tensors that it reads.
 
     Raises:
@@ -242,7 +242,7 @@ def rank_network(
 
 
 def _tensors_of(
-    network_class: type[Llama],
+    network_class: type[Network],
     config: DecoderConfig,
     stored: StoredTensors,
     prefix: TextPrefix,

@@ -23,7 +23,7 @@ from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.device_memory import DeviceMemory
 from paged.models.draft_steps import DraftSteps
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.layers.sparse_moe import SparseMoe, capture_experts
 from paged.models.loading.huge_pages import move_to_huge_pages
 from paged.models.loading.weights import Track, num_weights, untracked
@@ -64,7 +64,7 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def __init__(
         self,
-        network: Llama,
+        network: Network,
         kv_manager: PagedKvCacheManager,
         *,
         max_loras: int = 8,
@@ -387,7 +387,7 @@ class PagedCausalLM(DecoderOnlyLLM):
     def _embeds_limits(self) -> EmbedsLimits | None:
         """Return what the network takes as embeddings; None if its layers read token ids, too."""
         config = self.network.config
-        if type(self.network).layer_inputs is not Llama.layer_inputs:
+        if type(self.network).layer_inputs is not Network.layer_inputs:
             return None
         windows: list[int] = []
         has_axes = True

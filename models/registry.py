@@ -30,6 +30,7 @@ from paged.models.families.gemma4 import Gemma4
 from paged.models.families.hybrid import HYBRIDS
 from paged.models.families.llama import Llama
 from paged.models.families.mamba import MAMBAS
+from paged.models.families.network import Network
 from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
@@ -56,7 +57,7 @@ from paged.tools.printable import one_line
 _LOG = logging.getLogger("paged")
 
 # Keys are names in `architectures` of config.json.
-ARCHITECTURES: dict[str, type[Llama]] = {
+ARCHITECTURES: dict[str, type[Network]] = {
     "LlamaForCausalLM": Llama,
     **COHERE,
     **DENSE,
@@ -163,7 +164,7 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
         # Its imports take seconds.
         from paged.models.module_loader import load_module_network
 
-        network: Llama = load_module_network(
+        network: Network = load_module_network(
             config, folder, dtype=dtype, device=device, has_fp8_cache=has_fp8_cache, ranks=ranks
         )
     else:
@@ -230,7 +231,7 @@ def _check_options(
             )
 
 
-def _with_draft_layer(network: Llama) -> DecoderConfig:
+def _with_draft_layer(network: Network) -> DecoderConfig:
     """Return the configuration of a network's caches: its draft head has one more layer."""
     config, head = network.own_config, network.draft_head
     if head is None:
@@ -262,7 +263,7 @@ def _fingerprint(model: PagedCausalLM, record: ReadRecord, load_options: LoadOpt
     return model_digest(record, parts, ranks.tick)
 
 
-def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
+def read_model_config(folder: Path) -> tuple[type[Network], DecoderConfig]:
     """Return `model_config` of a checkpoint folder.
 
     Raises:
@@ -273,7 +274,7 @@ def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
 
 def chosen_config(
     folder: Path, *, model_impl: str = "auto", trust_remote_code: bool = False
-) -> tuple[type[Llama], DecoderConfig]:
+) -> tuple[type[Network], DecoderConfig]:
     """Return `read_model_config` of a folder, or the class and configuration of transformers' own module.
 
     model_impl, trust_remote_code: as in `LoadOptions`.
@@ -308,7 +309,7 @@ def chosen_config(
         return choice
 
 
-def _module_config(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[type[Llama], DecoderConfig] | None:
+def _module_config(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[type[Network], DecoderConfig] | None:
     """Return the class and configuration of transformers' module; None if transformers lacks the architecture."""
     # Importing transformers takes seconds, and families do without.
     from paged.models.generic.network import ModuleNetwork
@@ -320,7 +321,7 @@ def _module_config(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple
     return ModuleNetwork, config
 
 
-def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
+def model_config(hf: HfConfig) -> tuple[type[Network], DecoderConfig]:
     """Return a checkpoint's network class and configuration; for a multimodal checkpoint, those of its text part.
 
     Raises:
@@ -352,7 +353,7 @@ def known_architectures() -> tuple[str, ...]:
     return *ARCHITECTURES, *ALIASES, *WRAPPERS
 
 
-def _of_architecture(hf: HfConfig, names: list[str]) -> type[Llama]:
+def _of_architecture(hf: HfConfig, names: list[str]) -> type[Network]:
     known_types = {family.model_type for family in ARCHITECTURES.values()}
     full_names = [ALIASES.get(name, name) for name in names]
     known_names = [name for name in full_names if name in ARCHITECTURES]

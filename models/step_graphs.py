@@ -24,7 +24,7 @@ from paged.kernels.common.numba_ops.thread_times import one_thread, seconds_save
 from paged.kernels.common.operation import are_calls_watched
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
 from paged.staging import FixedCopy, Staging, to_device
@@ -133,7 +133,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        network: Llama,
+        network: Network,
         cache: PagedKvCacheConfig,
         adapters: LoraAdapters,
         *,

@@ -22,7 +22,7 @@ from paged.kernels.common.torch_ops.linear import has_mkl
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
 from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.layers.config import MoeConfig
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
@@ -62,7 +62,7 @@ def keep_freed_memory() -> None:
     torch.empty(_LARGEST_FREED, dtype=torch.uint8)
 
 
-def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> None:
+def load_loops(network: Network, dtype: torch.dtype, track: Track = untracked) -> None:
     """Let a network on a CPU use numba kernels, if numba is installed, and compile or load them now."""
     if not load_numba():
         return
@@ -92,7 +92,7 @@ def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> 
         _ = kernel.address
 
 
-def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
+def run_steps(network: Network, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """Run padding steps of every size that selects tiles, choose tokens in every way, and copy a block.
 
     longest: tokens of the longest sequence. Needs and changes no cache block, and does not synchronise.
@@ -108,7 +108,7 @@ def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) 
     kv_manager.warm_up()
 
 
-def run_packed(network: Llama, longest: int) -> None:
+def run_packed(network: Network, longest: int) -> None:
     """Multiply packed weights of every kind with every tile for up to `longest` rows.
 
     `run_steps` is not enough: in small layers, tiles depend on many more rows.
@@ -126,7 +126,7 @@ def run_packed(network: Llama, longest: int) -> None:
             linear(torch.zeros(count, packed.in_features, dtype=dtype, device=packed.values.device))
 
 
-def run_adapted_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
+def run_adapted_steps(network: Network, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """Run padding steps of every additional size that adapters need."""
     for num_blocks, size in product(ROW_COUNTS, (FEW_ROWS, MANY_ROWS)):
         if num_blocks <= _MOST_BLOCKS:
@@ -135,7 +135,7 @@ def run_adapted_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longes
             _run(network, kv_manager, 1, longest=longest, lora=batch)
 
 
-def _step_sizes(network: Llama, longest: int) -> list[int]:
+def _step_sizes(network: Network, longest: int) -> list[int]:
     group_sizes = [layer.num_heads // layer.num_kv_heads for layer in network.own_config.attention]
     sizes = set(step_sizes(group_sizes, longest))
     dtype = next(network.parameters()).dtype
@@ -149,7 +149,7 @@ def _step_sizes(network: Llama, longest: int) -> list[int]:
 
 
 def _run(
-    network: Llama,
+    network: Network,
     kv_manager: PagedKvCacheManager,
     num_tokens: int,
     *,

@@ -14,7 +14,7 @@ from torch import nn
 from paged.errors import CheckpointError, UnsupportedError
 from paged.folder_path import as_folder
 from paged.kernels.common.torch_ops.linear import pack
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
@@ -27,7 +27,7 @@ from paged.models.registry import read_model_config
 Source = str | Path | Iterable[tuple[str, torch.Tensor]]
 
 
-def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) -> Llama:
+def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) -> Network:
     """Return a network in host memory with this rank's part of the new weights; the model stays as it is.
 
     Raises:
@@ -71,7 +71,7 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
 
 
 @torch.no_grad()
-def replace_weights(model: PagedCausalLM, new: Llama) -> None:
+def replace_weights(model: PagedCausalLM, new: Network) -> None:
     """Put weights in the place of the model's, and make anew what was made of the old ones.
 
     Plain weights keep their addresses, and so do graphs. Others are captured again if they were.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from paged.errors import UnsupportedError
 from paged.kernels.common.scalars import shown
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 
@@ -129,8 +129,8 @@ def wrapper_of(hf: HfConfig, names: list[str]) -> str | None:
 
 
 def text_part(
-    hf: HfConfig, wrapper: str, families: Mapping[str, type[Llama]], architectures: Mapping[str, type[Llama]]
-) -> tuple[type[Llama], HfConfig]:
+    hf: HfConfig, wrapper: str, families: Mapping[str, type[Network]], architectures: Mapping[str, type[Network]]
+) -> tuple[type[Network], HfConfig]:
     """Return the family and the section of config.json of a multimodal model's text part.
 
     families: by model_type. architectures: families by architecture.

@@ -20,7 +20,7 @@ from paged.executors.progress import tracked
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
 from paged.models import registry
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.layers.config import DecoderConfig
 from paged.models.network_loader import meta_network
 from paged.serving.command_line.checkpoint_summary import summarize
@@ -159,14 +159,14 @@ def warm_up(executor: LlmExecutor) -> None:
 
 
 def _random_network(
-    network_class: type[Llama],
+    network_class: type[Network],
     config: DecoderConfig,
     _folder: Path,
     *,
     dtype: torch.dtype,
     device: torch.device,
     **_: bool,
-) -> Llama:
+) -> Network:
     """Replace loading: weights from a normal distribution that keeps the variance of activations, and norms of 1.
 
     Codes of MXFP4 are uniform, and each is worth 2^-7.

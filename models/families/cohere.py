@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.families.llama import DecoderLayer, family, rows_of
+from paged.models.families.network import DecoderLayer, family, rows_of
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import by_window, periodic_windows
 from paged.models.layers.rope import rope_config

@@ -9,7 +9,7 @@ from typing import Any
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.families.dense import query_growth
-from paged.models.families.llama import family
+from paged.models.families.network import family
 from paged.models.families.sigmoid_experts import after_dense, by_mlp_layer_types, grouped_experts, sigmoid_experts
 from paged.models.layers.config import IndexConfig, LatentConfig, MoeConfig
 from paged.models.layers.decoder_config import count_layers, for_kind, moe_config

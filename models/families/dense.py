@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from paged.errors import CheckpointError
-from paged.models.families.llama import family
+from paged.models.families.network import family
 from paged.models.layers.config import QueryGrowth
 from paged.models.layers.decoder_config import (
     ACTIVATIONS,

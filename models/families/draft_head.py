@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.families.llama import DecoderLayer, Llama, quantize, rows_of
+from paged.models.families.network import DecoderLayer, Network, quantize, rows_of
 from paged.models.layers.attention import Attention
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, stream_norm
@@ -184,7 +184,7 @@ class MultiTokenHead(DraftHead):
 
     layer: _Layer
 
-    def __init__(self, target: Llama, config: DecoderConfig, names: HeadNames) -> None:
+    def __init__(self, target: Network, config: DecoderConfig, names: HeadNames) -> None:
         """config: the target's, with one layer more."""
         super().__init__(target, config, _Layer(config, config.num_layers - 1), config.vocab_size)
         self.names, self.prefix = names, names.prefix.format(config.num_layers - 1)
@@ -228,7 +228,7 @@ class Eagle3Head(DraftHead):
 
     def __init__(
         self,
-        target: Llama,
+        target: Network,
         config: DecoderConfig,
         *,
         taps: tuple[int, ...],

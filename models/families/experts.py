@@ -17,7 +17,7 @@ from paged.models.families.dense import (
     mistral,
     window_if_used,
 )
-from paged.models.families.llama import family
+from paged.models.families.network import family
 from paged.models.layers.config import MoeConfig, QueryGrowth
 from paged.models.layers.decoder_config import (
     count_layers,

@@ -20,7 +20,7 @@ from paged.kernels.common.scalars import shown
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.dense import gemma_fields
-from paged.models.families.llama import DecoderLayer, Llama, rows_of
+from paged.models.families.network import DecoderLayer, Network, rows_of
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import (
@@ -160,7 +160,7 @@ class _LayerInputs(nn.Module):
         }
 
 
-class Gemma4(Llama):
+class Gemma4(Network):
     """Layers without a window have another head size, and may use their keys as values."""
 
     model_type = "gemma4_text"

@@ -11,7 +11,7 @@ from typing import Any
 from paged.errors import CheckpointError
 from paged.models.families.dense import NORMS_AFTER
 from paged.models.families.experts import qwen_experts
-from paged.models.families.llama import DecoderLayer, family
+from paged.models.families.network import DecoderLayer, family
 from paged.models.families.sigmoid_experts import after_dense
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS, for_kind, layer_kinds, moe_config

@@ -13,7 +13,7 @@ from paged.kernels.common.scalars import shown
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.dense import granite_fields
 from paged.models.families.experts import GRANITE_RENAMES, granite_moe
-from paged.models.families.llama import DecoderLayer, Llama, family
+from paged.models.families.network import DecoderLayer, Network, family
 from paged.models.families.sigmoid_experts import sigmoid_experts
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import (
@@ -127,14 +127,14 @@ def _has_experts(hf: HfConfig) -> bool:
     return hf.integer("num_local_experts", 8, minimum=0) > 0
 
 
-class _GraniteHybrid(Llama):
+class _GraniteHybrid(Network):
     """Granite 4.0 without experts, whose only MLP has the name of the others' shared one."""
 
     model_type = "granitemoehybrid"
     renames = _GRANITE_RENAMES
 
     @classmethod
-    def variant(cls, hf: HfConfig) -> type[Llama]:
+    def variant(cls, hf: HfConfig) -> type[Network]:
         return _GraniteMoeHybrid if _has_experts(hf) else cls
 
     @classmethod

@@ -12,7 +12,7 @@ from paged.kernels.common.attention.plan import MAX_HEAD_DIM
 from paged.kernels.common.scalars import shown
 from paged.models.families.dense import NO_BIAS, exaone_attention
 from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
-from paged.models.families.llama import family
+from paged.models.families.network import family
 from paged.models.layers.config import MoeConfig
 from paged.models.layers.decoder_config import (
     by_window,

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import UnsupportedError
 from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.families.llama import Llama, rows_of
+from paged.models.families.network import Network, rows_of
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.experts import ModuleExperts
 from paged.models.generic.interface import PAGED, PagedLayer, Step
@@ -31,7 +31,7 @@ from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import ROUTER
 
 
-class ModuleNetwork(Llama):
+class ModuleNetwork(Network):
     """transformers' module in the place of a family's network; all but attention, products and RMS norms is its own
     code.
 

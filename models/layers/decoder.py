@@ -69,7 +69,7 @@ class Linear(nn.Module):
 
     @property
     def has_invariant_rows(self) -> bool:
-        """See `Llama.has_invariant_rows`."""
+        """See `Network.has_invariant_rows`."""
         if isinstance(self.packed, PackedWeights):
             return False
         return self.packed is None or self.packed.has_invariant_rows
@@ -239,7 +239,7 @@ class GatedMlp(nn.Module):
 
     @property
     def has_invariant_rows(self) -> bool:
-        """See `Llama.has_invariant_rows`. Vectors of PyTorch's activations end where a thread's share does."""
+        """See `Network.has_invariant_rows`. Vectors of PyTorch's activations end where a thread's share does."""
         return type(self) is GatedMlp and self.activation == "silu"
 
     def _rows_at_once(self, x: torch.Tensor) -> int:

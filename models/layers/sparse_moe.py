@@ -240,7 +240,7 @@ class SparseMoe(nn.Module):
 
     @property
     def has_invariant_rows(self) -> bool:
-        """See `Llama.has_invariant_rows`. The gate of a shared MLP is PyTorch's, and so are groups of experts."""
+        """See `Network.has_invariant_rows`. The gate of a shared MLP is PyTorch's, and so are groups of experts."""
         moe = self.config
         if self.products is not None or moe.mixer_margin is not None or self.shared_gate is not None:
             return False

@@ -20,7 +20,7 @@ from paged.folder_path import as_folder
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.layers.decoder import Linear
 from paged.models.lora.checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
 from paged.seq_id import SeqId
@@ -54,7 +54,7 @@ class LoraAdapters:
     loaded: adapters by name. Thread-safe.
     """
 
-    def __init__(self, network: Llama, kv_manager: PagedKvCacheManager, *, max_loras: int, max_rank: int) -> None:
+    def __init__(self, network: Network, kv_manager: PagedKvCacheManager, *, max_loras: int, max_rank: int) -> None:
         self.max_loras, self.max_rank = max_loras, max_rank
         self.num_layers = 0
         self._network, self._kv_manager = network, kv_manager
@@ -266,7 +266,7 @@ def _owner(namespace: Hashable) -> Any:
     return namespace
 
 
-def _adaptable_layers(network: Llama) -> list[Linear]:
+def _adaptable_layers(network: Network) -> list[Linear]:
     """Return each layer that has an adaptable projection."""
     layers: dict[Linear, None] = {}
     for linear, _ in _adaptable(network).values():
@@ -274,7 +274,7 @@ def _adaptable_layers(network: Llama) -> list[Linear]:
     return list(layers)
 
 
-def _adaptable(network: Llama) -> dict[str, tuple[Linear, int]]:
+def _adaptable(network: Network) -> dict[str, tuple[Linear, int]]:
     """Return the layer and part of each adaptable projection, by checkpoint name. A draft head has none, nor has a
     product of too many parts, such as that of OLMo Hybrid's recurrent layers."""
     projections = {}

@@ -283,7 +283,7 @@ def step_bytes(
     """Return the bytes that a rank gives to collectives in a step, by kind, like `Ranks.num_bytes`.
 
     Args:
-        num_sums: all-reduces of hidden states, see `Llama.num_sums`.
+        num_sums: all-reduces of hidden states, see `Network.num_sums`.
         last_sums: how many of them are in the last layer, over the `num_rows` rows with logits.
         size: number of ranks.
         itemsize: bytes of an activation.

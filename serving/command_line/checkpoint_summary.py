@@ -14,7 +14,7 @@ import torch
 
 from paged.errors import CheckpointError, PagedError
 from paged.models.cache_sizes import GPU_FRACTION, cache_config
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.checkpoint_folder import missing_files
@@ -140,7 +140,11 @@ def summarize(
 
 
 def _rank(
-    network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share, needs: Callable[[Share], Needs]
+    network_class: type[Network],
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    share: Share,
+    needs: Callable[[Share], Needs],
 ) -> dict[str, Any]:
     rank: dict[str, Any] = {"tensor_parallel_size": share.size, "reason": None}
     rank |= dict.fromkeys([*Needs._fields, "sent_bytes"])
@@ -161,7 +165,7 @@ def _rank(
 
 
 def _needs(
-    network_class: type[Llama],
+    network_class: type[Network],
     config: DecoderConfig,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
@@ -183,7 +187,7 @@ def _needs(
     return needs._replace(state_bytes=cache.recurrent.state_bytes, conv_bytes=cache.recurrent.conv_bytes(dtype))
 
 
-def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
+def _loaded(network_class: type[Network], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
     """Return parameters and bytes after loading; plain weights are counted on one layer of each kind, times its layers.
 
     Raises:
@@ -211,7 +215,7 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
     return num_parameters, num_bytes
 
 
-def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
+def _size(network_class: type[Network], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
     network, _ = rank_network(meta_network(network_class, config, dtype), config, dtype, share)
     return num_weights(network), sum(parameter.nbytes for parameter in network.parameters())
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.llm_executor import LlmExecutor
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.layers.attention import Attention
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
@@ -33,7 +33,7 @@ def add(folder: Path, layers: int = 1, **scales: torch.Tensor) -> None:
 
 
 def attention(model: PagedCausalLM, layer: int = 0) -> Attention:
-    assert isinstance(model.network, Llama)
+    assert isinstance(model.network, Network)
     return model.network.layers[layer].self_attn
 
 

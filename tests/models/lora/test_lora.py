@@ -13,8 +13,8 @@ from torch import nn
 
 from paged import LoraBatch, LoraWeights, add_lora
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
-from paged.models.families.llama import share_bound
 from paged.models.layers.decoder import Linear
+from paged.models.layers.share_bound import share_bound
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.edits import Tensors, edit_config, edit_tensors

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from paged.models.families.llama import Llama
+from paged.models.families.network import Network
 from paged.models.network_loader import load_network
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
@@ -13,7 +13,7 @@ from paged.models.registry import read_model_config
 CPU = torch.device("cpu")
 
 
-def load_part(folder: Path, share: Share) -> Llama:
+def load_part(folder: Path, share: Share) -> Network:
     network_class, config = read_model_config(folder)
     ranks = Ranks(share)
     return load_network(

@@ -1,0 +1,571 @@
+"""A network and its layers; families are networks that differ in what a config.json means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.common.device import LOOP_DTYPES, use_triton, using_numba, wants_loops
+from paged.kernels.common.torch_ops.linear import linear, pack
+from paged.metadata import AttentionMetadata, OutputRows
+from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
+from paged.models.layers.attention_options import WidthNorm
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
+from paged.models.layers.decoder_config import decoder_config
+from paged.models.layers.draft_head import DraftHead
+from paged.models.layers.latent_attention import LatentAttention
+from paged.models.layers.recurrent import RecurrentLayer, recurrent_layer
+from paged.models.layers.rope import RopeConfig, rope_table
+from paged.models.layers.share_bound import share_bound
+from paged.models.layers.sparse_moe import SparseMoe
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.weights import PackedModule, Track, WeightSlots, untracked
+from paged.models.parallel.ranks import Ranks
+from paged.models.parallel.share import Share
+from paged.models.quantization.layouts import Quantization
+from paged.models.quantization.packed_weights import PackedWeights
+
+_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+# Modules of Gemma 4 whose names do not appear in a checkpoint.
+_OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?)\b")
+
+
+class DecoderLayer(nn.Module):
+    """Attention or a recurrent part, and an MLP, on one residual stream, with the norms that the configuration names.
+
+    A layer may lack one of both, with its norms.
+
+    Attributes:
+        ranks: processes that each hold a part of both; their results are added.
+        experts: experts beside the MLP, which read the residual stream, as in Gemma 4; None for none.
+    """
+
+    ranks = Ranks()
+    attention_class: type[Attention] = Attention
+    latent_class: type[LatentAttention] = LatentAttention
+    experts: nn.Module | None
+    before_attention: RmsNorm | None
+    after_attention: RmsNorm | None
+    before_mlp: RmsNorm | None
+    after_mlp: RmsNorm | None
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
+        self.self_attn: Attention | LatentAttention | None = None
+        if config.attends[index]:
+            self.self_attn = self._attention(config, index)
+        self.linear_attn: RecurrentLayer | None = None
+        recurrent = config.recurrent[index]
+        if recurrent is not None:
+            self.linear_attn = recurrent_layer(config, recurrent)
+        moe, size = config.moe[index], config.intermediate_size[index]
+        self.has_mlp = moe is not None or size > 0
+        self.experts = None
+        if moe is not None:
+            self.add_module(self.mlp_name, SparseMoe(config, moe))
+        elif size > 0:
+            mlp = GatedMlp if config.gated else PlainMlp
+            self.add_module(self.mlp_name, mlp(config, size))
+        # Norms by their names here, and their checkpoint names; None for those that the layer lacks.
+        self.norm_names: dict[str, str | None] = dict.fromkeys(_NORMS)
+        if config.attends[index] or recurrent is not None:
+            self.norm_names["before_attention"] = config.norms.before_attention
+            self.norm_names["after_attention"] = config.norms.after_attention
+        if self.has_mlp:
+            self.norm_names["before_mlp"] = config.norms.before_mlp
+            self.norm_names["after_mlp"] = config.norms.after_mlp
+        for attribute, name in self.norm_names.items():
+            norm = None
+            if name is not None:
+                norm = stream_norm(config)
+            setattr(self, attribute, norm)
+
+    def _attention(self, config: DecoderConfig, index: int) -> Attention | LatentAttention:
+        layer = config.attention[index]
+        if layer.latent is not None:
+            return self.latent_class(config, index)
+        if layer.shares_kv_with is not None:
+            return SharedKvAttention(config, index)
+        return self.attention_class(config, index)
+
+    @property
+    def ffn(self) -> GatedMlp | SparseMoe:
+        """The MLP or experts; the attribute has their checkpoint name, so that adapters find it."""
+        return cast("GatedMlp | SparseMoe", getattr(self, self.mlp_name))
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the layer; takes and returns (hidden, residual), where hidden is yet to be added to the residual stream.
+
+        Both are [T, hidden_size]. If residual is None, hidden is the residual stream. With `outputs`, only those rows
+        are returned.
+        """
+        # Attention, or the recurrent part.
+        attention, norm = self.self_attn, self.before_attention  # once: looking up a module takes 0.7 us
+        if attention is not None or self.linear_attn is not None:
+            if norm is None:
+                hidden, residual = _enter_without_norm(hidden, residual)
+            else:
+                hidden, residual = norm(hidden, residual)
+            if self.linear_attn is None and attention is not None:
+                hidden = attention(hidden, positions, metadata, outputs)
+            else:
+                hidden = self.attend(hidden, positions, metadata, outputs)
+            if self.ranks.size > 1:
+                hidden = self.ranks.sum(hidden)
+            if self.after_attention is not None:
+                hidden, _ = self.after_attention(hidden)
+            if self.residual_scale != 1:
+                hidden = hidden.mul_(self.residual_scale)
+        elif outputs is not None:
+            hidden = hidden[outputs.rows]
+        lora = metadata.lora
+        if outputs is not None:
+            lora = outputs.lora
+            if residual is not None:
+                residual = residual[outputs.rows]
+        if not self.has_mlp:
+            return hidden, residual
+
+        # The MLP, or experts.
+        norm = self.before_mlp
+        if norm is None:
+            hidden, residual = _enter_without_norm(hidden, residual)
+        else:
+            hidden, residual = norm(hidden, residual)
+        hidden = getattr(self, self.mlp_name)(hidden, lora)
+        if self.ranks.size > 1:
+            hidden = self.ranks.sum(hidden)
+        if self.experts is not None:
+            hidden = self.experts(hidden, residual, self.ranks)
+        if self.after_mlp is not None:
+            hidden, _ = self.after_mlp(hidden)
+        if self.residual_scale != 1:
+            hidden = hidden.mul_(self.residual_scale)
+        return hidden, residual
+
+    def attend(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor:
+        """Return the output of attention, or of the recurrent part if there is one, for normalised `hidden`."""
+        if self.linear_attn is not None:
+            return cast(torch.Tensor, self.linear_attn(hidden, metadata, outputs))
+        assert self.self_attn is not None
+        return cast(torch.Tensor, self.self_attn(hidden, positions, metadata, outputs))
+
+    @property
+    def has_invariant_rows(self) -> bool:
+        """See `Network.has_invariant_rows`."""
+        attention = self.self_attn
+        if type(self).forward is not DecoderLayer.forward or self.experts is not None or not self.has_mlp:
+            return False
+        if type(attention) is not Attention or not self.ffn.has_invariant_rows:
+            return False
+        if attention.options or attention.gate_proj is not None or attention.config.output_gate:
+            return False
+        return all(module.has_invariant_rows for module in self.modules() if isinstance(module, Linear))
+
+    @staticmethod
+    def num_sums(config: DecoderConfig, index: int) -> int:
+        """Return the number of all-reduces in a layer."""
+        mixes = config.attends[index] or config.recurrent[index] is not None
+        return mixes + (config.moe[index] is not None or config.intermediate_size[index] > 0)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots: WeightSlots = {}
+        if self.has_mlp:
+            slots |= self.ffn.weight_slots(f"{prefix}.{self.mlp_name}")
+        if self.self_attn is not None:
+            slots |= self.self_attn.weight_slots(f"{prefix}.self_attn")
+        if self.linear_attn is not None:
+            slots |= self.linear_attn.weight_slots(f"{prefix}.linear_attn")
+        for attribute, name in self.norm_names.items():
+            if name is not None:
+                slots |= getattr(self, attribute).weight_slots(f"{prefix}.{name}")
+        return slots
+
+
+def rows_of(tensor: torch.Tensor, outputs: OutputRows | None) -> torch.Tensor:
+    """Return the rows of a tensor that the layer computes after its attention."""
+    return tensor if outputs is None else tensor[outputs.rows]
+
+
+def _enter_without_norm(hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add `hidden` to the residual stream; return the input of attention or an MLP, and the stream."""
+    if residual is not None:
+        hidden = residual.add_(hidden)
+    return hidden.clone(), hidden  # an MLP may overwrite its input
+
+
+class Network(nn.Module):
+    """Token ids to final hidden states, and hidden states to logits; families differ in `read_config`.
+
+    Attributes:
+        model_type: name of the family in transformers. A config.json that names another known family is refused.
+        own_config: sizes of this rank's layers.
+        rows, num_logits: rows of the vocabulary on this rank, and their number.
+        num_weights: weights of the whole network, if this is a part of it.
+        renames: patterns in tensor names of a checkpoint, and their replacements.
+        layer_class: class of the decoder layers.
+        draft_head: its multi-token or EAGLE-3 head, if one is loaded.
+        uses_numba: whether it was packed for a CPU with numba, and runs numba kernels.
+    """
+
+    model_type: str
+    ranks = Ranks()
+    renames: Mapping[str, str] = MappingProxyType({})
+    layer_class: type[DecoderLayer] = DecoderLayer
+    uses_numba = False
+
+    def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
+        super().__init__()
+        share = share or Share()
+        self.config, self.own_config = config, share.config(config)
+        self.rows = share.vocabulary(config.vocab_size)
+        self.num_logits = self.rows.stop - self.rows.start
+        self.embed_tokens = empty_parameter(self.num_logits, config.hidden_size)
+        layers = nn.ModuleList(self.layer_class(self.own_config, index) for index in range(config.num_layers))
+        self.layers = cast("Sequence[DecoderLayer]", layers)
+        self.norm = stream_norm(config)
+        self.draft_head: DraftHead | None = None
+        self.num_weights: int | None = None
+        self._packed_embedding: torch.Tensor | None = None
+        self.lm_head: Linear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, {"lm_head": self.num_logits}, bias=config.head_bias)
+        if config.quantization is not None:
+            quantize(self, "model", config, config.quantization)
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        """Return the configuration of this family's checkpoints; every family has its own.
+
+        A key of `hf` that it does not read counts as unknown. If such a key is in `COMPUTATION_KEYS`, its value must be
+        neutral.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def variant(cls, hf: HfConfig) -> type[Network]:
+        """Return the class for a config.json of this family, if names of weights depend on it."""
+        return cls
+
+    @classmethod
+    def num_sums(cls, config: DecoderConfig) -> int:
+        """Return the number of all-reduces in a step: for the embeddings, and in every layer."""
+        return 1 + sum(cls.layer_class.num_sums(config, index) for index in range(config.num_layers))
+
+    def join(self, ranks: Ranks) -> None:
+        """Let the layers add up the results of all ranks; `ranks` must match `share`."""
+        self.ranks = ranks
+        for layer in self.layers:
+            layer.ranks = ranks
+        for module in self.modules():
+            if isinstance(module, WidthNorm) and ranks.size > 1:
+                module.mean_of_ranks = ranks.mean
+
+    def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
+        """Give every layer its cache and the rotations of positions below max_seq_len."""
+        self.bind_weights()
+        config, device = self.config, self.embed_tokens.device
+        layers, sources = list(self.layers), list(config.cache_layers)
+        if self.draft_head is not None:
+            layers.append(cast("DecoderLayer", self.draft_head.layer))
+            sources.append(config.num_layers)
+        rotations = self.rotations()
+        tables = {rotation: rope_table(*rotation, max_seq_len, device) for rotation in set(rotations)}
+        held = HeldCaches()
+        for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
+            if layer.linear_attn is not None:
+                layer.linear_attn.state = kv_manager.state(index)
+            if layer.self_attn is None:
+                continue
+            caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
+            layer.self_attn.bind(*caches, kv_manager.table_of(source), tables[rotation])
+            if isinstance(layer.self_attn, LatentAttention) and layer.self_attn.indexer is not None:
+                key_layer = len(layers) + index  # see `cache_config`
+                keys = held.of(kv_manager.k_cache(key_layer))
+                layer.self_attn.indexer.bind(keys, kv_manager.table_of(key_layer), tables[rotation])
+            k_scale, v_scale = kv_manager.scales(source)
+            if k_scale is not None and v_scale is not None:
+                layer.self_attn.k_scale, layer.self_attn.v_scale = held.of(k_scale), held.of(v_scale)
+        share_bound(self)
+        # Rounded to the weights' dtype, as in training: 33.94 becomes 34 in bfloat16 for Gemma 3 with 1,152.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
+
+    def rotations(self) -> list[tuple[RopeConfig | None, int]]:
+        """Return each layer's rotation and the elements of a head that it rotates; the draft head's come last."""
+        attention = list(self.config.attention)
+        if self.draft_head is not None:
+            attention.append(self.draft_head.attention)
+        return [(layer.rope, layer.rotated_dim) for layer in attention]
+
+    def bind_weights(self) -> None:
+        """Make what layers make of their weights; again when weights have changed."""
+        for module in self.modules():
+            if isinstance(module, (PackedWeights, SparseMoe)):
+                module.bind()
+        for module in self.modules():
+            if isinstance(module, LatentAttention):
+                module.bind_weights()
+        if self._packed_embedding is not None:
+            self._pack_embedding()
+
+    def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Give every layer k_scale and v_scale of the cache that it reads; a missing scale is 1."""
+        for layer, source in zip(self.layers, self.config.cache_layers, strict=True):
+            if layer.self_attn is not None:
+                layer.self_attn.k_scale = scales[source].get("k_scale")
+                layer.self_attn.v_scale = scales[source].get("v_scale")
+        share_bound(self)
+
+    def computing(self, *, is_invariant: bool = False) -> AbstractContextManager[None]:
+        """Return the context of all that computes with the network, as its kernels depend on no other network.
+
+        is_invariant: whether a row has the same bits beside any others, if `has_invariant_rows` allows it.
+        """
+        return using_numba(self.uses_numba, is_invariant=is_invariant)
+
+    @property
+    def has_invariant_rows(self) -> bool:
+        """Whether, within `computing(is_invariant=True)`, no row's bits depend on the rows beside it.
+
+        That holds for numba kernels and products in blocks. It is not known of adapters, of packed experts, and of
+        activations in PyTorch, whose vectors end where a thread's share does. Sums of three ranks have no fixed order.
+        """
+        is_own = type(self).forward is not Network.forward or type(self).layer_inputs is not Network.layer_inputs
+        if is_own or self.draft_head is not None or self.config.logits_softcap or self.ranks.size > 2:
+            return False
+        with self.computing():
+            if use_triton(self.embed_tokens) or not wants_loops() or self.embed_tokens.dtype not in LOOP_DTYPES:
+                return False
+            if self.lm_head is not None and not self.lm_head.has_invariant_rows:
+                return False
+            return all(layer.has_invariant_rows for layer in self.layers)
+
+    def pack(self, track: Track = untracked) -> None:
+        """Reorder weights so that a CPU multiplies faster: plain ones as `kernels.common.torch_ops.linear.pack`,
+        quantised ones as `kernels.quantization.cpu_product`.
+
+        Packed weights replace the others. A tied head is packed beside the embedding.
+        """
+        dtype = self.embed_tokens.dtype
+        parts: list[tuple[Callable[[], None], int]] = []
+        for module in self.modules():
+            if isinstance(module, (Linear, SparseMoe)) and (size := module.bytes_to_pack(dtype)):
+                parts.append((partial(_pack, module, dtype), size))
+        if self.lm_head is None:
+            parts.append((self._pack_embedding, self.embed_tokens.nbytes))
+        for pack_part, _ in track(parts, desc="packing", unit="B", size=itemgetter(1)):
+            pack_part()
+
+    def quantize(self, form: str, track: Track = untracked) -> None:
+        """Round the layers' projections and experts to int8 or int4 for a CPU, see `rounding`."""
+        layers = cast("nn.ModuleList", self.layers)
+        modules: list[Linear | SparseMoe] = []
+        for module in layers.modules():
+            if isinstance(module, (Linear, SparseMoe)):
+                modules.append(module)
+        for projection in track(modules, desc="quantising", unit="projection"):
+            projection.round_to(form)
+
+    def drop_packed_embedding(self) -> None:
+        """Free the packed head until `bind_weights` packs it again."""
+        if self._packed_embedding is not None and self._packed_embedding.is_mkldnn:
+            self._packed_embedding = torch.empty(0)
+
+    def weight_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all weights as they are held, packed ones too."""
+        yield from self.parameters()
+        for module in self.modules():
+            if isinstance(module, PackedModule):
+                yield from module.weight_tensors()
+        if self._packed_embedding is not None:
+            yield self._packed_embedding
+
+    def _pack_embedding(self) -> None:
+        self._packed_embedding = pack(self.embed_tokens)
+
+    def embedded_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the ids of the embeddings that tokens take; see `placeholder_ids` of the configuration."""
+        for placeholder_id in self.config.placeholder_ids:
+            input_ids = input_ids.masked_fill(input_ids == placeholder_id, self.config.placeholder_padding)
+        return input_ids
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return hidden states before the first layer, [num_tokens, hidden_size]."""
+        input_ids = self.embedded_ids(input_ids)
+        if self.ranks.size == 1:
+            hidden = functional.embedding(input_ids, self.embed_tokens)
+        else:
+            rows = input_ids - self.rows.start
+            is_elsewhere = (rows < 0) | (rows >= self.num_logits)
+            hidden = functional.embedding(rows.masked_fill(is_elsewhere, 0), self.embed_tokens)
+            hidden = self.ranks.sum(hidden.masked_fill_(is_elsewhere[:, None], 0))
+        return hidden if self.embedding_scale == 1 else hidden.mul_(self.embedding_scale)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+        boundaries: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return hidden states after the final norm, [num_tokens, hidden_size].
+
+        K and V of all tokens are written to the caches. With `outputs`, only those rows are returned. Into
+        `boundaries` go the residual streams before the layers that `draft_head` reads.
+        """
+        hidden, embeds = self.embed(input_ids), metadata.embeds
+        if embeds is not None:
+            hidden.index_copy_(0, embeds.row_ids, embeds.rows)
+        inputs = self.layer_inputs(input_ids, hidden)
+        residual: torch.Tensor | None = None
+        taps: tuple[int, ...] = ()
+        if self.draft_head is not None and boundaries is not None:
+            taps = self.draft_head.taps
+        last = len(self.layers) - 1
+        for index, (layer, layer_input) in enumerate(zip(self.layers, inputs, strict=True)):
+            if boundaries is not None and index in taps:
+                boundaries[index] = _stream(hidden, residual)
+            output_rows = outputs if index == last else None
+            hidden, residual = layer(hidden, residual, positions, metadata, output_rows, *layer_input)
+            if embeds is not None:
+                embeds.add_deepstack(hidden, index)
+        if boundaries is not None and len(self.layers) in taps:
+            boundaries[len(self.layers)] = _stream(hidden, residual)
+        normed: torch.Tensor = self.norm(hidden, residual)[0]
+        return normed
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `forward`, of the rows of `outputs`, and of all tokens the features that `draft_head` reads, if any.
+
+        Features are [num_tokens, hidden size of the head].
+        """
+        head = self.draft_head
+        if head is None:
+            return self(input_ids, metadata.positions, metadata, outputs), None
+        boundaries: dict[int, torch.Tensor] = {}
+        hidden = self(input_ids, metadata.positions, metadata, None, boundaries)
+        return rows_of(hidden, outputs), head.features(hidden, boundaries)
+
+    def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Return each layer's inputs beside the residual stream. hidden: the embedded tokens."""
+        return [()] * len(self.layers)
+
+    def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits in the weights' dtype, [num_rows, num_logits], in `out` if given."""
+        if self.lm_head is not None and (self.lm_head.packed is not None or self.lm_head.bias is not None):
+            logits: torch.Tensor = self.lm_head(hidden)
+        else:
+            weight: torch.Tensor = self.embed_tokens
+            if self.lm_head is not None:
+                weight = self.lm_head.weight
+            elif self._packed_embedding is not None:
+                weight = self._packed_embedding
+            if out is not None and not out.is_cpu:
+                logits = torch.mm(hidden, weight.T, out=out)
+            else:
+                logits = linear(hidden, weight)
+        if self.config.logits_scale != 1:
+            logits.mul_(self.config.logits_scale)
+        if softcap := self.config.logits_softcap:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        if out is None or logits is out:
+            return logits
+        return out.copy_(logits)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits, float32 [num_rows, num_logits]."""
+        return self.head(hidden).float()
+
+    def weight_slots(self) -> WeightSlots:
+        """Return every tensor that a checkpoint must hold, by name, with the parameter slice it fills."""
+        slots: WeightSlots = {"model.embed_tokens.weight": self.embed_tokens, **self.norm.weight_slots("model.norm")}
+        for index, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(f"model.layers.{index}")
+        if self.lm_head is not None:
+            slots |= self.lm_head.weight_slots("")
+        return slots
+
+
+def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights below `root`, except for norms and routers that stay float32."""
+    root.to(dtype)
+    for module in root.modules():
+        if isinstance(module, (SparseMoe, RecurrentLayer)):
+            module.keep_float32()
+        elif isinstance(module, RmsNorm) and module.is_zero_centred:
+            module.float()
+
+
+def quantize(root: nn.Module, prefix: str, config: DecoderConfig, quantization: Quantization) -> None:
+    """Hold the weights below `root` packed, whose checkpoint names begin with `prefix`, if the checkpoint packs them.
+
+    A module `lm_head` has no prefix. Errors are those of `Linear.quantize`.
+    """
+    for path, module in list(root.named_modules()):
+        name = _OF_OURS.sub("", f"{prefix}.{path}").replace(".mlp", f".{config.mlp_name}")
+        if isinstance(module, SparseMoe):
+            module.quantize(name, quantization)
+        elif isinstance(module, Linear):
+            parent = name.rpartition(".")[0]
+            if path == "lm_head":
+                parent = ""
+            module.quantize(parent, quantization)
+
+
+def family(
+    model_type: str,
+    fields: Callable[[HfConfig], Mapping[str, Any]],
+    renames: Mapping[str, str] = Network.renames,
+    layer_class: type[DecoderLayer] = DecoderLayer,
+) -> type[Network]:
+    """Return a family that differs from others only in `fields` of `decoder_config`, weight names and layers."""
+
+    class Family(Network):
+        @classmethod
+        def read_config(cls, hf: HfConfig) -> DecoderConfig:
+            return decoder_config(hf, **fields(hf))
+
+    Family.model_type, Family.renames, Family.layer_class = model_type, renames, layer_class
+    return Family
+
+
+def _stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy of the residual stream."""
+    return hidden.clone() if residual is None else hidden + residual
+
+
+def _pack(module: Linear | SparseMoe, dtype: torch.dtype) -> None:
+    """Pack a module if that is still possible: those before it may have taken the memory."""
+    if module.bytes_to_pack(dtype):
+        module.pack(dtype)
