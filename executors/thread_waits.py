@@ -1,5 +1,7 @@
 """How threads of GNU OpenMP wait for each other; this file takes no torch, because it must run before torch is loaded.
 
+`import paged` imports it, so modules that take milliseconds are imported where they are needed.
+
 PyTorch's operations and the numba kernels share the threads of the libgomp that PyTorch loads. By default a thread that
 waits spins for 300,000 rounds, some milliseconds, which is as long as the system lets another process have its core. So
 two threads beside a busy process wait for each other most of the time. A thread that spins briefly and then sleeps
@@ -8,14 +10,10 @@ leaves its core to the thread that it waits for.
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-
-_LOG = logging.getLogger("paged")
 
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 # The best of 0, 1,000, 30,000 and 300,000 beside a busy process on a Xeon; quiet steps take as long as by default. See
@@ -52,15 +50,19 @@ def warn_of_spinning(num_threads: int) -> None:
 
 @cache
 def _warn(num_threads: int) -> None:
+    import logging
+
     text = (
         "%d threads spin while they wait for each other, and are slow beside other busy processes, because torch or a "
         "libgomp was loaded before paged: import paged first, or run with %s=%s"
     )
-    _LOG.warning(text, num_threads, SPIN_VARIABLE, SPIN_COUNT)
+    logging.getLogger("paged").warning(text, num_threads, SPIN_VARIABLE, SPIN_COUNT)
 
 
 def _uses_gnu_openmp() -> bool:
     """Return whether torch's threads are libgomp's. Intel's and LLVM's OpenMP has its functions, too."""
+    import ctypes
+
     functions = ctypes.CDLL(None)
     return hasattr(functions, "GOMP_parallel") and not hasattr(functions, "kmp_set_blocktime")
 
