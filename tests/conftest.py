@@ -5,6 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import paged  # noqa: F401  before torch, whose threads then wait as they do for users
+
+# isort: split
 import pytest
 import torch
 from hypothesis.internal.conjecture import providers
