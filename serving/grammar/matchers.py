@@ -42,6 +42,8 @@ class GuidedMatcher:
             error = _PLACE.sub("", self._begin.get_error().partition("\n")[0])
             if error.startswith("Unable to determine if regex is empty"):
                 error = "pattern: too complex beside the other rules of its text"
+            elif error.startswith("oneOf "):
+                error = "oneOf: not supported unless no two options have a value in common"
             raise ValueError(error)
         self._matcher = self._begin.deep_copy()
         self._vocab_size, self._stop_ids = vocab_size, stop_ids

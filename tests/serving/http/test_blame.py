@@ -156,7 +156,7 @@ def test_no_more_processes_are_not_the_clients_fault(
     def no_process(*args: Any, **options: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
-    for pid in branches_of("paged.serving.text.template_sandbox") | branches_of("paged.interop.grammar"):
+    for pid in branches_of("paged.serving.text.template_sandbox") | branches_of("paged.serving.grammar"):
         with suppress(ProcessLookupError):  # it ends with another
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda pid=pid: not is_alive(pid))
