@@ -127,7 +127,8 @@ class Branch:
 
         def wake() -> None:
             loop.remove_reader(self._socket)
-            is_here.set_result(None)
+            if not is_here.done():  # cancelled in the same moment
+                is_here.set_result(None)
 
         loop.add_reader(self._socket, wake)
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from paged.serving.grammar.json_schemas import SAYING_NOTHING, behind_references
@@ -68,13 +69,10 @@ def arguments(schema: Any, layout: Layout, is_text: Callable[[Any], bool]) -> El
 
 class _Arguments:
     def __init__(self, root: Any, layout: Layout, is_text: Callable[[Any], bool]) -> None:
-        self._layout, self._is_text = layout, is_text
-        self._definitions = {}
-        if isinstance(root, dict):
-            self._definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        self._root, self._layout, self._is_text = root, layout, is_text
 
     def of(self, schema: Any) -> Element:
-        """Return the properties of an object, the required ones first."""
+        """Return the properties of an object in their order, the required ones first."""
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
@@ -85,14 +83,17 @@ class _Arguments:
         for name in sorted(schema.keys() - _OF_ARGUMENTS - SAYING_NOTHING):
             raise ValueError(f"{name}: not supported for arguments in this model's form of calls")
         required = list(schema.get("required", ()))
-        properties = dict.fromkeys(required, True) | schema.get("properties", {})
+        properties = dict(schema.get("properties", {}))
+        for name in required:
+            properties.setdefault(name, True)
         others = schema.get("additionalProperties", True)
         if not properties and others is not False:
             return self._free(others)
         later: list[Element] = []  # the properties behind the current one, a separator before each
         first = text_element("")  # the current and later ones
         separator = self._layout.separator
-        for name, value in sorted(properties.items(), key=lambda item: item[0] in required):
+        in_order = sorted(properties.items(), key=lambda item: item[0] not in required)
+        for name, value in reversed(in_order):
             if value is False:
                 if name in required:
                     raise ValueError(f"required: {name!r} may have no value")
@@ -142,6 +143,7 @@ class _Arguments:
         return self._json(schema)
 
     def _json(self, schema: Any) -> Element:
-        if isinstance(schema, Mapping):
-            schema = self._definitions | dict(schema)
-        return json_value(schema)
+        value = json_value(schema)
+        if '"$ref"' in json.dumps(schema):
+            value["root"] = self._root
+        return value

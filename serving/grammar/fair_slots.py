@@ -60,7 +60,8 @@ class FairSlots:
         if len(self._waiting.get(largest, ())) <= len(self._waiting.get(client, ())) + 1:
             raise QueueFullError
         newest = self._waiting[largest].pop()
-        newest.set_exception(QueueFullError())
+        if not newest.done():  # a request that was cancelled leaves only when its task runs
+            newest.set_exception(QueueFullError())
 
     def _remove(self, client: Hashable, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(client)
@@ -70,12 +71,14 @@ class FairSlots:
                 del self._waiting[client]
 
     def _pass_on(self) -> None:
-        """Give a slot that is free to whoever is next."""
-        if not self._waiting:
-            self._num_free += 1
-            return
-        client = next(iter(self._waiting))
-        turns = self._waiting.pop(client)
-        turns.popleft().set_result(None)
-        if turns:
-            self._waiting[client] = turns  # behind the other clients
+        """Give a slot that is free to whoever is next and still waits."""
+        while self._waiting:
+            client = next(iter(self._waiting))
+            turns = self._waiting.pop(client)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns  # behind the other clients
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1

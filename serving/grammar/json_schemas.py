@@ -32,20 +32,23 @@ _OF_OBJECTS = (
     "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
     "minProperties",
 )  # fmt: skip
+_OF_DRAFT_3 = ("extends", "disallow", "divisibleBy")
 _MOST_UNIQUE = 8  # values of an enum whose lists without repetition are written out
 _MOST_PERMUTED = 4
 _MOST_LISTS = 512
 
 
-def kept_schema(schema: Any) -> dict[str, Any]:
+def kept_schema(schema: Any, root: Any = None) -> dict[str, Any]:
     """Return a schema that llguidance keeps, or refuses by the name of a keyword.
 
     Objects and lists that say nothing of further members get none.
 
+    root: the schema that this one is a part of, where a $ref begins; None if it is a whole one.
+
     Raises:
         ValueError: a keyword is malformed, or is not kept.
     """
-    return _Rewriter(schema).rewritten()
+    return _Rewriter(schema if root is None else root).rewritten(schema)
 
 
 def behind_references(root: Any, schema: Any) -> Any:
@@ -67,12 +70,18 @@ def text_patterns(schema: Any) -> Pattern:
     _check_numbers(rest)
     parts = [_pattern_of(rest), *map(text_patterns, rest.pop("allOf", ()))]
     if "anyOf" in rest or "oneOf" in rest:
-        parts.append(_union_of_texts(rest.pop("anyOf", ()) or rest.pop("oneOf")))
+        options = rest.pop("anyOf", None) or rest.pop("oneOf", None)
+        if not options:
+            raise ValueError("anyOf: no options")
+        parts.append(_union_of_texts(options))
     values = rest.pop("enum", None)
     if "const" in rest:
         values = [rest.pop("const")]
     if values is not None:
-        parts.append(Pattern("|".join(literal(value) for value in values)))
+        texts = [literal(value) for value in values if isinstance(value, str)]
+        if not texts:
+            raise ValueError("enum: no text among the values")
+        parts.append(Pattern("|".join(texts)))
     if "minLength" in rest or "maxLength" in rest:
         parts.append(Pattern(f"(?s:.){{{rest.pop('minLength', 0)},{rest.pop('maxLength', '')}}}"))
     for name in _IN_PLACE:
@@ -104,7 +113,7 @@ def _all_of(patterns: Sequence[Pattern | None]) -> Pattern:
 
 
 class _Rewriter:
-    """Rewrites one schema; every target of a $ref becomes a definition of the new one."""
+    """Rewrites a schema or a part of one; every target of a $ref becomes a definition of the new one."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -114,8 +123,8 @@ class _Rewriter:
         self._base = root.get("$id", "") if isinstance(root, dict) else ""
         self._checked: set[int] = set()  # targets of which no $ref leads to itself
 
-    def rewritten(self) -> dict[str, Any]:
-        schema: Any = self._schema(self._root, is_alone=True)
+    def rewritten(self, part: Any) -> dict[str, Any]:
+        schema: Any = self._schema(part, is_alone=True)
         while self._waiting:
             name, target, is_alone = self._waiting.pop()
             self._definitions[name] = self._schema(target, is_alone=is_alone)
@@ -137,6 +146,9 @@ class _Rewriter:
         if schema is not self._root and "$id" in schema and "$ref" in json.dumps(schema):
             raise ValueError("$ref: not supported below an inner $id")
         kept = {name: value for name, value in schema.items() if name not in SAYING_NOTHING}
+        for name in _OF_DRAFT_3:
+            if name in kept:
+                raise ValueError(f"{name}: not supported; it is of an old draft of JSON Schema")
         parts = [name for name in (*_IN_PLACE, *_DEPENDENT) if name in kept]
         is_union = parts in (["$ref"], ["anyOf"], ["oneOf"]) or (parts == ["allOf"] and len(kept["allOf"]) == 1)
         if parts and (not is_union or any(name in kept for name in (*_OF_LISTS, *_OF_OBJECTS))):
@@ -201,6 +213,8 @@ class _Rewriter:
         values = self._values(kept.get("items"))
         if values is None or len(values) > _MOST_UNIQUE or "prefixItems" in kept or "contains" in kept:
             raise ValueError("uniqueItems: not supported, but for the values of a short enum")
+        if "enum" in kept:
+            raise ValueError("uniqueItems: not supported beside an enum of lists")
         choose = itertools.permutations if len(values) <= _MOST_PERMUTED else itertools.combinations
         least, most = kept.pop("minItems", 0), min(kept.pop("maxItems", len(values)), len(values))
         lists = [list(choice) for size in range(least, most + 1) for choice in choose(values, size)]
@@ -284,10 +298,14 @@ class _Rewriter:
     def _name_properties(self, kept: dict[str, Any]) -> None:
         """Replace propertyNames by the other keywords of objects."""
         names = self._behind(kept.pop("propertyNames"))
-        rest = names.keys() - SAYING_NOTHING if isinstance(names, dict) else set()
+        if names is True:
+            return
         if names is False:
             kept["maxProperties"] = 0
             return
+        if not isinstance(names, dict):
+            raise ValueError("propertyNames: expected a schema")
+        rest = names.keys() - SAYING_NOTHING
         if rest <= {"type"}:
             if rest and names["type"] != "string":
                 raise ValueError("propertyNames: names are strings")
@@ -300,7 +318,11 @@ class _Rewriter:
         if "pattern" in rest:
             expression = re.compile(names["pattern"])
             forbidden = [name for name in properties if expression.search(name) is None]
-            kept["patternProperties"] = {names["pattern"]: others}
+            says_nothing = others is True or others == {}
+            if others is not False and not says_nothing and len(forbidden) < len(properties):
+                raise ValueError("propertyNames: a pattern beside properties and a schema of others is not supported")
+            if others is not False:
+                kept["patternProperties"] = {names["pattern"]: others}
             added: Mapping[str, Any] = {}
         else:
             allowed = names["enum"] if "enum" in rest else [names["const"]]

@@ -109,20 +109,27 @@ class GrammarCompiler:
     async def _compiled_once(
         self, vocabulary: Branch, key: tuple[str, str], seconds: float, client: Hashable
     ) -> _Compiled:
-        """Compile a grammar once for all who wait for it, as long as someone does."""
-        shared = self._shared.get(key)
-        if shared is None:
-            task = asyncio.create_task(self._compile_in_turn(vocabulary, *key, seconds, client))
-            shared = self._shared[key] = _Shared(task)
-        shared.num_waiting += 1
-        try:
-            return await asyncio.shield(shared.task)
-        finally:
-            shared.num_waiting -= 1
-            if shared.task.done() or not shared.num_waiting:
-                shared.task.cancel()
-                if self._shared.get(key) is shared:
-                    del self._shared[key]
+        """Compile a grammar once for all who wait for it, as long as someone does.
+
+        It waits in the place of the client that asked first. If that place is refused, others ask in their own.
+        """
+        while True:
+            shared = self._shared.get(key)
+            if shared is None:
+                task = asyncio.create_task(self._compile_in_turn(vocabulary, *key, seconds, client))
+                shared = self._shared[key] = _Shared(task, client)
+            shared.num_waiting += 1
+            try:
+                return await asyncio.shield(shared.task)
+            except GrammarLimitError:
+                if shared.client == client:
+                    raise
+            finally:
+                shared.num_waiting -= 1
+                if shared.task.done() or not shared.num_waiting:
+                    shared.task.cancel()
+                    if self._shared.get(key) is shared:
+                        del self._shared[key]
 
     async def _compile_in_turn(
         self, vocabulary: Branch, kind: str, text: str, seconds: float, client: Hashable
@@ -186,9 +193,10 @@ class GrammarCompiler:
 
 @dataclass(eq=False)
 class _Shared:
-    """A grammar that compiles, and how many wait for it."""
+    """A grammar that compiles, in whose place, and how many wait for it."""
 
     task: asyncio.Task[_Compiled]
+    client: Hashable
     num_waiting: int = 0
 
 
@@ -332,6 +340,8 @@ def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
         is_list = isinstance(grammar, list) and len(grammar) > 0
         if not is_list or not all(isinstance(text, str) and text for text in grammar):
             raise InvalidInputError(f"choice: {shown(grammar)}, expected texts")
+    if kind in ("regex", "grammar") and not isinstance(grammar, str):
+        raise InvalidInputError(f"{kind}: {shown(grammar)}, expected a text")
     size = 0.0
     try:
         text = grammar if isinstance(grammar, str) else json.dumps(grammar)

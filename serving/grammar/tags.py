@@ -155,7 +155,8 @@ class _Grammar:
         guidance: dict[str, Any] = {"whitespace_pattern": space}
         if element.get("any_whitespace") is False:
             guidance = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        return self._named("rule", f"%json {json.dumps(kept_schema(schema) | {'x-guidance': guidance})}")
+        kept = kept_schema(schema, element.get("root"))
+        return self._named("rule", f"%json {json.dumps(kept | {'x-guidance': guidance})}")
 
     def _rule(self, parts: Sequence[str | Pattern]) -> str:
         """Return a sequence of parts; patterns that follow one another are one terminal."""

@@ -1,6 +1,7 @@
-"""JSON schemas inside structural tags that only xgrammar reads, as far as it keeps them.
+"""JSON schemas and patterns inside structural tags that only xgrammar reads, as far as it keeps them.
 
-xgrammar leaves out many keywords without a word, so a schema may only have the few combinations that it keeps.
+xgrammar leaves out many keywords without a word, so a schema may only have the few combinations that it keeps. Its
+patterns are of another dialect, so they may only have what means the same or less there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from paged.serving.grammar.patterns import python_pattern
 
 _ANNOTATIONS = frozenset("$schema $defs definitions $comment title description default examples".split())
 _KEYWORDS_BY_TYPE = {
@@ -19,17 +22,34 @@ _KEYWORDS_BY_TYPE = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
 }
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([A-Za-z0-9_.-]+)", re.ASCII)
+# What takes more characters there: a dot takes newlines, and classes of Unicode are those of ASCII.
+_WIDER = re.compile(r"(?<!\\)(\\\\)*(\.|\\[DSW])")
 _PATTERN = re.compile(r"\^[^\\.$|^(?]*\$", re.ASCII)
 
 
 def check_tag(tag: Any) -> None:
-    """Check all schemas in a structural tag.
+    """Check all schemas and patterns in a structural tag.
 
     Raises:
-        ValueError: one has a keyword that xgrammar may not keep.
+        ValueError: one has a part that xgrammar may not keep.
     """
     for schema in _schemas(tag):
         _check(schema, schema)
+    for pattern in _patterns(tag):
+        python_pattern(pattern)
+        if _WIDER.search(pattern) is not None:
+            raise ValueError("pattern: a dot, \\D, \\S and \\W are not supported beside tags of this kind")
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        pattern = value.get("pattern")
+        if value.get("type") == "regex" and isinstance(pattern, str):
+            yield pattern
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _patterns(inner)
 
 
 def _schemas(value: Any) -> Iterator[Any]:

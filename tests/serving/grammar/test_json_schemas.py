@@ -114,7 +114,9 @@ def test_what_is_written_is_valid(num_schemas: int) -> None:
         ({"if": {"type": "string"}, "then": {"const": "a"}}, "if"),
         ({"type": "array", "contains": {"type": "null"}}, "contains"),
         ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}}, "uniqueItems"),
+        ({"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b"]}, "enum": [["a"]]}, "uniqueItems"),
         ({"type": "number", "multipleOf": 0.01}, "multipleOf"),
+        ({"type": "integer", "divisibleBy": 2}, "divisibleBy"),
         ({"type": "string", "format": "iri"}, "format"),
         ({"type": "string", "format": "phone"}, "format"),
         ({"type": "string", "pattern": r"\bA"}, "pattern"),
@@ -125,6 +127,16 @@ def test_what_is_written_is_valid(num_schemas: int) -> None:
         ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "exclusiveMinimum"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "object", "propertyNames": {"minLength": 2}}, "propertyNames"),
+        ({"type": "object", "propertyNames": 5}, "propertyNames"),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[a-z]+$"},
+                "properties": {"a": {"type": "string"}},
+                "additionalProperties": {"type": "integer"},
+            },
+            "propertyNames",
+        ),
         ({"type": "object", "allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "unevaluated"),
         ({"type": "string", "x-guidance": {"lenient": True}, "not": {}}, "not"),
         (False, "no value"),
@@ -156,6 +168,8 @@ KEPT: list[tuple[Schema, list[Any], list[Any]]] = [
     ({"type": "string", "format": "date", "pattern": "^2"}, ["2024-02-29"], ["1999-01-01", "2023-02-29"]),
     ({"type": "string", "format": "email", "maxLength": 9}, ["a@b.de"], ["aa@bbbbbb.de", "a"]),
     ({"allOf": [{"type": "string"}, {"enum": ["zz", 1]}]}, ["zz"], [True, 1, "z"]),
+    ({"type": "object", "properties": {"a": {"type": "string"}, "B": {}}, "required": ["a"],
+      "additionalProperties": False, "propertyNames": {"pattern": "^[a-z]+$"}}, [{"a": "x"}], [{"a": "x", "B": 1}, {}]),
     ({"allOf": [{"properties": {"a": {"const": 1}}}, {"required": ["a"]}], "type": "object"},
      [{"a": 1}], [{}, {"a": 2}]),
     ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": {"const": 1}, "b": {"const": 2}},
@@ -226,6 +240,17 @@ def test_schemas_in_tags_are_kept_or_refused(kind: str) -> None:
     assert num_written > 5
 
 
+@pytest.mark.parametrize("pattern", ["a$b", "a.b", r"\S{2}", r"\z"])
+def test_patterns_in_tags_of_xgrammar_mean_pythons(pattern: str) -> None:
+    """xgrammar reads an anchor as nothing and a dot as any character; a class in ASCII is narrower, and passes."""
+    tags = [{"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": pattern}, "end": "</a>"}]
+    tag = {"format": {"type": "triggered_tags", "triggers": ["<a>"], "tags": tags, "at_least_one": True}}
+    with pytest.raises(ValueError, match="pattern"):
+        compiler().matcher("structural_tag", json.dumps(tag))
+    tags[0]["content"] = {"type": "regex", "pattern": r"\d{2}"}
+    assert accepts(compiler().matcher("structural_tag", json.dumps(tag)), "<a>12</a>")
+
+
 CALLS: list[tuple[Schema, str]] = [
     ({"type": "object", "properties": {"a": {"type": "string", "pattern": "^[A-Z]+$", "maxLength": 2}},
       "required": ["a"]}, ""),
@@ -239,6 +264,10 @@ CALLS: list[tuple[Schema, str]] = [
       "$defs": {"n": {"type": "object", "properties": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}}}, ""),
     ({"$ref": "#/$defs/o", "$defs": {"o": {"type": "object", "properties": {"a": {"const": 3}},
       "required": ["a"]}}}, ""),
+    ({"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}, "required": ["a"]}, ""),
+    ({"type": "object", "properties": {"a": {"$ref": "#/$defs/o", "$defs": {"n": {"type": "null"}}}},
+      "required": ["a"], "$defs": {"o": {"type": "object", "properties": {"n": {"$ref": "#/properties/b"}}}},
+      "$comment": "b"}, r"\$ref"),
     ({"type": "object", "additionalProperties": {"type": "integer", "minimum": 3}}, ""),
     ({"type": "object", "properties": {"o": {"type": "object", "properties": {"l": {"type": "array", "items": {
         "type": "string", "maxLength": 3, "pattern": "^[a-z]*$"}}}, "required": ["l"]}}, "required": ["o"]}, ""),
@@ -275,3 +304,21 @@ def test_arguments_of_calls_are_valid(form: str, schema: Schema, refused: str) -
         arguments = "".join(delta.text for delta in deltas if delta.kind == "arguments")
         jsonschema.Draft202012Validator(schema).validate(json.loads(arguments))
     assert num_written
+
+
+def test_arguments_of_calls_keep_their_order() -> None:
+    """Required ones first; each as the schema lists them."""
+    from paged.serving.formats.tool_formats import TOOL_FORMATS
+
+    names = ("c", "a", "d", "b")
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}, "required": ["b", "a"]}
+    tag = json.dumps(TOOL_FORMATS["qwen_xml"].grammar({"f": schema}, is_one=True))
+
+    def call(order: str) -> str:
+        arguments = "".join(f"<parameter={name}>\n1\n</parameter>\n" for name in order)
+        return f"<tool_call>\n<function=f>\n{arguments}</function>\n</tool_call>"
+
+    for order in ("ab", "abc", "abd", "abcd"):
+        assert accepts(compiler().matcher("structural_tag", tag), call(order)), order
+    for order in ("ba", "abdc", "a", "cab"):
+        assert not accepts(compiler().matcher("structural_tag", tag), call(order)), order
