@@ -59,9 +59,8 @@ def _answers(requests: Any, path: str) -> Iterator[dict[str, Any]]:
         try:
             returned = function(**call.arguments)
             results = [tensor for tensor in tensors_in("", returned).values() if tensor.numel()]
-            answer: dict[str, Any] = {"error": None, "shared": _shared(results, call), "is_reused": False}
-            if any(_storage(tensor) in [_storage(earlier) for earlier in previous] for tensor in results):
-                answer["is_reused"] = not answer["shared"]
+            is_reused = _is_reused(results, previous, call)
+            answer: dict[str, Any] = {"error": None, "shared": _shared(results, call), "is_reused": is_reused}
             previous = results
             blocks = request["blocks"]
             if blocks is not None:
@@ -97,6 +96,13 @@ def _shared(results: list[torch.Tensor], call: RecordedCall) -> list[list[str]]:
         if names:
             shared.append(names)
     return shared
+
+
+def _is_reused(results: list[torch.Tensor], previous: list[torch.Tensor], call: RecordedCall) -> bool:
+    """Return whether a result lies in the memory of a previous result; a result in an argument, such as out, may."""
+    argument_storages = {_storage(tensor) for tensor in tensors_in("", call.arguments).values()}
+    previous_storages = {_storage(tensor) for tensor in previous} - argument_storages
+    return any(_storage(tensor) in previous_storages for tensor in results)
 
 
 def _storage(tensor: torch.Tensor) -> int:

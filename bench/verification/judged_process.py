@@ -23,6 +23,7 @@ _MAX_BYTES = 1 << 16
 _MAX_RESTARTS = 5
 # Seconds for the start beside the limit of a call.
 _START_S = 60.0
+_NOT_ASKED = "its process answered what was not asked"
 
 
 class JudgedProcess:
@@ -56,7 +57,10 @@ class JudgedProcess:
             raise InvalidInputError(f"--candidate {self._path}: {error}, expected MODULE:FUNCTION") from error
         if "error" in hello:
             raise InvalidInputError(f"--candidate {self._path}: {hello['error']}, expected MODULE:FUNCTION")
-        return frozenset(hello["names"]), bool(hello["takes_all"])
+        if not _is_hello(hello):
+            self.close()
+            raise InvalidInputError(f"--candidate {self._path}: {_NOT_ASKED}, expected MODULE:FUNCTION")
+        return frozenset(hello["names"]), hello["takes_all"]
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request.
@@ -73,8 +77,8 @@ class JudgedProcess:
         with contextlib.suppress(OSError):  # that it has ended shows when the answer is received
             self._connection.sendall(json.dumps({**request, "number": self._number}).encode() + b"\n")
         answer = self._receive(self._number, self._seconds)
-        if answer.get("error") is None and answer.keys() != {"number", "error", "shared", "is_reused"}:
-            return {"error": "its process answered what was not asked"}
+        if answer.get("error") is None and not _is_answer(answer):
+            return {"error": _NOT_ASKED}
         return answer
 
     def close(self) -> None:
@@ -134,10 +138,10 @@ class JudgedProcess:
             line = self._line(seconds)
             answer = json.loads(line)
             if not isinstance(answer, dict) or answer.get("number") != number:
-                raise WrongResultError("its process answered what was not asked")
+                raise WrongResultError(_NOT_ASKED)
         except (ValueError, RecursionError) as error:
             self.close()
-            raise WrongResultError("its process answered what was not asked") from error
+            raise WrongResultError(_NOT_ASKED) from error
         except BaseException:
             self.close()
             raise
@@ -160,7 +164,7 @@ class JudgedProcess:
                 raise WrongResultError(f"its process ended with {self._exit()}")
             self._pending += data
             if len(self._pending) > _MAX_BYTES:
-                raise WrongResultError("its process answered what was not asked")
+                raise WrongResultError(_NOT_ASKED)
         line, _, self._pending = self._pending.partition(b"\n")
         return line
 
@@ -174,3 +178,24 @@ class JudgedProcess:
         if code < 0:
             return f"signal {-code}"
         return f"exit code {code}, which is no verdict"
+
+
+def _is_hello(answer: dict[str, Any]) -> bool:
+    """Return whether an answer says what a function takes; the function may have written the answer itself."""
+    if answer.keys() != {"number", "names", "takes_all"}:
+        return False
+    return _is_list_of_texts(answer["names"]) and isinstance(answer["takes_all"], bool)
+
+
+def _is_answer(answer: dict[str, Any]) -> bool:
+    """Return whether an answer is one to a call that returned."""
+    if answer.keys() != {"number", "error", "shared", "is_reused"}:
+        return False
+    shared = answer["shared"]
+    if not isinstance(shared, list) or not isinstance(answer["is_reused"], bool):
+        return False
+    return all(_is_list_of_texts(names) for names in shared)
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -1,23 +1,26 @@
 """`paged verify --candidate`: only a right function gets exit code 0, whatever else one does to its judge."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import paged
-from paged.bench.check import Result
+from paged.bench.check import Result, WrongResultError
 from paged.bench.verification import verify
 from paged.bench.verification.candidate import Candidate
 from paged.bench.verification.cases import Check
 from paged.serving.command_line import cli
 from tests.deadline import HANG_S
 
+REUSES_LSE = "tests.bench.cheating:reuses_its_lse"
 NORM = ["verify", "--device", "cpu", "--backend", "torch", "--quick", "--op", "rms_norm", "--only", "odd size"]
 
 
@@ -60,6 +63,7 @@ def test_an_operation_that_writes_is_its_own_right_candidate(
         ("interrupts", "KeyboardInterrupt"),
         ("patches_the_judge", "out[0, 0]: "),
         ("answers_itself", "WRONG"),
+        ("answers_with_numbers", "its process answered what was not asked"),
     ],
 )
 def test_a_cheating_function_is_wrong(function: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +123,13 @@ def test_a_module_that_ends_the_process_is_no_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    for code, error in (("raise SystemExit(0)", "SystemExit: 0"), ("import os; os._exit(0)", "exit code 0")):
+    greets = "import os, sys, time; os.write(int(sys.argv[1]), b'{\"number\": 0}\\n'); time.sleep(60)"
+    codes = [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("import os; os._exit(0)", "exit code 0"),
+        (greets, "its process answered what was not asked"),
+    ]
+    for code, error in codes:
         (tmp_path / "ending.py").write_text(code)
         assert cli.main([*NORM, "--candidate", "ending:norm"]) == 1
         assert error in capsys.readouterr().err
@@ -148,6 +158,24 @@ def test_a_case_that_calls_another_function_is_not_checked(
     code, printed = _verify(capsys, "right")
     assert code == 1, "nothing was checked"
     assert "not checked: the case does not call the operation" in printed
+
+
+@pytest.mark.parametrize(("function", "is_right"), [("paged:paged_attention", True), (REUSES_LSE, False)])
+def test_a_second_result_may_not_be_reused(function: str, is_right: bool) -> None:
+    """Even if the first one lies in `out`."""
+    candidate = Candidate("paged_attention", function)
+    q, cache = torch.randn(1, 2, 16), torch.randn(1, 16, 2, 16)
+    call: dict[str, Any] = {
+        "block_table": torch.zeros(1, 1, dtype=torch.int32),
+        "seq_lens": torch.ones(1, dtype=torch.int32),
+    }
+    call |= {"cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32), "out": torch.empty_like(q)}
+    error = contextlib.nullcontext() if is_right else pytest.raises(WrongResultError, match="memory of its last")
+    try:
+        with error:
+            candidate(q=q, k_cache=cache, v_cache=cache.clone(), max_seqlen_q=1, return_lse=True, **call)
+    finally:
+        candidate.close()
 
 
 def test_arguments_that_a_call_writes_are_written() -> None:
