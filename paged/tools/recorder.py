@@ -33,7 +33,7 @@ from paged.kernels.common.device import backend
 from paged.kernels.common.numba_ops.recording import recording
 from paged.kernels.common.operation import Call, current_watch, watch_calls
 from paged.tools.printable import one_line
-from paged.tools.recordings.decoder import PARTS, Decoder, operation_named, read_file
+from paged.tools.recordings.decoder import PARTS, Decoder, checked_extents, operation_named, read_file
 from paged.tools.recordings.encoder import FORMAT, Encoder, reached_blocks
 
 _LOG = logging.getLogger("paged")
@@ -143,7 +143,8 @@ def read_call(path: str | os.PathLike[str], device: torch.device) -> RecordedCal
             raise ValueError(f"{about['operation']}: no operation")
         signature = inspect.signature(operation)
         contents = {part: about.pop(part) for part in PARTS}
-        decoders = {part: Decoder(tensors, contents[part]["storages"], device) for part in PARTS}
+        extents = checked_extents({part: contents[part]["storages"] for part in PARTS}, device)
+        decoders = {part: Decoder(tensors, extents[part], device) for part in PARTS}
         arguments = decoders["arguments"].arguments(contents["arguments"]["value"], signature)
         returned = decoders["returned"].value(contents["returned"]["value"], str(signature.return_annotation))
         written = decoders["written"].arguments(contents["written"]["value"], signature)

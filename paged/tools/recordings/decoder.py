@@ -25,7 +25,8 @@ from paged.tools.recordings.encoder import FORMAT, MAX_HEADER_BYTES, Json, each_
 _MAX_FILLED = 64 << 20
 # Most bytes that the elements of a tensor stand for which takes less, as an expanded one does.
 _MAX_REPEATED = 256 << 20
-# A file is read whole, and its call and the reference need as much memory again, several times.
+# A file, and the storages that it declares, take at most this part of the memory: the call and the reference need as
+# much again, several times.
 _MEMORY_SHARE = 4
 _MAX_DIMS = 8
 _MAX_DEPTH = 4  # of lists in lists, and classes in them
@@ -114,29 +115,40 @@ def _check_about(about: Any) -> None:
             raise ValueError(f"{name}: expected value and storages")
 
 
+def checked_extents(storages: Mapping[str, Json], device: torch.device) -> dict[str, list[tuple[int, int]]]:
+    """Return the first and last byte of each storage by part; all parts together have to fit the device's memory."""
+    extents: dict[str, list[tuple[int, int]]] = {}
+    num_bytes = 0
+    for part, part_storages in storages.items():
+        if not isinstance(part_storages, list):
+            raise ValueError("storages: expected a list")
+        extents[part] = []
+        for extent in part_storages:
+            first, last = _sizes("storages", extent, 2)
+            if first > last:
+                raise ValueError(f"a storage from byte {first} to {last}")
+            extents[part].append((first, last))
+            num_bytes += last - first
+    if num_bytes > _memory(device) // _MEMORY_SHARE:
+        raise ValueError(f"storages of {num_bytes} bytes, more than a quarter of the memory of {device}")
+    return extents
+
+
 class Decoder:
     """Makes the values of one part again: tensors of one storage share one, NaN between them.
 
     Args:
         tensors: of the file.
-        storages: first and last byte of each storage.
+        extents: first and last byte of each storage, from `checked_extents`.
         device: of the made tensors.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], storages: Json, device: torch.device) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], extents: list[tuple[int, int]], device: torch.device
+    ) -> None:
         self._tensors, self._device = tensors, device
         self._storages: list[tuple[int, torch.Tensor]] = []
-        if not isinstance(storages, list):
-            raise ValueError("storages: expected a list")
-        extents = []
-        for extent in storages:
-            first, last = _sizes("storages", extent, 2)
-            if first > last:
-                raise ValueError(f"a storage from byte {first} to {last}")
-            extents.append((first, last))
         num_bytes = sum(last - first for first, last in extents)
-        if num_bytes > _memory(device):
-            raise ValueError(f"storages of {num_bytes} bytes, more than the memory of {device}")
         for first, last in extents:
             content = torch.empty(last - first, dtype=torch.uint8, device=device)
             if num_bytes <= _MAX_FILLED:

@@ -18,6 +18,7 @@ from safetensors.torch import save
 import paged
 from paged import CheckpointError
 from paged.tools.recorder import read_call
+from paged.tools.recordings.decoder import PARTS
 from tests.fuzz.children import MOST_LOOPS, call_in_child
 from tests.fuzz.kernels.kernel_calls import CALLS
 from tests.fuzz.values import changed
@@ -189,7 +190,7 @@ def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
     x = about["arguments"]["value"]["dict"]["x"]
     path = tmp_path / "changed"
     changes: list[tuple[dict[str, Any], list[list[int]], str]] = [
-        ({}, [[0, 2**50], [0, 96]], "more than the memory"),
+        ({}, [[0, 2**50], [0, 96]], "more than a quarter of the memory of cpu"),
         ({"shape": [2**40, 24], "stride": [0, 1]}, [[0, 480], [0, 96]], "in a storage of 480 bytes"),
         ({"shape": [2**40, 0], "stride": [1, 1]}, [[0, 480], [0, 96]], "in a storage of 480 bytes"),
         ({"stride": [-24, 1]}, [[0, 480], [0, 96]], "stride: expected whole numbers"),
@@ -205,8 +206,14 @@ def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
         path.write_bytes(save(tensors, {"paged_call": json.dumps(about)}))
         with pytest.raises(CheckpointError, match=error):
             read_call(path, torch.device("cpu"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for part in PARTS:  # each one alone would fit
+        about[part]["storages"] = [[0, memory // 10]]
+    path.write_bytes(save(tensors, {"paged_call": json.dumps(about)}))
+    with pytest.raises(CheckpointError, match="more than a quarter of the memory of cpu"):
+        read_call(path, torch.device("cpu"))
     with path.open("wb") as file:
-        file.truncate(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        file.truncate(memory)
     with pytest.raises(CheckpointError, match="more than a quarter of this machine's memory"):
         read_call(path, torch.device("cpu"))
     path.write_bytes((9 << 20).to_bytes(8, "little") + bytes(10 << 20))
@@ -225,6 +232,6 @@ def _read(content: bytes) -> int:
 def test_pages_that_no_value_fills_take_no_memory(tmp_path: Path) -> None:
     """Of a pool of which few blocks are reached, or of a file that claims one."""
     about, tensors = _parts(_recorded("rms_norm", tmp_path))
-    about["arguments"]["storages"][0] = [0, 3 << 30]
+    about["arguments"]["storages"][0] = [0, 1 << 30]
     outcome = call_in_child(_read, save(tensors, {"paged_call": json.dumps(about)}), megabytes=100)
-    assert (outcome.error, outcome.result) == ("", 3 << 30)
+    assert (outcome.error, outcome.result) == ("", 1 << 30)
