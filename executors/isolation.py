@@ -59,12 +59,20 @@ def attempt(fail: Callable[[str], object], call: Callable[P, R], *args: P.args, 
 
 
 def once_more(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function that does all of its work or none; if it raises, call it again, as memory may be free by then."""
+    """Call a function that does all of its work or none; if it raises, call it again, as memory may be free by then.
+
+    The second error has the first one as a note: the first error itself would hold memory of its frames.
+    """
     try:
         return call(*args, **kwargs)
     except BaseException as error:
         raise_exit(error)
-    return call(*args, **kwargs)
+        first = describe(error)
+    try:
+        return call(*args, **kwargs)
+    except BaseException as error:
+        error.add_note(f"The first call raised {first}")
+        raise
 
 
 def quietly(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:

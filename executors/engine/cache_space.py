@@ -91,31 +91,35 @@ class BlockSpace:
         return completion.from_files is not None and not completion.from_files.wait(wait_s)
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Allocate the blocks of a waiting completion; return False if there are too few, or too few
-        state slots.
+        """Allocate the blocks of a waiting completion; return False if blocks or state slots are too few.
 
-        If it is alone, it starts even if the cache has no blocks for its growth.
+        After an error it holds what it held before. If it is alone, it starts even if the cache has no blocks for its
+        growth.
         """
         was_swapped = completion.is_swapped
         num_sequences = self._num_sequences + completion.num_sequences
         if num_sequences > self._max_sequences and not is_alone:
             return False
-        if was_swapped and not is_alone and self._growth >= self.manager.stats().free_blocks:
-            return False
         try:
-            self._take_blocks(completion)
+            if was_swapped:
+                if not is_alone and self._growth >= self.manager.stats().free_blocks:
+                    return False
+                # Nothing may raise once it is swapped in. A swap changes neither its length nor its capacity.
+                growth = self._growth + self._growth_of(completion)
+                # It then stays: to swap it out again costs more than to preempt another.
+                self._take_blocks(completion)
+            else:
+                self._take_blocks(completion)
+                growth = self._growth + self._growth_of(completion)
+                if not is_alone and growth > self.manager.stats().free_blocks:
+                    self._drop(completion)
+                    return False
         except OutOfBlocksError:
             return False
         except BaseException:
             if not was_swapped:
-                self.release(completion)
+                self._drop(completion)
             raise
-        growth = self._growth + self._growth_of(completion)
-        # A completion that was swapped in stays: to swap it out again costs more than to preempt another.
-        if growth > self.manager.stats().free_blocks and not is_alone and not was_swapped:
-            self.release(completion)
-            completion.hold(None)
-            return False
         self._growth, self._num_sequences = growth, num_sequences
         completion.from_files = None
         return True
@@ -204,6 +208,11 @@ class BlockSpace:
         """Let `target` begin with the blocks of `source`."""
         assert source.handle is not None
         target.hold(self.manager.fork(source.handle, target.seq_id))
+
+    def _drop(self, completion: Completion) -> None:
+        """Free what a waiting completion has taken."""
+        self.release(completion)
+        completion.hold(None)
 
     def _take_blocks(self, completion: Completion) -> None:
         if completion.is_swapped:

@@ -32,11 +32,6 @@ class Sampled(NamedTuple):
     token_ids: list[list[int]]
     logprobs: list[list[dict[int, float]]] | None = None
 
-    def of_row(self, row: int) -> Sampled:
-        """Return those of one completion."""
-        logprobs = None if self.logprobs is None else [self.logprobs[row]]
-        return Sampled([self.token_ids[row]], logprobs)
-
 
 class SampledOnDevice(NamedTuple):
     """Tokens that are sampled on the device, perhaps not yet.

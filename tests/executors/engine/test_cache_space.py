@@ -18,7 +18,9 @@ from paged import (
     RequestOutput,
     SamplingParams,
 )
+from paged.executors.engine.cache_space import BlockSpace
 from paged.executors.requests import request
+from paged.executors.requests.request import Completion, State
 from paged.executors.speculation.draft_model import DraftModel
 from paged.executors.speculation.prompt_lookup import PromptLookup
 from paged.models.recall.task import sample_pairs
@@ -78,6 +80,34 @@ def test_blocks_held_by_others(device: torch.device) -> None:
     while engine.num_unfinished:
         engine.step()
     assert str(alone.error).startswith("OutOfBlocksError")
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_an_admission_that_fails_late_holds_nothing(
+    is_repeated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, also for one that is swapped out: each runs all the same. Twice: the error is the reason."""
+    config = EngineConfig(admission_tokens=0, preemption="swap")
+    expected = run(Engine(make_executor(device, num_blocks=6, num_swap_blocks=40), config), PROMPTS, TEN)
+    engine = Engine(make_executor(device, num_blocks=6, num_swap_blocks=40), config)
+    growth_of = BlockSpace._growth_of
+    calls = []
+
+    def failing(space: BlockSpace, completion: Completion) -> int:
+        if completion.state is State.WAITING:
+            calls.append(completion)
+            if is_repeated or len(calls) % 2:
+                raise MemoryError("full")
+        return growth_of(space, completion)
+
+    monkeypatch.setattr(BlockSpace, "_growth_of", failing)
+    outputs = engine.generate(PROMPTS, TEN, progress=False)
+    if is_repeated:
+        assert {output.error for output in outputs} == {"MemoryError: full"}
+    else:
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert engine.metrics.preempted["swap"] > 0
+    check_empty(engine)
 
 
 @pytest.mark.parametrize("num_blocks", [256, 160])
