@@ -121,7 +121,11 @@ class _Response(Conversation):
 
     def __init__(self, request: Request, body: ResponsesBody) -> None:
         super().__init__(request, body)
-        self._choice = "auto" if body.tools else "none"
+        self._choice: str | Event = "auto" if body.tools else "none"
+        if isinstance(body.tool_choice, ResponsesChoice):
+            self._choice = {"type": "function", "name": body.tool_choice.name}
+        elif body.tool_choice is not None:
+            self._choice = body.tool_choice
         self._is_encrypted = bool(body.include)
         self._is_parallel = bool(body.tools) and body.parallel_tool_calls is not False
         self._status, self._number = "in_progress", 0

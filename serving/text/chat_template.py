@@ -168,10 +168,11 @@ def _append(more: str, message: dict[str, Any]) -> None:
         raise InvalidInputError("messages: the last one has calls of tools, which no answer can go on with")
     if content is None or isinstance(content, str):
         message["content"] = (content or "") + more
-    elif isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
-        content[-1]["text"] += more
-    else:
+        return
+    part = content[-1] if isinstance(content, list) and content else None
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         raise InvalidInputError("messages: the last one ends with something other than text, expected text to go on")
+    part["text"] += more
 
 
 def _templates_within(hf: HfConfig) -> dict[str, str]:

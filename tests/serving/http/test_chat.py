@@ -239,6 +239,7 @@ def test_tokens_of_reasoning_are_counted(untrained: Served) -> None:
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == response["usage"]["output_tokens"] > 0
     _, _, message = ask(untrained, "/v1/messages", thinking)
     assert message["usage"]["output_tokens_details"]["thinking_tokens"] == message["usage"]["output_tokens"] > 0
+    assert response["tool_choice"] == "none"
     grammar = {"structured_outputs": {"regex": "<think>[ab]{50}</think>[ab]{3}"}}
     _, _, chat = ask(untrained, "/v1/chat/completions", grammar | {"messages": [{"role": "user", "content": "a"}]})
     assert len(chat["choices"][0]["message"]["content"]) == 3
@@ -284,6 +285,14 @@ def test_required_and_named_calls(untrained: Served) -> None:
     assert (cut.finish_reason, cut.message.tool_calls[0].function.arguments[0]) == ("length", "{")
     block = claude.messages.create(tools=look, tool_choice=choice, **asked | {"max_tokens": 45}).content[0]
     assert block.input["INVALID_JSON"].startswith("{")
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", "required", {"type": "function", "name": "look"}])
+def test_a_response_has_the_tool_choice_of_its_request(choice: Any, untrained: Served) -> None:
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    asked = {"input": "a", "tools": tools, "tool_choice": choice, "max_output_tokens": 2}
+    status, _, response = ask(untrained, "/v1/responses", asked)
+    assert (status, response["tool_choice"]) == (200, choice or "auto")
 
 
 def test_a_grammar_that_takes_too_long_is_the_clients_fault(untrained: Served) -> None:

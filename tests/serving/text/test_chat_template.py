@@ -53,6 +53,13 @@ def test_refusals(template: str | None, messages: list[Any], message: str, tmp_p
     assert ours.has_chat_template == (template is not None)
 
 
+@pytest.mark.parametrize("content", [["a"], [], [{"type": "image"}], [{"text": 1}], 1, {"text": "a"}])
+def test_a_last_message_without_text_does_not_go_on(content: Any, tmp_path: Path) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    with pytest.raises(InvalidInputError, match="ends with something other than text"):
+        chat_tokenizer(tmp_path, CHATML).render(messages, continue_final_message=True)
+
+
 @pytest.mark.parametrize("content", ["Yes, ", "a<b", "two\n\nlines", "é"])
 @pytest.mark.parametrize("template", [CHATML, GEMMA], ids=["chatml", "gemma"])
 def test_the_last_message_goes_on_as_in_transformers(template: str, content: str, tmp_path: Path) -> None:
