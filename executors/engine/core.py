@@ -330,8 +330,12 @@ class EngineCore:
                 assert request.output.prompt_table is not None
                 request.output.prompt_table += table
         for rows, on_device in output.parts:
-            sampled = attempt(partial(self._fail_rows, rows), once_more, on_device.read)
-            if sampled is not None:
+            try:
+                sampled = on_device.read()
+            except BaseException as error:
+                raise_exit(error)
+                self._read_again(rows, on_device, output.step)
+            else:
                 self._advance(rows, sampled, output.step)
         now = perf_counter()
         seconds = now - max(output.started, self._last_taken)
@@ -342,9 +346,15 @@ class EngineCore:
         if self._scheduler.pacer is not None and output.step.decodes:
             self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
 
-    def _fail_rows(self, rows: Rows, reason: str) -> None:
-        """End all completions of rows whose tokens cannot be read: they come in one copy."""
-        self._requests.fail_all([(completion, reason) for completion in rows.completions])
+    def _read_again(self, rows: Rows, on_device: SampledOnDevice, step: StepBatch) -> None:
+        """Read the tokens again after that has raised; if it does once more, all fail: they come in one copy."""
+
+        def fail(reason: str) -> None:
+            self._requests.fail_all([(completion, reason) for completion in rows.completions])
+
+        sampled = attempt(fail, on_device.read)
+        if sampled is not None:
+            self._advance(rows, sampled, step)
 
     def _end_prefill(self, completion: Completion) -> list[Completion]:
         """Start decoding a completion and those that fork from its prompt; return all that decode."""

@@ -255,3 +255,27 @@ def test_an_executor_that_is_used_by_others_too(device: torch.device) -> None:
         executor.kv_manager.check_integrity()
     assert output.outputs[0].token_ids == ANSWERS[2]
     check_empty(engine)
+
+
+@pytest.mark.parametrize("num_errors", [1, 2])
+def test_a_read_that_fails_is_repeated_once(num_errors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the whole step: its tokens come in one copy. If it fails again, all completions of the step fail."""
+    engine = Engine(make_executor(torch.device("cpu")), EngineConfig(overlap=False))
+    expected = run(engine, [[1, 2], [3, 4]], TEN)
+    numpy, calls = HostCopy.numpy, []
+
+    def failing(copy: HostCopy) -> Any:
+        calls.append(copy)
+        if len(calls) <= num_errors:
+            raise MemoryError("full")
+        return numpy(copy)
+
+    monkeypatch.setattr(HostCopy, "numpy", failing)
+    outputs = engine.generate([[1, 2], [3, 4]], TEN, progress=False)
+    if num_errors == 1:
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert len(calls) == 1 + TEN.max_tokens
+    else:
+        assert [output.error for output in outputs] == ["MemoryError: full"] * 2
+        assert len(calls) == 2
+    check_empty(engine)
