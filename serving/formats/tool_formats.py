@@ -300,7 +300,8 @@ class Tongue(NamedTuple):
         reasoning: None if it is not read.
         reasons: name of each, and why it was chosen.
         template: text of the chat templates.
-        variables: names that the templates read.
+        variables: names that the template of requests without tools reads.
+        tool_variables: names that the template of requests with tools reads.
     """
 
     tools: ToolFormat | None
@@ -308,6 +309,7 @@ class Tongue(NamedTuple):
     reasons: tuple[str, str]
     template: str
     variables: frozenset[str] = frozenset()
+    tool_variables: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tokenizer: ChatTokenizer, tools: str = "auto", reasoning: str = "auto") -> Tongue:
@@ -324,13 +326,14 @@ class Tongue(NamedTuple):
             REASONING_FORMATS.get(name),
             (f"{tool_name}: {tool_reason}", f"{name}: {reason}"),
             template,
-            tokenizer.template.variables(),
+            tokenizer.template.variables(has_tools=False),
+            tokenizer.template.variables(has_tools=True),
         )
 
-    @property
-    def wishes(self) -> TemplateWishes:
+    def wishes(self, *, has_tools: bool) -> TemplateWishes:
         """Return what makes variables of the chat template of a request's wishes."""
-        return TemplateWishes(self.variables, can_reason=self.reasoning is not None)
+        variables = self.tool_variables if has_tools else self.variables
+        return TemplateWishes(variables, can_reason=self.reasoning is not None)
 
     def replayed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages as the chat template reads them; arguments of calls are objects."""

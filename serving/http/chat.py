@@ -245,7 +245,8 @@ async def chat(body: ChatBody, request: Request) -> Response:
         raise ApiError(400, "tool_choice: only with tools", "tool_choice")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service_of(request).params(body, body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
-    wishes = service_of(request).tongue.wishes
+    has_tools = bool(body.tools) and body.tool_choice != "none"
+    wishes = service_of(request).tongue.wishes(has_tools=has_tools)
     variables = wishes.effort(body.reasoning_effort, "reasoning_effort")
     variables |= wishes.verbosity(body.verbosity, "verbosity")
     variables |= template_variables(body)

@@ -53,7 +53,9 @@ async def answer_messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     params = service_of(request).params(body, body.max_tokens, stop=body.stop_sequences)
     messages, tools = _prompt_of(body)
-    variables = _variables(body, messages, service_of(request).tongue.wishes)
+    has_tools = bool(tools.functions) and tools.choice != "none"
+    wishes = service_of(request).tongue.wishes(has_tools=has_tools)
+    variables = _variables(body, messages, wishes)
     return await _Message(request, body, params).converse(body, messages, params, tools, variables)
 
 
@@ -63,7 +65,8 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     await service.adapter(body.model)
     messages, tools = _prompt_of(body)
     functions = () if tools.choice == "none" else tools.functions
-    variables = {"tools": listed_tools(functions), **_variables(body, messages, service.tongue.wishes)}
+    wishes = service.tongue.wishes(has_tools=bool(functions))
+    variables = {"tools": listed_tools(functions), **_variables(body, messages, wishes)}
     size = len(await request.body())
     prompt, _ = await service.encode_chat(messages, variables, size, longest=service.longest_text)
     return reply({"input_tokens": len(prompt)})

@@ -32,11 +32,13 @@ async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
     params = service.params(body, body.max_output_tokens)
     if body.tool_choice not in NO_CHOICE and not body.tools:
         raise ApiError(400, "tool_choice: only with tools", "tool_choice")
+    has_tools = bool(body.tools) and body.tool_choice != "none"
+    wishes = service.tongue.wishes(has_tools=has_tools)
     variables: dict[str, Any] = {}
     if body.reasoning is not None:
-        variables |= service.tongue.wishes.effort(body.reasoning.effort, "reasoning.effort")
+        variables |= wishes.effort(body.reasoning.effort, "reasoning.effort")
     if body.text is not None:
-        variables |= service.tongue.wishes.verbosity(body.text.verbosity, "text.verbosity")
+        variables |= wishes.verbosity(body.text.verbosity, "text.verbosity")
     messages = await service.in_thread(lambda: _messages(body), len(await request.body()))
     functions: list[dict[str, Any]] = []
     for tool in body.tools or ():

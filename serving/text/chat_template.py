@@ -78,13 +78,13 @@ class ChatTemplate:
                 literals.add(match[2])
         return literals
 
-    def variables(self) -> frozenset[str]:
-        """Return the names that the templates read; too many if one is also a name of a template's own."""
+    def variables(self, *, has_tools: bool) -> frozenset[str]:
+        """Return the names that the template of a request reads; too many if one is also a name of its own."""
         names = set()
-        for text in self.templates.values():
-            for part in _OPENING.split(text)[1:]:
-                code = _CLOSING.split(part, maxsplit=1)[0]
-                names.update(_READ.findall(_STRING.sub("''", code)))
+        text = self.templates.get(self._name(has_tools=has_tools), "")
+        for part in _OPENING.split(text)[1:]:
+            code = _CLOSING.split(part, maxsplit=1)[0]
+            names.update(_READ.findall(_STRING.sub("''", code)))
         return frozenset(names)
 
     def render(
@@ -116,9 +116,7 @@ class ChatTemplate:
             UnsupportedError: jinja2 is not installed, or this system has no fork.
             ProcessLostError: the system has no process to render in, or has ended it.
         """
-        name = "default"
-        if tools is not None and "tool_use" in self.templates:
-            name = "tool_use"
+        name = self._name(has_tools=tools is not None)
         if name not in self.templates:
             raise InvalidInputError(f"{self._source}: no chat template (chat_template.jinja, tokenizer_config.json)")
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes) and len(messages)
@@ -152,6 +150,12 @@ class ChatTemplate:
         if rendered.is_syntax:
             raise CheckpointError(f"{self._source}: chat template {name!r}, {reason}")
         raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
+
+    def _name(self, *, has_tools: bool) -> str:
+        """Return the name of the template that a request renders."""
+        if has_tools and "tool_use" in self.templates:
+            return "tool_use"
+        return "default"
 
 
 def _append(more: str, message: dict[str, Any]) -> None:

@@ -317,7 +317,28 @@ NAMES = {"reasoning_effort", "enable_thinking", "thinking", "thinking_budget", "
     ],
 )
 def test_variables_of_templates(template: str, known: set[str]) -> None:
-    assert ChatTemplate({"default": template}, {}, "here").variables() & NAMES == known
+    templates = ChatTemplate({"default": template, "tool_use": "{{ documents }}"}, {}, "here")
+    assert templates.variables(has_tools=False) & NAMES == known
+    assert templates.variables(has_tools=True) == {"documents"}
+    assert ChatTemplate({"default": template}, {}, "here").variables(has_tools=True) & NAMES == known
+
+
+@pytest.mark.parametrize("choice", [None, "none"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_wishes_are_for_the_template_that_is_rendered(
+    path: str, choice: str | None, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one for tools, unless the request has none or may not call."""
+    tongue = served.service.tongue._replace(variables=frozenset(), tool_variables=frozenset({"reasoning_effort"}))
+    monkeypatch.setattr(served.service, "tongue", tongue)
+    wish: dict[str, Any] = {"reasoning_effort": "high"}
+    tools: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look"}}]
+    if path == "/v1/responses":
+        wish, tools = {"reasoning": {"effort": "high"}}, [FUNCTION]
+    body = ROUTES[path][1] | wish
+    assert ask(served, path, body)[0] == 400
+    status, _, answer = ask(served, path, body | {"tools": tools, "tool_choice": choice})
+    assert status == (400 if choice == "none" else 200), answer
 
 
 @pytest.mark.parametrize(
