@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("bench", "executors", "kernels", "models", "paged")
+FOLDERS = ("bench", "executors", "kernels", "models", "paged", "serving")
 IGNORED = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "results", "tests")
 
 
@@ -82,6 +82,7 @@ def test_it_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert {name for name in packed if name.endswith(".py")} == sources
     assert {name.partition("/")[0] for name in packed} == {"paged"}
     assert {"paged/py.typed", "paged/models/recall/model.safetensors", "paged/bench/report/report.html"} <= packed
+    assert "paged/serving/http/page.html" in packed
 
 
 @pytest.mark.thorough

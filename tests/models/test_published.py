@@ -199,6 +199,8 @@ def test_absent_and_null_keys_mean_what_they_mean_in_transformers(name: str) -> 
     compared = 0
     for key in values.keys() - {"architectures", "model_type"}:
         for changed in ({**values, key: None}, {one: values[one] for one in values if one != key}):
+            if key == "qk_rope_head_dim":  # head_dim repeats it, and another one is refused
+                changed.pop("head_dim", None)
             try:
                 theirs = _json(type(config).from_dict(json.loads(json.dumps(changed))))
             except Exception:  # it refuses the value, in ways that differ by key
