@@ -13,6 +13,7 @@ from paged.interop import flash_attention, flash_attention_3, flash_attention_4
 from paged.interop.flash_attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from paged.kernels.attention import reference as attention_reference
 from paged.kernels.layers.reference import rotate
+from tests.kernels.attention.problem import with_weight_errors
 from tests.tolerance import assert_close, assert_within
 
 
@@ -63,7 +64,10 @@ def test_8_bit_queries(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     arguments = _paged(problem) | {"q_descale": scales[:1].expand(2, -1), "k_descale": scales[1]}
     out = flash_attn_varlen_func(*narrow.values(), **arguments, causal=True)
     assert out.dtype == torch.bfloat16
-    assert_close(out, attention_reference.paged_attention(**{**problem, **wide}, k_scale=scales[0] * scales[1])[0])
+    call = {**problem, **wide, "k_scale": scales[0] * scales[1]}
+    rounded = call | {"v_cache": with_weight_errors(wide["v_cache"].double(), out.dtype)}
+    want, with_errors = (attention_reference.paged_attention(**one)[0] for one in (call, rounded))
+    assert_close(out, want, rounded=with_errors)
     plain = flash_attn_varlen_func(*wide.values(), **_paged(problem), causal=True)
     assert torch.equal(flash_attn_varlen_func(*wide.values(), **arguments, causal=True), plain)
     new = {"k": narrow["q"][None, :1, :2], "v": narrow["q"][None, :1, :2], "cache_seqlens": 2}
@@ -101,8 +105,11 @@ def test_8_bit_keys_are_added_to_8_bit_caches(
         )
         ends = {"cu_seqlens_q": torch.tensor([0, 2]), "seq_lens": before[seq : seq + 1] + 2}
         block = torch.zeros(1, 1, dtype=torch.long)
-        want, _ = attention_reference.paged_attention(want_q[seq], k_seq[None], v_seq[None], block_table=block, **ends)
-        assert_close(out[seq], want)
+        want, with_errors = (
+            attention_reference.paged_attention(want_q[seq], k_seq[None], v_of[None], block_table=block, **ends)[0]
+            for v_of in (v_seq, with_weight_errors(v_seq, out.dtype))
+        )
+        assert_close(out[seq], want, rounded=with_errors)
 
 
 @pytest.mark.parametrize("module", [flash_attention_3, flash_attention_4])

@@ -38,8 +38,12 @@ def with_rounded_weights(arguments: Arguments) -> torch.Tensor:
     Tensor cores take the weights in the type of q. An error of a weight is one of its value, so V carries it here, and
     where it is int8 times a scale, rounded to the type of q, as much again.
     """
-    values = arguments["v_cache"].double()
     size = 1.0 if arguments["v_cache"].dtype == torch.int8 else 0.5
-    signs = torch.where(torch.rand_like(values) < 0.5, -size, size).double()
-    perturbed = values * (1 + torch.finfo(arguments["q"].dtype).eps * signs)
+    perturbed = with_weight_errors(arguments["v_cache"].double(), arguments["q"].dtype, size)
     return ATTENTION.want({**arguments, "v_cache": perturbed})["out"]
+
+
+def with_weight_errors(values: torch.Tensor, dtype: torch.dtype, size: float = 0.5) -> torch.Tensor:
+    """Float64 values, each off by `size` units in the last place of a dtype either way."""
+    signs = torch.where(torch.rand_like(values) < 0.5, -size, size).double()
+    return values * (1 + torch.finfo(dtype).eps * signs)
