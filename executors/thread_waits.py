@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from functools import cache
 
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
-# The best of 0, 1,000, 30,000 and 300,000 beside a busy process on a Xeon; quiet steps take as long as by default. See
-# docs/performance.md.
+# A compromise: beside a busy process fewer rounds are faster, and quiet steps of many sequences like more. The times of
+# each count are in docs/performance.md.
 SPIN_COUNT = "1000"
 # Variables by which users choose how threads wait. Those of Intel's and LLVM's OpenMP begin with KMP_.
 _CHOICES = (SPIN_VARIABLE, "OMP_WAIT_POLICY")

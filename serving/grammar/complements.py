@@ -9,7 +9,7 @@ from typing import NamedTuple
 Ranges = tuple[tuple[int, int], ...]
 """Code points, as ranges that include both ends."""
 
-_LAST = 0x10FFFF
+LAST_CHARACTER = 0x10FFFF
 _MOST_STATES, _MOST_CHARACTERS = 64, 1 << 14
 
 
@@ -73,7 +73,7 @@ def complement_pattern(automaton: Automaton, end: int, as_set: Callable[[Ranges]
 
 def _letters(automaton: Automaton) -> list[tuple[int, int]]:
     """Return ranges of characters that all edges treat alike."""
-    bounds = {0, _LAST + 1}
+    bounds = {0, LAST_CHARACTER + 1}
     for edges in automaton.edges:
         for ranges, _ in edges:
             for first, last in ranges or ():

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from paged.serving.grammar.formats import NUMBER_RANGES, STANDARD_FORMATS, TEXT_PATTERNS, WITHOUT_MEANING
-from paged.serving.grammar.patterns import Pattern, ecma_pattern, literal
+from paged.serving.grammar.patterns import ANY_TEXT, Pattern, ecma_pattern, literal
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -108,7 +108,7 @@ def _all_of(patterns: Sequence[Pattern | None]) -> Pattern:
         if pattern is not None:
             needed += [pattern.body, *pattern.needed]
             banned += pattern.banned
-    needed = needed or ["(?s:.)*"]
+    needed = needed or [ANY_TEXT]
     return Pattern(needed[0], tuple(needed[1:]), tuple(banned))
 
 
@@ -290,10 +290,10 @@ class _Rewriter:
             raise ValueError(f"{keyword}: expected an object")
         for name, value in dependents.items():
             if isinstance(value, list):
-                wanted: Any = {"required": value}
+                consequence: Any = {"required": value}
             else:
-                wanted = self._schema(value, is_alone=False)
-            yield {"anyOf": [{"properties": {name: False}}, wanted]}
+                consequence = self._schema(value, is_alone=False)
+            yield {"anyOf": [{"properties": {name: False}}, consequence]}
 
     def _name_properties(self, kept: dict[str, Any]) -> None:
         """Replace propertyNames by the other keywords of objects."""

@@ -13,11 +13,10 @@ from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
-from paged.serving.grammar.complements import Automaton, Ranges, complement_pattern
+from paged.serving.grammar.complements import LAST_CHARACTER, Automaton, Ranges, complement_pattern
 
-_LAST = 0x10FFFF
 _SURROGATES = ((0xD800, 0xDFFF),)
-_ANY_TEXT = "(?s:.)*"
+ANY_TEXT = "(?s:.)*"
 _ASCII = {
     "DIGIT": ((0x30, 0x39),),
     "SPACE": ((0x09, 0x0D), (0x20, 0x20)),
@@ -91,7 +90,7 @@ class _Translator:
             except (re.error, OverflowError) as error:
                 raise ValueError(f"pattern: {error}") from None
         self._is_python = is_python
-        self._outside = "" if is_python else _ANY_TEXT
+        self._outside = "" if is_python else ANY_TEXT
         self._is_wide = False  # whether sets are as large as either dialect makes them, for what may not match
         self._is_ahead = False  # whether a lookahead is read
         self._needed: list[str] = []
@@ -149,9 +148,9 @@ class _Translator:
         if is_banned and not self._is_python:  # a schema cannot ban a pattern
             self._needed.append(self._complement(items, flags))
         elif is_banned:
-            self._banned.append(self._sequence(items, flags, None, _ANY_TEXT))
+            self._banned.append(self._sequence(items, flags, None, ANY_TEXT))
         else:
-            self._needed.append(self._sequence(items, flags, None, _ANY_TEXT))
+            self._needed.append(self._sequence(items, flags, None, ANY_TEXT))
         self._is_ahead = self._is_wide = False
 
     def _complement(self, items: Sequence[Any], flags: int) -> str:
@@ -168,7 +167,7 @@ class _Translator:
         if is_at_end:
             automaton.link(state, ((0x0A, 0x0A),), end)
         else:
-            automaton.link(end, ((0, _LAST),), end)
+            automaton.link(end, ((0, LAST_CHARACTER),), end)
         return complement_pattern(automaton, end, _set)
 
     def _add(self, automaton: Automaton, items: Sequence[Any], flags: int, state: int) -> int:
@@ -244,7 +243,7 @@ class _Translator:
 
     def _dot(self, flags: int) -> Ranges:
         if flags & re.DOTALL:
-            return ((0, _LAST),)
+            return ((0, LAST_CHARACTER),)
         if self._is_python or self._is_wide:
             return _complement(((0x0A, 0x0A),))
         return _complement(((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)))
@@ -324,7 +323,7 @@ def _from_ecma(text: str) -> str:
 @lru_cache
 def _unicode(kind: str) -> Ranges:
     r"""Return the code points of \d, \s or \w, as this Python's `re` matches them."""
-    text = "".join(map(chr, range(_LAST + 1)))
+    text = "".join(map(chr, range(LAST_CHARACTER + 1)))
     ranges = [(match.start(), match.end() - 1) for match in re.finditer(f"{_LETTERS[kind]}+", text)]
     return tuple(ranges)
 
@@ -346,8 +345,8 @@ def _complement(ranges: Ranges) -> Ranges:
         if start < first:
             gaps.append((start, first - 1))
         start = last + 1
-    if start <= _LAST:
-        gaps.append((start, _LAST))
+    if start <= LAST_CHARACTER:
+        gaps.append((start, LAST_CHARACTER))
     return tuple(gaps)
 
 

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged.serving.grammar.json_schemas import kept_schema, text_patterns
-from paged.serving.grammar.patterns import Pattern, literal, python_pattern
-
-_ANY_TEXT = "(?s:.)*"
+from paged.serving.grammar.patterns import ANY_TEXT, Pattern, literal, python_pattern
 
 
 class UnknownTagError(ValueError):
@@ -128,17 +126,17 @@ class _Grammar:
         if isinstance(content, dict) and content.get("type") == "any_text" and end and end not in self._special:
             inner = self._parts(content)[0]
             assert isinstance(inner, Pattern)
-            whole = Pattern(inner.body + literal(end), banned=(*inner.banned, f"{_ANY_TEXT}{literal(end)}(?s:.)+"))
+            whole = Pattern(inner.body + literal(end), banned=(*inner.banned, f"{ANY_TEXT}{literal(end)}(?s:.)+"))
             return [*self._literal(_text(element, "begin")), whole]
         return [*self._literal(_text(element, "begin")), *self._parts(content), *self._literal(end)]
 
     def _tags(self, element: Mapping[str, Any]) -> list[str | Pattern]:
         options = " | ".join(self._rule(self._parts(tag)) for tag in _elements(element, "tags"))
-        one = self._named("rule", options)
-        rule = one
+        tag = self._named("rule", options)
+        rule = tag
         if not element.get("stop_after_first"):
             separator = self._rule(self._literal(_text(element, "separator")))
-            rule = f"{one} ({separator} {one})*"
+            rule = f"{tag} ({separator} {tag})*"
         if not element.get("at_least_one"):
             rule = f"({rule})?"
         return [self._named("rule", rule)]
@@ -187,7 +185,7 @@ class _Grammar:
 
 def _without(pattern: Pattern, excludes: Sequence[str]) -> Pattern:
     """Return the texts of a pattern that hold none of some texts."""
-    banned = [f"{_ANY_TEXT}{literal(text)}{_ANY_TEXT}" for text in excludes]
+    banned = [f"{ANY_TEXT}{literal(text)}{ANY_TEXT}" for text in excludes]
     return pattern._replace(banned=(*pattern.banned, *banned))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -328,6 +329,33 @@ class _Chat(Conversation):
         best = sorted(rows, key=lambda token: -rows[token])[: self._num_top]  # all, and the token itself
         top = [entry(token, texts.bytes(token, is_first=row.is_first)) for token in best]
         return entry(row.token, row.bytes) | {"top_logprobs": top}
+
+
+def as_function(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """Return a tool as OpenAI has functions."""
+    function = {"name": name, "parameters": parameters}
+    if description is not None:
+        function["description"] = description
+    return function
+
+
+def as_content(
+    content: str | Sequence[Struct] | None, url_of: Callable[[Any], str | None]
+) -> str | list[dict[str, Any]]:
+    """Return the content of a message, or the output of a tool, as a chat has it.
+
+    url_of: returns the address of a part that is an image, and None for any other.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        url = url_of(part)
+        if url is None:
+            parts.append({"type": "text", "text": getattr(part, "text", "")})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts
 
 
 def listed_tools(functions: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:

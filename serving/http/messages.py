@@ -12,7 +12,16 @@ from starlette.responses import Response
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.serving.formats.answer_reader import Delta
 from paged.serving.http.answers import Event
-from paged.serving.http.chat import NO_CHOICE, Conversation, Tools, as_template, listed_tools, text_of
+from paged.serving.http.chat import (
+    NO_CHOICE,
+    Conversation,
+    Tools,
+    as_content,
+    as_function,
+    as_template,
+    listed_tools,
+    text_of,
+)
 from paged.serving.http.errors import ApiError, reply
 from paged.serving.http.schemas import (
     CountTokensBody,
@@ -76,15 +85,10 @@ def _prompt_of(body: MessagesPrompt) -> tuple[list[dict[str, Any]], Tools]:
     """Return messages as templates read them, and the tools."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _content(body.system)})
+        messages.append({"role": "system", "content": as_content(body.system, _image_url)})
     for message in body.messages:
         messages += _as_chat(message)
-    functions: list[dict[str, Any]] = []
-    for tool in body.tools or ():
-        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-        if tool.description is not None:
-            function["description"] = tool.description
-        functions.append(function)
+    functions = [as_function(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
     messages = as_template(messages)
     if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
         messages.pop()  # the answer begins there
@@ -149,9 +153,11 @@ def _as_chat(message: MessagesMessage) -> list[dict[str, Any]]:
         elif isinstance(block, Thinking):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolResult):
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content)})
+            messages.append(
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": as_content(block.content, _image_url)}
+            )
     if shown or calls or thoughts or not messages:
-        messages.append({"role": message.role, "content": _content(shown)})
+        messages.append({"role": message.role, "content": as_content(shown, _image_url)})
     if thoughts:
         messages[-1]["reasoning"] = "".join(thoughts)
     if calls:
@@ -159,17 +165,11 @@ def _as_chat(message: MessagesMessage) -> list[dict[str, Any]]:
     return messages
 
 
-def _content(content: str | Sequence[Text | ImageBlock] | None) -> str | list[dict[str, Any]]:
-    """Return content as a chat has it."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[dict[str, Any]] = []
-    for block in content:
-        if isinstance(block, ImageBlock):
-            parts.append({"type": "image_url", "image_url": {"url": block.source.url}})
-        else:
-            parts.append({"type": "text", "text": block.text})
-    return parts
+def _image_url(block: Text | ImageBlock) -> str | None:
+    """Return the address of a block that is an image, None for any other."""
+    if isinstance(block, ImageBlock):
+        return block.source.url
+    return None
 
 
 class _Message(Conversation):

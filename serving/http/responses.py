@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.serving.http.answers import Event
-from paged.serving.http.chat import NO_CHOICE, Conversation, Tools, as_template
+from paged.serving.http.chat import NO_CHOICE, Conversation, Tools, as_content, as_function, as_template
 from paged.serving.http.errors import ApiError
 from paged.serving.http.schemas import Image, InputImage, ResponsesBody, ResponsesChoice, ResponsesItem
 from paged.serving.http.service import Piece, service_of
@@ -42,10 +42,7 @@ async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
     messages = await service.in_thread(lambda: _messages(body), len(await request.body()))
     functions: list[dict[str, Any]] = []
     for tool in body.tools or ():
-        function: dict[str, Any] = {"name": tool.name, "parameters": tool.parameters or {"type": "object"}}
-        if tool.description is not None:
-            function["description"] = tool.description
-        functions.append(function)
+        functions.append(as_function(tool.name, tool.description, tool.parameters or {"type": "object"}))
     tools = Tools(functions, is_one=body.parallel_tool_calls is False)
     if isinstance(body.tool_choice, ResponsesChoice):
         tools = Tools(functions, "required", body.tool_choice.name, is_one=True)
@@ -64,13 +61,15 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     turn: dict[str, Any] | None = None  # the message of the assistant that goes on
     for index, item in enumerate(body.input):
         if item.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.call_id, "content": as_content(item.output, _image_url)}
+            )
             turn = None
             continue
         if item.type == "message" and item.role != "assistant":
             if item.role is None:
                 raise ApiError(400, f"input.{index}.role: Field required", f"input.{index}.role")
-            messages.append({"role": item.role, "content": _content(item.content)})
+            messages.append({"role": item.role, "content": as_content(item.content, _image_url)})
             turn = None
             continue
         if item.type == "function_call" and item.name is None:
@@ -82,7 +81,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
             turn = {"role": "assistant", "content": ""}
             messages.append(turn)
         if item.type == "message":
-            turn["content"] = _content(item.content)
+            turn["content"] = as_content(item.content, _image_url)
         elif item.type == "reasoning":
             turn["reasoning"] = _reasoning(item)
         else:
@@ -101,19 +100,13 @@ def _reasoning(item: ResponsesItem) -> str:
     return "".join(getattr(part, "text", "") for part in item.content)
 
 
-def _content(content: str | Sequence[Struct] | None) -> str | list[dict[str, Any]]:
-    """Return the content of a message, or the output of a tool, as a chat has it."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[dict[str, Any]] = []
-    for part in content:
-        if isinstance(part, Image):
-            parts.append({"type": "image_url", "image_url": {"url": part.image_url.url}})
-        elif isinstance(part, InputImage):
-            parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
-        else:
-            parts.append({"type": "text", "text": getattr(part, "text", "")})
-    return parts
+def _image_url(part: Struct) -> str | None:
+    """Return the address of a part that is an image, None for any other."""
+    if isinstance(part, Image):
+        return part.image_url.url
+    if isinstance(part, InputImage):
+        return part.image_url
+    return None
 
 
 class _Response(Conversation):
